@@ -1,0 +1,1 @@
+"""One worker's brain: block pool, block tables, scheduler, model runner, sampler."""

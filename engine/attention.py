@@ -1,0 +1,74 @@
+"""Paged attention for transformers models, through their attention interface.
+
+A model built with ``attn_implementation="quire"`` calls ``attend`` in every layer. The step's block tables
+and the KV memory travel as keyword arguments of the model's forward call, so nothing here is global.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from quire.kernels import ops
+from quire.kernels.metadata import AttentionMetadata
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+IMPLEMENTATION = "quire"
+
+
+class PagedStep(NamedTuple):
+    """What the attention layers of one forward call need."""
+
+    metadata: AttentionMetadata
+    layers: list[torch.Tensor]
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_step: PagedStep | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the new keys and values into their blocks and attend over all blocks of each sequence.
+
+    Args:
+        query: ``[1, num_heads, num_tokens, head_dim]``, the packed new tokens of all sequences.
+        key: ``[1, num_kv_heads, num_tokens, head_dim]``.
+        value: like ``key``.
+
+    Returns:
+        ``[1, num_tokens, num_heads, head_dim]`` and no weights.
+    """
+    if paged_step is None:
+        raise RuntimeError(f"{type(module).__name__} did not pass paged_step on; this model cannot be served")
+    kv_layer = paged_step.layers[module.layer_idx]  # type: ignore[index]
+    ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), kv_layer, paged_step.metadata.slot_mapping)
+    output = ops.paged_attention(
+        query[0].transpose(0, 1),
+        kv_layer,
+        paged_step.metadata,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        logit_softcap=softcap,
+        sinks=s_aux,
+    )
+    return output[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Build no mask: causality and windows follow from positions inside the kernel."""
+
+
+def register() -> None:
+    """Make ``attn_implementation="quire"`` known to transformers; idempotent."""
+    AttentionInterface.register(IMPLEMENTATION, attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)

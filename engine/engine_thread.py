@@ -1,0 +1,144 @@
+"""Runs an engine in a thread of its own, for asyncio services.
+
+The event loop never touches the engine: it sends commands, which run between steps, and reads the updates
+that each step delivers, one hand-over for the whole batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from quire.engine.engine import Engine, StepSeconds
+from quire.engine.sequence import SequenceUpdate
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine's thread has ended; no request can be served any more."""
+
+
+class EngineThread:
+    """The thread that owns an engine.
+
+    Args:
+        engine: not to be touched by anyone else after ``start``.
+        on_step: called in the engine's thread after each step, for metrics.
+    """
+
+    def __init__(self, engine: Engine, on_step: Callable[[Engine, int], None] | None = None) -> None:
+        self._engine = engine
+        self._on_step = on_step
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._is_stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._updates: dict[str, asyncio.Queue[SequenceUpdate | Exception]] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start stepping; updates go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread after its present step."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # --- from the event loop ------------------------------------------------------------------------------
+
+    async def call(self, command: Callable[[Engine], T]) -> T:
+        """Run a command on the engine between two steps and return its result.
+
+        The command runs to its end even if the caller is cancelled.
+
+        Raises:
+            EngineStoppedError: the thread has ended.
+        """
+        return await asyncio.wrap_future(self.post(command))
+
+    def post(self, command: Callable[[Engine], T]) -> Future[T]:
+        """Queue a command without waiting for it; see ``call``."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(command(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._wake:
+            if self._is_stopping:
+                raise EngineStoppedError("the engine has stopped")
+            self._commands.append(run)
+            self._wake.notify()
+        return future
+
+    def subscribe(self, request_id: str) -> asyncio.Queue[SequenceUpdate | Exception]:
+        """Return the queue that the request's updates arrive in; an exception in it is the last item."""
+        queue: asyncio.Queue[SequenceUpdate | Exception] = asyncio.Queue()
+        self._updates[request_id] = queue
+        return queue
+
+    def unsubscribe(self, request_id: str) -> None:
+        """Drop the request's queue."""
+        self._updates.pop(request_id, None)
+
+    def _deliver(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            queue = self._updates.get(update.sequence.request_id)
+            if queue is not None:
+                queue.put_nowait(update)
+
+    def _deliver_failure(self, error: Exception) -> None:
+        for queue in self._updates.values():
+            queue.put_nowait(error)
+
+    # --- in the engine's thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        try:
+            while self._run_commands():
+                updates = self._engine.step()
+                if updates:
+                    self._loop.call_soon_threadsafe(self._deliver, updates)
+                    if self._on_step:
+                        self._on_step(self._engine, len(updates))
+        except Exception as error:
+            # A step that fails leaves the ledger in doubt: say so to everyone and serve nothing more.
+            logger.exception("the engine failed and stops")
+            with self._wake:
+                self._is_stopping = True
+            self._loop.call_soon_threadsafe(self._deliver_failure, error)
+
+    def _run_commands(self) -> bool:
+        """Run what is queued, waiting for a command while there is nothing to compute; False ends the loop."""
+        while True:
+            with self._wake:
+                while not self._commands and self._engine.is_idle and not self._is_stopping:
+                    self._wake.wait()
+                if self._is_stopping:
+                    return False
+                commands, self._commands = self._commands, deque()
+            for command in commands:
+                command()
+            if not self._engine.is_idle:
+                return True
+
+    @property
+    def step_seconds(self) -> StepSeconds:
+        """Where the time of the last step went."""
+        return self._engine.step_seconds

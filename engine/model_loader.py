@@ -1,0 +1,128 @@
+"""Loads a transformers model for paged serving, or says why it cannot be served."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from quire.engine import attention
+from quire.engine.kv_memory import KvShape
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class UnsupportedModelError(Exception):
+    """The model cannot be served; the message says what it has that paging does not cover."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run and the facts that the services need."""
+
+    module: torch.nn.Module
+    digest: str
+    dtype: torch.dtype
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def kv_shape(self, block_size: int) -> KvShape:
+        """Return the shape of this model's KV blocks."""
+        return KvShape(self.num_layers, self.num_kv_heads, block_size, self.head_dim, self.dtype)
+
+
+def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:
+    """Load a causal language model from a folder or from the hub.
+
+    Args:
+        model: a folder in Hugging Face format, or a hub id.
+        dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
+
+    Raises:
+        UnsupportedModelError: the architecture cannot run over paged blocks.
+        OSError: there is no such model.
+    """
+    attention.register()
+    folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
+    config = AutoConfig.from_pretrained(folder)
+    text_config = config.get_text_config()
+    check_supported(text_config)
+    module = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype="auto" if dtype == "auto" else DTYPES[dtype],
+        attn_implementation=attention.IMPLEMENTATION,
+    )
+    module = module.to(device).eval().requires_grad_(False)
+    num_heads = text_config.num_attention_heads
+    return LoadedModel(
+        module=module,
+        digest=digest(folder),
+        dtype=module.dtype,
+        num_layers=text_config.num_hidden_layers,
+        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads,
+        max_position_embeddings=text_config.max_position_embeddings,
+        vocab_size=text_config.vocab_size,
+        eos_token_ids=_eos_token_ids(folder, text_config),
+    )
+
+
+def check_supported(config: Any) -> None:
+    """Raise UnsupportedModelError for what would run but give wrong tokens, or not run at all."""
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name}: encoder-decoder models are not supported")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise UnsupportedModelError(f"{name}: layers of type {sorted(kinds)} keep no paged KV cache")
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModelError(f"{name}: latent attention has no per-head KV cache")
+    rope_type = _rope_type(config)
+    if rope_type in {"dynamic", "longrope"}:
+        raise UnsupportedModelError(
+            f"{name}: rope type {rope_type!r} rotates by the longest sequence of the batch, "
+            "so cached keys would depend on other requests"
+        )
+
+
+def _rope_type(config: Any) -> str:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
+    has_generation_config = (folder / "generation_config.json").exists()
+    source = GenerationConfig.from_pretrained(folder) if has_generation_config else config
+    eos = source.eos_token_id if source.eos_token_id is not None else config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])
+
+
+def digest(folder: Path) -> str:
+    """Identify a model: its configuration, and name, size, header and samples of its weight files.
+
+    Samples, since reading all of a large checkpoint would take minutes: 64 pages of 4 KiB, spread evenly.
+    """
+    state = hashlib.sha256()
+    config = json.loads((folder / "config.json").read_text())
+    state.update(json.dumps(config, sort_keys=True).encode())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        state.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            state.update(file.read(min(header_size, size)))
+            for sample in range(64):
+                file.seek(max(0, size - 4096) * sample // 63)
+                state.update(file.read(4096))
+    return state.hexdigest()[:32]

@@ -1,0 +1,60 @@
+"""Runs the model over one step's tokens: packed, without padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from quire.engine.attention import PagedStep
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel
+from quire.engine.scheduler import ScheduledSequence
+from quire.kernels.metadata import AttentionMetadata
+
+
+class ModelRunner:
+    """Turns scheduled sequences into logits."""
+
+    def __init__(self, model: LoadedModel, memory: KvMemory) -> None:
+        self.model = model
+        self.memory = memory
+        self._device = memory.blocks.device
+
+    def prepare(self, scheduled: list[ScheduledSequence]) -> dict[str, torch.Tensor | PagedStep]:
+        """Pack the new tokens of all sequences into the arguments of one forward call."""
+        block_size = self.memory.shape.block_size
+        num_new = np.array([s.num_scheduled_tokens for s in scheduled], dtype=np.int32)
+        computed = np.array([s.sequence.num_computed_tokens for s in scheduled], dtype=np.int32)
+        starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
+        np.cumsum(num_new, out=starts[1:])
+        # Position of each packed token: its sequence's computed tokens, plus its place among the new ones.
+        owner = np.repeat(np.arange(len(scheduled)), num_new)
+        positions = np.arange(starts[-1], dtype=np.int64) + (computed - starts[:-1])[owner]
+        tables = np.zeros((len(scheduled), max(len(s.sequence.block_table) for s in scheduled)), dtype=np.int32)
+        token_ids: list[int] = []
+        for row, (sequence, num_tokens) in enumerate(scheduled):
+            tables[row, : len(sequence.block_table)] = sequence.block_table
+            first = sequence.num_computed_tokens
+            token_ids += sequence.token_ids[first : first + num_tokens]
+        slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        metadata = AttentionMetadata(
+            block_tables=self._tensor(tables),
+            query_starts=self._tensor(starts),
+            seq_lens=self._tensor(computed + num_new),
+            slot_mapping=self._tensor(slots),
+        )
+        return {
+            "input_ids": torch.tensor([token_ids], device=self._device),
+            "position_ids": self._tensor(positions)[None],
+            "logits_to_keep": self._tensor(starts[1:].astype(np.int64) - 1),
+            "paged_step": PagedStep(metadata, self.memory.layers),
+        }
+
+    @torch.inference_mode()
+    def forward(self, arguments: dict[str, torch.Tensor | PagedStep]) -> torch.Tensor:
+        """Return the logits after each sequence's last new token, ``[num_sequences, vocab_size]``."""
+        output = self.model.module(use_cache=False, **arguments)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+        return torch.from_numpy(array).to(self._device)

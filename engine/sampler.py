@@ -1,0 +1,111 @@
+"""Draws tokens from logits.
+
+One uniform number per (seed, position) comes from a counter-based generator, and every other operation works
+row by row, so a token never depends on which other sequences are in the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from quire.engine.sequence import Sequence, TokenLogprobs
+
+
+class SampledTokens(NamedTuple):
+    """One token for each row of logits, and its logprobs if the sequence asked for them."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> SampledTokens:
+    """Draw the next token of each sequence.
+
+    Args:
+        logits: ``[num_sequences, vocab_size]``; any float type.
+        sequences: the owner of each row.
+        eos_token_ids: forbidden to a sequence that has not reached its ``min_tokens``.
+    """
+    logits = logits.float()
+    raw = logits
+    if any(s.num_output_tokens < s.params.min_tokens for s in sequences):
+        logits = _forbid_early_stop(logits.clone(), sequences, eos_token_ids)
+    token_ids = logits.argmax(dim=-1)
+    drawn_rows = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
+    if drawn_rows:
+        drawn = [sequences[row] for row in drawn_rows]
+        index = torch.tensor(drawn_rows, device=logits.device)
+        token_ids[index] = _draw(logits[index], drawn)
+    ids: list[int] = token_ids.tolist()
+    return SampledTokens(ids, _logprobs(raw, ids, sequences))
+
+
+def _forbid_early_stop(
+    logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]
+) -> torch.Tensor:
+    for row, sequence in enumerate(sequences):
+        if sequence.num_output_tokens < sequence.params.min_tokens:
+            logits[row, list(sequence.params.stop_token_ids | eos_token_ids)] = float("-inf")
+    return logits
+
+
+def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """Sample each row by inverting its cumulative distribution at one uniform number.
+
+    Rows are scaled by temperature and sorted by probability (ties by token id), then cut in the order
+    top-k, top-p, min-p.
+    """
+    device = logits.device
+    params = [s.params for s in sequences]
+    temperature = torch.tensor([p.temperature for p in params], device=device)
+    probs, order = torch.softmax(logits / temperature[:, None], dim=-1).sort(dim=-1, descending=True, stable=True)
+    probs = probs.double()
+    vocab_size = probs.shape[-1]
+    top_k = torch.tensor([min(p.top_k, vocab_size) or vocab_size for p in params], device=device)
+    keep = torch.arange(vocab_size, device=device)[None, :] < top_k[:, None]
+    probs = probs * keep
+    probs /= probs.sum(dim=-1, keepdim=True)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+    # A token stays while the mass before it is below top_p, so the best one always stays.
+    before = probs.cumsum(dim=-1) - probs
+    keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
+    keep &= probs >= min_p[:, None] * probs[:, :1]
+    cumulative = (probs * keep).cumsum(dim=-1)
+    uniform = torch.from_numpy(uniform_numbers([p.seed for p in params], [s.num_tokens for s in sequences]))
+    target = uniform.to(device)[:, None] * cumulative[:, -1:]
+    rank = torch.searchsorted(cumulative, target, right=True).clamp(max=vocab_size - 1)
+    return order.gather(1, rank)[:, 0]
+
+
+def uniform_numbers(seeds: list[int], positions: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return one number in [0, 1) for each (seed, position): SplitMix64 (Steele et al., OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        z = _mix(np.array(seeds, dtype=np.uint64)) + np.array(positions, dtype=np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        return (_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _logprobs(
+    logits: torch.Tensor, token_ids: list[int], sequences: list[Sequence]
+) -> list[TokenLogprobs | None]:
+    result: list[TokenLogprobs | None] = [None] * len(sequences)
+    for row, sequence in enumerate(sequences):
+        num_top = sequence.params.num_logprobs
+        if num_top is None:
+            continue
+        logprobs = torch.log_softmax(logits[row], dim=-1)
+        top = torch.topk(logprobs, num_top)
+        candidates = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        result[row] = TokenLogprobs(float(logprobs[token_ids[row]]), candidates)
+    return result

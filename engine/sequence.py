@@ -1,0 +1,136 @@
+"""A sequence: its tokens, its block table and how far it has been computed.
+
+::
+
+    token_ids   [ prompt ............................ | output ...... ]
+                [ num_cached_tokens | computed ... | scheduled | ... ]
+                  found in the pool                  this step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+HashBlock = Callable[[bytes, list[int]], bytes]
+"""Returns the hash of a full block from its parent's hash and its tokens."""
+
+
+class SequenceStatus(IntEnum):
+    """Where a sequence is in its life; everything from FINISHED_STOPPED on is an end."""
+
+    WAITING = 0
+    PREFILLING = 1
+    TRANSFERRING = 2
+    DECODING = 3
+    PREEMPTED = 4
+    FINISHED_STOPPED = 5
+    FINISHED_LENGTH = 6
+    FINISHED_HANDED_OVER = 7
+    FINISHED_ABORTED = 8
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no further token will come."""
+        return self >= SequenceStatus.FINISHED_STOPPED
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw tokens and when to stop.
+
+    Raises:
+        ValueError: a value is outside its range; the message names the field and the limit.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        in_range = {
+            "temperature": 0.0 <= self.temperature < float("inf"),
+            "top_p": 0.0 < self.top_p <= 1.0,
+            "top_k": self.top_k >= 0,
+            "min_p": 0.0 <= self.min_p <= 1.0,
+            "seed": 0 <= self.seed < 2**64,
+            "max_tokens": self.max_tokens >= 1,
+            "min_tokens": 0 <= self.min_tokens <= self.max_tokens,
+            "num_logprobs": self.num_logprobs is None or 0 <= self.num_logprobs <= 20,
+        }
+        for name, is_good in in_range.items():
+            if not is_good:
+                raise ValueError(f"{name} is out of range: {getattr(self, name)}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0.0
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position, of the model's own distribution before temperature."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sequence of tokens and the blocks that hold its keys and values.
+
+    ``token_ids`` may end with tokens that an earlier attempt generated: ``num_prompt_tokens`` says where the
+    prompt ends. Positions count from the prompt's start, so a resumed sequence draws the same tokens.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    root_hash: bytes
+    stops_after_prefill: bool = False
+    """A prefill worker's sequence: it ends with its first token, and its blocks stay until released."""
+
+    status: SequenceStatus = SequenceStatus.WAITING
+    arrival: int = 0
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_sealed_blocks: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens, those of earlier attempts included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def extend_hashes(self, block_size: int, hash_block: HashBlock) -> None:
+        """Hash every full block of ``token_ids`` that has no hash yet."""
+        for index in range(len(self.block_hashes), self.num_tokens // block_size):
+            parent = self.block_hashes[-1] if self.block_hashes else self.root_hash
+            tokens = self.token_ids[index * block_size : (index + 1) * block_size]
+            self.block_hashes.append(hash_block(parent, tokens))
+
+
+class SequenceUpdate(NamedTuple):
+    """What one step did for one sequence."""
+
+    sequence: Sequence
+    num_computed_tokens: int
+    token_id: int | None
+    logprobs: TokenLogprobs | None
+    status: SequenceStatus
