@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.engine.engine import Engine, StepSeconds
 from quire.engine.sequence import SequenceUpdate
@@ -36,7 +36,7 @@ class EngineThread:
     def __init__(self, engine: Engine, on_step: Callable[[Engine, int], None] | None = None) -> None:
         self._engine = engine
         self._on_step = on_step
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -60,7 +60,7 @@ class EngineThread:
     async def call(self, command: Callable[[Engine], T]) -> T:
         """Run a command on the engine between two steps and return its result.
 
-        The command runs to its end even if the caller is cancelled.
+        A caller that is cancelled first may or may not have had its command run: follow up with an abort.
 
         Raises:
             EngineStoppedError: the thread has ended.
@@ -72,6 +72,7 @@ class EngineThread:
         future: Future[T] = Future()
 
         def run() -> None:
+            # From here on the caller's cancellation cannot half-run the command.
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -82,7 +83,7 @@ class EngineThread:
         with self._wake:
             if self._is_stopping:
                 raise EngineStoppedError("the engine has stopped")
-            self._commands.append(run)
+            self._commands.append((run, future))
             self._wake.notify()
         return future
 
@@ -110,9 +111,12 @@ class EngineThread:
 
     def _run(self) -> None:
         assert self._loop is not None
+        can_step = False
         try:
-            while self._run_commands():
+            while self._run_commands(can_step):
                 updates = self._engine.step()
+                # With nothing schedulable, only a command (blocks arrive, a request ends) can change that.
+                can_step = bool(updates)
                 if updates:
                     self._loop.call_soon_threadsafe(self._deliver, updates)
                     if self._on_step:
@@ -123,17 +127,19 @@ class EngineThread:
             with self._wake:
                 self._is_stopping = True
             self._loop.call_soon_threadsafe(self._deliver_failure, error)
+        for _, future in self._commands:
+            future.set_exception(EngineStoppedError("the engine has stopped"))
 
-    def _run_commands(self) -> bool:
-        """Run what is queued, waiting for a command while there is nothing to compute; False ends the loop."""
+    def _run_commands(self, can_step: bool) -> bool:
+        """Run what is queued, waiting for a command while no step can be made; False ends the loop."""
         while True:
             with self._wake:
-                while not self._commands and self._engine.is_idle and not self._is_stopping:
+                while not (self._commands or self._is_stopping or (can_step and not self._engine.is_idle)):
                     self._wake.wait()
                 if self._is_stopping:
                     return False
                 commands, self._commands = self._commands, deque()
-            for command in commands:
+            for command, _ in commands:
                 command()
             if not self._engine.is_idle:
                 return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -43,9 +44,14 @@ class KvMemory:
         return self._bytes[block_id].cpu().numpy().tobytes()
 
     def write(self, block_id: int, payload: bytes) -> None:
-        """Copy a block in. Safe beside a running step if no sequence in the batch reads the block."""
+        """Copy a block in. Safe beside a running step if no sequence in the batch reads the block.
+
+        Raises:
+            ValueError: the payload is not one block long.
+        """
         if len(payload) != self.shape.block_bytes:
             raise ValueError(f"a block has {self.shape.block_bytes} bytes, got {len(payload)}")
-        # frombuffer warns of read-only memory, but this tensor is only read.
-        source = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        self._bytes[block_id].copy_(source)
+        if self._bytes.is_cpu:
+            self._bytes[block_id].numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
+        else:
+            self._bytes[block_id].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))

@@ -1,0 +1,56 @@
+"""Paged attention, slow and obvious, in float64: the oracle of the fast kernels."""
+
+from __future__ import annotations
+
+import torch
+from quire.kernels.metadata import AttentionMetadata
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_layer: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See ``ops.paged_attention``."""
+    output = torch.empty_like(query)
+    block_size = kv_layer.shape[3]
+    group = query.shape[1] // kv_layer.shape[2]
+    starts = metadata.query_starts.tolist()
+    for row, seq_len in enumerate(metadata.seq_lens.tolist()):
+        first, last = starts[row], starts[row + 1]
+        if first == last:
+            continue
+        block_ids = metadata.block_tables[row, : -(-seq_len // block_size)].long()
+        # [num_blocks, 2, heads, block_size, head_dim] -> [2, heads, tokens, head_dim]
+        blocks = kv_layer[block_ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].double()
+        keys, values = blocks.repeat_interleave(group, dim=1)
+        scores = query[first:last].transpose(0, 1).double() @ keys.transpose(1, 2) * scale
+        if logit_softcap is not None:
+            scores = logit_softcap * torch.tanh(scores / logit_softcap)
+        position = torch.arange(seq_len - (last - first), seq_len)[:, None]
+        key_position = torch.arange(seq_len)[None, :]
+        hidden = key_position > position
+        if sliding_window is not None:
+            hidden |= key_position <= position - sliding_window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.double()[:, None, None].expand(-1, last - first, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :seq_len]
+        output[first:last] = (weights @ values).transpose(0, 1).to(query.dtype)
+    return output
+
+
+def write_kv(
+    key: torch.Tensor, value: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """See ``ops.write_kv``."""
+    block_size = kv_layer.shape[3]
+    block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
+    kv_layer[block_ids, 0, :, offsets] = key
+    kv_layer[block_ids, 1, :, offsets] = value

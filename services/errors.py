@@ -1,0 +1,143 @@
+"""The errors that a service reports: a gRPC status, a reason for programs, a remedy for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo  # type: ignore[import-untyped]
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+
+ERROR_DOMAIN = "quire"
+"""The ``domain`` of every ``google.rpc.ErrorInfo`` that a service sends."""
+
+
+class ServiceError(Exception):
+    """An error with a gRPC status, raised anywhere in a service and sent by the server's interceptor.
+
+    ``reason`` is an UPPER_SNAKE_CASE constant that programs may match; ``metadata`` names limits and values;
+    ``retry_after_seconds`` tells the caller when a retry makes sense.
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    default_reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.default_reason
+        self.metadata = dict(metadata or {})
+        self.retry_after_seconds = retry_after_seconds
+
+    def details(self) -> list[ErrorInfo | RetryInfo | BadRequest]:
+        """Return the ``google.rpc`` messages that go with the status."""
+        info = ErrorInfo(reason=self.reason, domain=ERROR_DOMAIN, metadata=self.metadata)
+        if self.retry_after_seconds is None:
+            return [info]
+        delay = Duration()
+        delay.FromMilliseconds(round(self.retry_after_seconds * 1000))
+        return [info, RetryInfo(retry_delay=delay)]
+
+
+class InvalidArgument(ServiceError):
+    """A field of the request has a value that can never be served."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    default_reason = "INVALID_ARGUMENT"
+
+    def __init__(
+        self,
+        field: str,
+        problem: str,
+        *,
+        reason: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(f"{field}: {problem}", reason=reason, metadata={"field": field, **(metadata or {})})
+        self.field = field
+        self.problem = problem
+
+    def details(self) -> list[ErrorInfo | RetryInfo | BadRequest]:
+        """Return the usual messages and the field's violation."""
+        violation = BadRequest.FieldViolation(field=self.field, description=self.problem)
+        return [*super().details(), BadRequest(field_violations=[violation])]
+
+
+class FailedPrecondition(ServiceError):
+    """The request is well formed, but not for this server in its present state."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    default_reason = "FAILED_PRECONDITION"
+
+
+class NotFound(ServiceError):
+    """The request names something that does not exist here."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    default_reason = "NOT_FOUND"
+
+
+class AlreadyExists(ServiceError):
+    """The request names something that exists already."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    default_reason = "ALREADY_EXISTS"
+
+
+class ResourceExhausted(ServiceError):
+    """A limit is reached: the caller should slow down."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    default_reason = "OVERLOADED"
+
+
+class Unavailable(ServiceError):
+    """This server cannot take the request now: try another one, or later."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    default_reason = "UNAVAILABLE"
+
+
+class DeadlineExceeded(ServiceError):
+    """The request's time is over."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    default_reason = "DEADLINE_EXCEEDED"
+
+
+class Aborted(ServiceError):
+    """The request was ended half-way, by a fence, an abort or a lost hand-off."""
+
+    code = grpc.StatusCode.ABORTED
+    default_reason = "ABORTED"
+
+
+class DataLoss(ServiceError):
+    """Bytes arrived that are not those that were sent."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    default_reason = "DATA_LOSS"
+
+
+class Internal(ServiceError):
+    """A bug."""
+
+
+def to_status(error: ServiceError) -> Status:
+    """Return the ``google.rpc.Status`` of an error."""
+    packed = []
+    for detail in error.details():
+        message = AnyMessage()
+        message.Pack(detail)
+        packed.append(message)
+    return Status(code=error.code.value[0], message=error.message, details=packed)

@@ -1,0 +1,92 @@
+"""Renders a conversation with the model's own Jinja template, as transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quire.services.errors import InvalidArgument
+from quire.services.router.tokenizer import ModelFiles
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """A compiled chat template and the special tokens that it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._template = _environment().from_string(source)
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def load(cls, files: ModelFiles) -> ChatTemplate | None:
+        """Return the template of a model, or None where it has none; a file of its own wins."""
+        source = _source(files)
+        if source is None:
+            return None
+        tokens = {name: files.config.get(name) for name in _SPECIAL_TOKENS}
+        return cls(source, {name: _content(token) for name, token in tokens.items() if token})
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the prompt that asks the assistant for its next message.
+
+        Raises:
+            InvalidArgument: the template refuses the conversation.
+        """
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise InvalidArgument("chat.messages", f"the model's chat template refused them: {error}") from error
+
+
+def _source(files: ModelFiles) -> str | None:
+    own_file = files.folder / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text("utf-8")
+    configured = files.config.get("chat_template")
+    if isinstance(configured, list):
+        named = {entry["name"]: entry["template"] for entry in configured}
+        configured = named.get("default")
+    return configured
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """Accepts ``{% generation %}``, which marks the assistant's text for training, and renders its body."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Return the body of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Stand in for Jinja's filter, which escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

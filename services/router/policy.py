@@ -1,0 +1,77 @@
+"""Which workers serve a request: pure functions over what the router knows.
+
+Costs are in prompt tokens. A prefill worker's cost is the tokens that must be computed before this request's
+first token: those it has promised to others, and those of this prompt that it holds no blocks for. A decode
+worker's is the tokens of KV it keeps for others and must newly keep for this one, where overlap with blocks it
+holds saves the transfer, but not the memory: it counts half.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+TIE_SHARE = 0.02
+"""Costs closer than this share are equal: the order of the key decides, so that a prefix finds its worker."""
+
+
+class Candidate(NamedTuple):
+    """A worker that could serve the request."""
+
+    worker_id: str
+    cached_tokens: int
+    """Prompt tokens that it holds blocks for, by the index."""
+    load_tokens: int
+    """Tokens that the router has in flight there: to be computed (prefill) or kept (decode)."""
+    is_shunned: bool = False
+    """It failed lately, or in this request: taken only when all others did, too."""
+
+
+class Choice(NamedTuple):
+    """A chosen worker and why."""
+
+    worker_id: str
+    cached_tokens: int
+    reason: str
+    """``only`` candidate, ``prefix`` it holds, least ``load``, or ``tie`` broken by the key's order."""
+
+
+def choose_prefill(candidates: Sequence[Candidate], num_tokens: int, key: bytes) -> Choice | None:
+    """Return the prefill worker that draws the first token soonest, or None where there is none."""
+    return _choose(candidates, key, lambda c: c.load_tokens + num_tokens - c.cached_tokens)
+
+
+def choose_decode(candidates: Sequence[Candidate], num_tokens: int, key: bytes) -> Choice | None:
+    """Return the decode worker with the most room for the sequence, or None where there is none."""
+    return _choose(candidates, key, lambda c: c.load_tokens + num_tokens - c.cached_tokens / 2)
+
+
+def needs_prefill_worker(decode: Choice, num_tokens: int, local_prefill_tokens: int) -> bool:
+    """Return whether the part of the prompt that the decode worker lacks is worth a transfer."""
+    return num_tokens - decode.cached_tokens > local_prefill_tokens
+
+
+def _choose(
+    candidates: Sequence[Candidate], key: bytes, cost_of: Callable[[Candidate], float]
+) -> Choice | None:
+    usable = [c for c in candidates if not c.is_shunned] or list(candidates)
+    if not usable:
+        return None
+    cheapest = min(cost_of(c) for c in usable)
+    equal = [c for c in usable if cost_of(c) <= cheapest * (1 + TIE_SHARE)]
+    best = max(equal, key=lambda c: _rendezvous(key, c.worker_id))
+    return Choice(best.worker_id, best.cached_tokens, _reason(best, equal, usable))
+
+
+def _reason(best: Candidate, equal: list[Candidate], usable: list[Candidate]) -> str:
+    if len(usable) == 1:
+        return "only"
+    if best.cached_tokens > min(c.cached_tokens for c in usable):
+        return "prefix"
+    return "load" if len(equal) < len(usable) else "tie"
+
+
+def _rendezvous(key: bytes, worker_id: str) -> bytes:
+    """Return a rank that is stable for a key and moves few keys when workers come and go."""
+    return hashlib.blake2b(worker_id.encode(), key=key[:64], digest_size=8).digest()

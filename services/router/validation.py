@@ -1,0 +1,226 @@
+"""From a client's request to parameters that every worker accepts."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import InvalidArgument, NotFound
+from quire.services.router.chat_template import ChatTemplate
+from quire.services.router.tokenizer import Tokenizer
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 20
+MAX_PROMPT_BYTES = 8 << 20
+ROLES = ("system", "user", "assistant")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model behind the router: its limits, its tokenizer, its template."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    block_size: int
+    cache_descriptor: bytes
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A request with every default filled in and every limit checked."""
+
+    request_id: str
+    """The client's, or made here: for logs."""
+    prompt_token_ids: list[int]
+    sampling: pb.SamplingParams
+    """The seed is always set, so that a retry goes on with the same random numbers."""
+    stopping: pb.StoppingParams
+    """As workers take it: ``max_tokens`` and ``min_tokens`` set, no stop strings."""
+    stop_strings: tuple[str, ...]
+    num_logprobs: int | None
+    keep_special_tokens: bool
+
+
+async def validate(generation: pb.Generation, model: ServedModel) -> ValidRequest:
+    """Tokenize and check a request.
+
+    Raises:
+        InvalidArgument: names the field, the limit and the value.
+        NotFound: the model is not served here.
+    """
+    if generation.model not in ("", model.name):
+        raise NotFound(
+            f"model {generation.model!r} is not served here; {model.name!r} is",
+            reason="MODEL_NOT_FOUND",
+            metadata={"field": "model", "served": model.name},
+        )
+    request_id = _request_id(generation.request_id)
+    sampling = _sampling(generation.sampling, model)
+    _check_logprobs(generation.response)
+    _check_stops(generation.stopping, model)
+    prompt = await _prompt(generation, model)
+    return ValidRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        stopping=_stopping(generation.stopping, model.max_model_len - len(prompt)),
+        stop_strings=tuple(generation.stopping.stop_strings),
+        num_logprobs=generation.response.logprobs if generation.response.HasField("logprobs") else None,
+        keep_special_tokens=generation.response.keep_special_tokens,
+    )
+
+
+async def encode_text(text: str, model: ServedModel, field: str = "text") -> list[int]:
+    """Return the token ids of a plain text."""
+    _check_size(text, field)
+    return await model.tokenizer.encode(text)
+
+
+async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") -> list[int]:
+    """Return the token ids of a conversation; its template writes the special tokens."""
+    if model.chat_template is None:
+        raise InvalidArgument(
+            field, f"model {model.name!r} has no chat template; send text or token_ids", reason="NO_CHAT_TEMPLATE"
+        )
+    if not chat.messages:
+        raise InvalidArgument(f"{field}.messages", "must hold at least one message")
+    for at, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            raise InvalidArgument(
+                f"{field}.messages[{at}].role", f"must be one of {', '.join(ROLES)}; got {message.role!r}"
+            )
+    _check_size("".join(message.content for message in chat.messages), f"{field}.messages")
+    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    return await model.tokenizer.encode(model.chat_template.render(messages), add_special_tokens=False)
+
+
+def check_token_ids(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
+    """Refuse ids that are not in the vocabulary."""
+    for at, token_id in enumerate(token_ids):
+        if token_id >= model.vocab_size:
+            raise InvalidArgument(f"{field}[{at}]", f"must be below {model.vocab_size}; got {token_id}")
+
+
+async def _prompt(generation: pb.Generation, model: ServedModel) -> list[int]:
+    kind = generation.WhichOneof("prompt")
+    if kind == "text":
+        prompt = await encode_text(generation.text, model)
+    elif kind == "chat":
+        prompt = await encode_chat(generation.chat, model)
+    elif kind == "token_ids":
+        prompt = list(generation.token_ids.ids)
+        check_token_ids(prompt, model, "token_ids.ids")
+    else:
+        raise InvalidArgument("prompt", "must be set: text, token_ids or chat")
+    if not prompt:
+        raise InvalidArgument(kind, "must hold at least one token", reason="EMPTY_PROMPT")
+    if len(prompt) > model.max_model_len - 1:
+        raise InvalidArgument(
+            kind,
+            f"must hold at most {model.max_model_len - 1} tokens, one less than the model's length; "
+            f"got {len(prompt)}",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+            metadata={"limit": str(model.max_model_len - 1)},
+        )
+    return prompt
+
+
+def _sampling(params: pb.SamplingParams, model: ServedModel) -> pb.SamplingParams:
+    temperature = params.temperature if params.HasField("temperature") else 1.0
+    top_p = params.top_p if params.HasField("top_p") else 1.0
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise InvalidArgument("sampling.temperature", f"must be finite and at least 0; got {temperature:g}")
+    if not 0 < top_p <= 1:
+        raise InvalidArgument("sampling.top_p", f"must be above 0 and at most 1; got {top_p:g}")
+    if not 0 <= params.min_p <= 1:
+        raise InvalidArgument("sampling.min_p", f"must be from 0 to 1; got {params.min_p:g}")
+    if params.top_k > model.vocab_size:
+        raise InvalidArgument(
+            "sampling.top_k", f"must be from 0 (off) to {model.vocab_size}; got {params.top_k}"
+        )
+    seed = params.seed if params.HasField("seed") else secrets.randbits(64)
+    return pb.SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=params.top_k, min_p=params.min_p, seed=seed
+    )
+
+
+def _stopping(params: pb.StoppingParams, num_left: int) -> pb.StoppingParams:
+    max_tokens = params.max_tokens if params.HasField("max_tokens") else num_left
+    if not 1 <= max_tokens <= num_left:
+        raise InvalidArgument(
+            "stopping.max_tokens",
+            f"must be from 1 to {num_left}, the model's length less the prompt's; got {max_tokens}",
+            reason="CONTEXT_LENGTH_EXCEEDED" if max_tokens > num_left else None,
+            metadata={"limit": str(num_left)},
+        )
+    if not 0 <= params.min_tokens <= max_tokens:
+        raise InvalidArgument(
+            "stopping.min_tokens", f"must be from 0 to max_tokens = {max_tokens}; got {params.min_tokens}"
+        )
+    return pb.StoppingParams(
+        max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _check_stops(params: pb.StoppingParams, model: ServedModel) -> None:
+    if len(params.stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidArgument(
+            "stopping.stop_strings",
+            f"must be at most {MAX_STOP_STRINGS}; got {len(params.stop_strings)}",
+            metadata={"limit": str(MAX_STOP_STRINGS)},
+        )
+    for at, stop in enumerate(params.stop_strings):
+        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
+            raise InvalidArgument(
+                f"stopping.stop_strings[{at}]",
+                f"must hold from 1 to {MAX_STOP_STRING_CHARS} characters; got {len(stop)}",
+            )
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument(
+            "stopping.stop_token_ids",
+            f"must be at most {MAX_STOP_TOKEN_IDS}; got {len(params.stop_token_ids)}",
+            metadata={"limit": str(MAX_STOP_TOKEN_IDS)},
+        )
+    check_token_ids(params.stop_token_ids, model, "stopping.stop_token_ids")
+
+
+def _check_logprobs(options: pb.ResponseOptions) -> None:
+    if options.logprobs > MAX_LOGPROBS:
+        raise InvalidArgument(
+            "response.logprobs",
+            f"must be at most {MAX_LOGPROBS}; got {options.logprobs}",
+            metadata={"limit": str(MAX_LOGPROBS)},
+        )
+
+
+def _check_size(text: str, field: str) -> None:
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_PROMPT_BYTES:
+        raise InvalidArgument(
+            field,
+            f"must hold at most {MAX_PROMPT_BYTES} bytes; got {num_bytes}",
+            metadata={"limit": str(MAX_PROMPT_BYTES)},
+        )
+
+
+def _request_id(chosen: str) -> str:
+    if not chosen:
+        return secrets.token_hex(8)
+    if not _REQUEST_ID.fullmatch(chosen):
+        raise InvalidArgument("request_id", "must hold from 1 to 128 printable ASCII characters, no spaces")
+    return chosen

@@ -1,0 +1,134 @@
+"""The engine's greedy tokens equal those of transformers' generate, however the work is split."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import load_model
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import SamplingParams, Sequence
+from transformers import AutoModelForCausalLM
+
+BLOCK_SIZE = 16
+NUM_NEW = 64
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss"]
+PROMPT_LENGTHS = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 50, 100]
+
+
+def hash_block(parent: bytes, tokens: list[int]) -> bytes:
+    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
+
+
+def make_engine(model: Path, *, budget: int = 512, num_blocks: int = 512, max_num_seqs: int = 64) -> Engine:
+    loaded = load_model(str(model), "float32", torch.device("cpu"))
+    memory = KvMemory(loaded.kv_shape(BLOCK_SIZE), num_blocks, torch.device("cpu"))
+    config = SchedulerConfig(BLOCK_SIZE, max_num_seqs=min(max_num_seqs, budget), max_num_batched_tokens=budget)
+    return Engine(loaded, memory, config, hash_block)
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    return Random(seed * 1000 + length).choices(range(2, 320), k=length)
+
+
+def make_sequence(request_id: str, prompt: list[int], **params: object) -> Sequence:
+    values = {"temperature": 0.0, "max_tokens": NUM_NEW, "ignore_eos": True, **params}
+    return Sequence(request_id, list(prompt), len(prompt), SamplingParams(**values), b"root")  # type: ignore[arg-type]
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
+    for sequence in sequences:
+        engine.add(sequence)
+    while not engine.is_idle:
+        engine.step()
+    engine.check_conservation()
+    assert engine.pool.counts.used == 0
+    return [s.token_ids[s.num_prompt_tokens :] for s in sequences]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Callable[[str], Path]) -> Callable[[str, list[int]], list[int]]:
+    """Return a function from (architecture, prompt) to the tokens of transformers' generate."""
+    models: dict[str, torch.nn.Module] = {}
+
+    def generate(architecture: str, prompt: list[int]) -> list[int]:
+        if architecture not in models:
+            models[architecture] = AutoModelForCausalLM.from_pretrained(
+                tiny_model(architecture), dtype=torch.float32, attn_implementation="eager"
+            )
+        ids = torch.tensor([prompt])
+        output = models[architecture].generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=NUM_NEW,
+            max_new_tokens=NUM_NEW,
+            eos_token_id=None,
+        )
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        return tokens
+
+    return generate
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_prompt_length(architecture, tiny_model, expected) -> None:
+    engine = make_engine(tiny_model(architecture))
+    for length in PROMPT_LENGTHS:
+        prompt = make_prompt(length)
+        [tokens] = run(engine, [make_sequence("r", prompt)])
+        assert tokens == expected(architecture, prompt), f"{length} prompt tokens"
+
+
+@pytest.mark.parametrize("budget", [16, 100])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_prefill_in_chunks(architecture, budget, tiny_model, expected) -> None:
+    engine = make_engine(tiny_model(architecture), budget=budget)
+    prompt = make_prompt(200)
+    assert run(engine, [make_sequence("r", prompt)]) == [expected(architecture, prompt)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_prefix_hits(architecture, tiny_model, expected) -> None:
+    engine = make_engine(tiny_model(architecture))
+    prompt = make_prompt(96)
+    first, again, longer = (
+        make_sequence("first", prompt),
+        make_sequence("again", prompt),
+        make_sequence("longer", prompt + make_prompt(20)),
+    )
+    assert run(engine, [first]) == run(engine, [again]) == [expected(architecture, prompt)]
+    assert run(engine, [longer]) == [expected(architecture, prompt + make_prompt(20))]
+    # A full hit still computes its last block, whose logits give the first token.
+    assert [s.num_cached_tokens for s in (first, again, longer)] == [0, 80, 96]
+
+
+def test_thirty_two_requests_at_once(tiny_model, expected) -> None:
+    engine = make_engine(tiny_model("llama"), budget=128)
+    prompts = [make_prompt(1 + 5 * index, seed=index % 3) for index in range(32)]
+    outputs = run(engine, [make_sequence(str(i), prompt) for i, prompt in enumerate(prompts)])
+    assert outputs == [expected("llama", prompt) for prompt in prompts]
+
+
+def test_preempted_sequences_are_recomputed(tiny_model, expected) -> None:
+    engine = make_engine(tiny_model("llama"), num_blocks=16)
+    prompts = [make_prompt(40, seed=index) for index in range(4)]
+    outputs = run(engine, [make_sequence(str(i), prompt) for i, prompt in enumerate(prompts)])
+    assert engine.scheduler.num_preemptions > 0
+    assert outputs == [expected("llama", prompt) for prompt in prompts]
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(tiny_model) -> None:
+    engine = make_engine(tiny_model("llama"))
+    params = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": 1234}
+    [alone] = run(engine, [make_sequence("alone", make_prompt(30), **params)])
+    crowd = [make_sequence(f"c{i}", make_prompt(5 + i), temperature=1.0, seed=i) for i in range(31)]
+    [among, *_] = run(engine, [make_sequence("among", make_prompt(30), **params), *crowd])
+    assert among == alone
+    assert len(set(alone)) > 10

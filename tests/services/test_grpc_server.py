@@ -1,0 +1,179 @@
+"""The common server: health, errors, metrics, limits, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import urllib.request
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry, Counter
+
+from quire.protos import inference_pb2 as pb
+from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.services.errors import InvalidArgument, Unavailable
+from quire.services.grpc_server import GrpcServer, Service, grpc_server, serve_until_signal
+from quire.services.log import configure_logging, get_logger
+from quire.services.metrics_server import metrics_server
+
+NAME = "quire.v1.GenerationService"
+
+
+class Servicer(pb_grpc.GenerationServiceServicer):
+    """Fails on demand."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        if request.text == "bad":
+            raise InvalidArgument("text", "must not be bad", metadata={"limit": "good"})
+        if request.text == "full":
+            raise Unavailable("try later", retry_after_seconds=0.25)
+        if request.text == "bug":
+            raise KeyError("secret")
+        return pb.TokenizeResponse(token_ids=[1])
+
+    async def GenerateStream(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
+        try:
+            yield pb.GenerateStreamResponse(text="a")
+            self.entered.set()
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def servicer() -> Servicer:
+    return Servicer()
+
+
+@pytest.fixture
+async def server(registry: CollectorRegistry, servicer: Servicer) -> AsyncIterator[GrpcServer]:
+    services = [Service(pb_grpc.add_GenerationServiceServicer_to_server, servicer, NAME)]
+    async with grpc_server(services, registry=registry, grace_seconds=0.1) as running:
+        yield running
+
+
+@pytest.fixture
+async def channel(server: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        yield channel
+
+
+def details(error: grpc.aio.AioRpcError, *kinds: Any) -> list[Any]:
+    found = []
+    for packed, kind in zip(rpc_status.from_call(error).details, kinds, strict=True):
+        message = kind()
+        assert packed.Unpack(message)
+        found.append(message)
+    return found
+
+
+async def test_health_follows_ready(server: GrpcServer, channel: grpc.aio.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+
+    async def status(service: str) -> int:
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+    assert await status("") == await status(NAME) == health_pb2.HealthCheckResponse.NOT_SERVING
+    await server.ready()
+    assert await status("") == await status(NAME) == health_pb2.HealthCheckResponse.SERVING
+    await server.not_ready()
+    assert await status(NAME) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_invalid_argument_names_the_field(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="bad"))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "text: must not be bad"
+    info, bad = details(caught.value, ErrorInfo, BadRequest)
+    assert dict(info.metadata) == {"field": "text", "limit": "good"}
+    assert (info.reason, info.domain) == ("INVALID_ARGUMENT", "quire")
+    assert bad.field_violations[0].field == "text"
+
+
+async def test_unavailable_says_when_to_retry(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="full"))
+    _, retry = details(caught.value, ErrorInfo, RetryInfo)
+    assert retry.retry_delay.ToMilliseconds() == 250
+
+
+async def test_a_bug_is_internal_logged_and_not_told(channel: grpc.aio.Channel) -> None:
+    stream = io.StringIO()
+    configure_logging("info", stream=stream)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="bug"))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in str(caught.value.details())
+    assert "event=call_failed method=Tokenize" in stream.getvalue()
+    assert stream.getvalue().count("\n") == 1
+
+
+async def test_calls_are_counted_by_code(
+    channel: grpc.aio.Channel, registry: CollectorRegistry, servicer: Servicer
+) -> None:
+    stub = pb_grpc.GenerationServiceStub(channel)
+    await stub.Tokenize(pb.TokenizeRequest(text="good"))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.Tokenize(pb.TokenizeRequest(text="bad"))
+    call = stub.GenerateStream(pb.GenerateStreamRequest())
+    await call.read()
+    await asyncio.wait_for(servicer.entered.wait(), 5)
+    call.cancel()
+    await asyncio.wait_for(servicer.cancelled.wait(), 5)
+
+    def count(method: str, code: str) -> float | None:
+        labels = {"grpc_method": method, "grpc_code": code}
+        return registry.get_sample_value("grpc_server_handled_total", labels)
+
+    assert count("Tokenize", "OK") == count("Tokenize", "INVALID_ARGUMENT") == 1
+    assert count("GenerateStream", "CANCELLED") == 1
+
+
+async def test_a_taken_port_is_refused(server: GrpcServer) -> None:
+    with pytest.raises(OSError, match="cannot listen on 127.0.0.1"):
+        async with grpc_server([], port=server.port, registry=CollectorRegistry()):
+            pass
+
+
+async def test_a_signal_stops_the_server(server: GrpcServer, channel: grpc.aio.Channel) -> None:
+    waiting = asyncio.create_task(serve_until_signal(server))
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(waiting, 5)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="good"))
+
+
+def test_a_log_line_cannot_be_forged() -> None:
+    stream = io.StringIO()
+    configure_logging("info", stream=stream, role="router")
+    get_logger("test").info("done", request_id="x\nevent=paid \x1b[31m", seconds=0.25, plain="a-b")
+    line = stream.getvalue()
+    assert line.count("\n") == 1
+    assert "\x1b" not in line
+    assert r'role=router event=done request_id="x\nevent=paid \u001b[31m" seconds=0.25 plain=a-b' in line
+
+
+def test_metrics_are_served_from_the_given_registry(registry: CollectorRegistry) -> None:
+    Counter("tests_total", "Tests.", registry=registry).inc()
+    with metrics_server(registry) as port:
+        body = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
+    assert b"tests_total 1.0" in body
