@@ -1,0 +1,55 @@
+"""What a backend developer imports to speak to ``quire``."""
+
+from __future__ import annotations
+
+from quire.client.async_client import AsyncClient
+from quire.client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Interrupted,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    QuireError,
+    ServerError,
+    Unavailable,
+    Unsupported,
+)
+from quire.client.sync_client import Client
+from quire.client.types import (
+    Candidate,
+    Completion,
+    Delta,
+    FinishReason,
+    GenerationOptions,
+    Message,
+    ModelInfo,
+    Prompt,
+    TokenLogprobs,
+    Usage,
+)
+
+__all__ = [
+    "AsyncClient",
+    "Cancelled",
+    "Candidate",
+    "Client",
+    "Completion",
+    "DeadlineExceeded",
+    "Delta",
+    "FinishReason",
+    "GenerationOptions",
+    "Interrupted",
+    "InvalidRequest",
+    "Message",
+    "ModelInfo",
+    "NotFound",
+    "Overloaded",
+    "Prompt",
+    "QuireError",
+    "ServerError",
+    "TokenLogprobs",
+    "Unavailable",
+    "Unsupported",
+    "Usage",
+]

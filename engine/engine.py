@@ -40,6 +40,7 @@ class Engine:
         config: SchedulerConfig,
         hash_block: HashBlock,
         listener: BlockListener | None = None,
+        max_model_len: int | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.model = model
@@ -50,13 +51,10 @@ class Engine:
         self.sequences: dict[str, Sequence] = {}
         self.step_seconds = StepSeconds()
         self._clock = clock
+        capacity = memory.num_blocks * memory.shape.block_size
+        self.max_model_len = min(model.max_position_embeddings, capacity, max_model_len or capacity)
+        """Most tokens of a sequence: the model's positions, what the pool holds, or less if told so."""
         self._waiting_for_blocks: dict[str, Callable[[], None]] = {}
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a sequence: the model's positions, or what the pool can hold."""
-        capacity = self.memory.num_blocks * self.memory.shape.block_size
-        return min(self.model.max_position_embeddings, capacity)
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -102,12 +100,16 @@ class Engine:
             raise ValueError(f"request {sequence.request_id} is already here")
         self.sequences[sequence.request_id] = sequence
 
-    def reserve(self, sequence: Sequence, on_reserved: Callable[[], None]) -> None:
+    def reserve(self, request_id: str, on_reserved: Callable[[], None]) -> None:
         """Call back, at once or later, when an accepted sequence has blocks for its whole prompt.
 
         All or nothing and first come first served, so no two transfers can each wait for the other's blocks.
+
+        Raises:
+            KeyError: the sequence has ended.
         """
-        self._waiting_for_blocks[sequence.request_id] = on_reserved
+        self.sequences[request_id]
+        self._waiting_for_blocks[request_id] = on_reserved
         self._grant_blocks()
 
     def _grant_blocks(self) -> None:

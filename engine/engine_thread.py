@@ -93,6 +93,10 @@ class EngineThread:
         self._updates[request_id] = queue
         return queue
 
+    def is_subscribed(self, request_id: str) -> bool:
+        """Whether the request's queue is in use."""
+        return request_id in self._updates
+
     def unsubscribe(self, request_id: str) -> None:
         """Drop the request's queue."""
         self._updates.pop(request_id, None)

@@ -23,8 +23,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _QUERY_TILE = 16
 """Query tokens of one program: K and V of a block are read once for all of them."""
 
-_MIN_PARALLEL_WORK = 1 << 18
-"""Multiply-adds per head_dim element below which waking threads costs more than it saves."""
+_MIN_PARALLEL_WORK = 1 << 16
+"""Dot products of a step below which waking threads costs more than it saves."""
 
 
 def paged_attention(
@@ -43,7 +43,7 @@ def paged_attention(
     output = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.float32)
     sink_logits = np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.float().numpy()
     tiles = _tiles(host)
-    work = int(host.seq_lens.sum()) * num_heads
+    work = int((host.seq_lens.astype(np.int64) * np.diff(host.query_starts)).sum()) * num_heads
     kernel = _attend_parallel if _use_threads(work) else _attend_serial
     kernel(
         query.float().contiguous().numpy(),

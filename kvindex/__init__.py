@@ -1,0 +1,1 @@
+"""Who holds which prefix: block hashing, the Redis index, membership."""

@@ -41,10 +41,16 @@ class ChatTemplate:
         """
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
+                messages=messages,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise InvalidArgument("chat.messages", f"the model's chat template refused them: {error}") from error
+            raise InvalidArgument(
+                "chat.messages", f"the model's chat template refused them: {error}"
+            ) from error
 
 
 def _source(files: ModelFiles) -> str | None:
@@ -75,7 +81,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class _GenerationTag(jinja2.ext.Extension):
     """Accepts ``{% generation %}``, which marks the assistant's text for training, and renders its body."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         """Return the body of the block."""

@@ -34,7 +34,9 @@ class RouterMetrics:
         )
         self.generation_tokens = _counter(registry, "generation_tokens", "Tokens sent to clients.")
         self.success = _counter(registry, "request_success", "Requests answered whole.", "finished_reason")
-        self.failure = _counter(registry, "request_failure", "Requests that ended with an error.", "grpc_code")
+        self.failure = _counter(
+            registry, "request_failure", "Requests that ended with an error.", "grpc_code"
+        )
         self.rejections = _counter(registry, "admission_rejections", "Requests refused at once.", "reason")
         self.decisions = _counter(registry, "router_decision", "Choices of a worker.", "role", "reason")
         self.prefill_retries = _counter(registry, "prefill_retries", "Attempts lost on the prefill worker.")

@@ -57,5 +57,10 @@ class OutputAssembler:
 
     def flush(self) -> Delta:
         """Return the text that was held back, at the end of the tokens."""
-        fed = self._matcher.feed(self._decoder.flush())
-        return Delta(fed.text if fed.is_stopped else fed.text + self._matcher.flush(), is_stopped=fed.is_stopped)
+        text = self._decoder.flush()
+        if len(self.token_ids) <= self._min_tokens:
+            return Delta(text)
+        fed = self._matcher.feed(text)
+        return Delta(
+            fed.text if fed.is_stopped else fed.text + self._matcher.flush(), is_stopped=fed.is_stopped
+        )

@@ -2,18 +2,22 @@
 
 Costs are in prompt tokens. A prefill worker's cost is the tokens that must be computed before this request's
 first token: those it has promised to others, and those of this prompt that it holds no blocks for. A decode
-worker's is the tokens of KV it keeps for others and must newly keep for this one, where overlap with blocks it
+worker's is the tokens of KV it keeps for others and must newly keep for this one; overlap with blocks that it
 holds saves the transfer, but not the memory: it counts half.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 TIE_SHARE = 0.02
 """Costs closer than this share are equal: the order of the key decides, so that a prefix finds its worker."""
+
+AFFINITY_BLOCKS = 16
+"""So many first blocks decide which worker a prompt prefers, all else equal."""
 
 
 class Candidate(NamedTuple):
@@ -45,6 +49,12 @@ def choose_prefill(candidates: Sequence[Candidate], num_tokens: int, key: bytes)
 def choose_decode(candidates: Sequence[Candidate], num_tokens: int, key: bytes) -> Choice | None:
     """Return the decode worker with the most room for the sequence, or None where there is none."""
     return _choose(candidates, key, lambda c: c.load_tokens + num_tokens - c.cached_tokens / 2)
+
+
+def affinity_key(token_ids: Sequence[int], block_size: int) -> bytes:
+    """Return a key that prompts with the same first blocks share."""
+    first = token_ids[: AFFINITY_BLOCKS * block_size]
+    return hashlib.blake2b(struct.pack(f"<{len(first)}I", *first), digest_size=16).digest()
 
 
 def needs_prefill_worker(decode: Choice, num_tokens: int, local_prefill_tokens: int) -> bool:

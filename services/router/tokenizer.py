@@ -12,7 +12,12 @@ import tokenizers
 
 from quire.services.errors import FailedPrecondition
 
-TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+TOKENIZER_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
 INLINE_ENCODE_CHARS = 2048
 """Texts up to this length are encoded on the event loop (below 1 ms); longer ones in a thread."""
 
@@ -39,7 +44,7 @@ def load_model_files(source: str) -> ModelFiles:
         folder = Path(snapshot_download(source, allow_patterns=TOKENIZER_FILES))
     if not (folder / "tokenizer.json").is_file():
         raise FailedPrecondition(
-            f"{source} has no tokenizer.json: save one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            f"{source} has no tokenizer.json: save one with AutoTokenizer.save_pretrained"
         )
     config = folder / "tokenizer_config.json"
     return ModelFiles(folder, json.loads(config.read_text("utf-8")) if config.is_file() else {})
@@ -85,9 +90,9 @@ class IncrementalDecoder:
                                                 pending: ids whose text is not yet certain
 
     The pending text is what decoding ``context + pending`` adds to decoding ``context``: some decoders treat
-    the first token of a list differently. It waits while it ends with U+FFFD, as an incomplete character does.
-    The library's ``DecodeStream`` works alike, but has no flush and fails for good where a decoder revises
-    text it has given before, as byte fallback does for invalid UTF-8.
+    the first token of a list differently. It waits while it ends with U+FFFD, as an incomplete character
+    does. The library's ``DecodeStream`` works alike, but has no flush and fails for good where a decoder
+    revises text it has given before, as byte fallback does for invalid UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:

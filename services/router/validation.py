@@ -92,7 +92,9 @@ async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") ->
     """Return the token ids of a conversation; its template writes the special tokens."""
     if model.chat_template is None:
         raise InvalidArgument(
-            field, f"model {model.name!r} has no chat template; send text or token_ids", reason="NO_CHAT_TEMPLATE"
+            field,
+            f"model {model.name!r} has no chat template; send text or token_ids",
+            reason="NO_CHAT_TEMPLATE",
         )
     if not chat.messages:
         raise InvalidArgument(f"{field}.messages", "must hold at least one message")

@@ -1,0 +1,1 @@
+"""Prefill and decode workers: one engine in two roles."""

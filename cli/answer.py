@@ -1,0 +1,76 @@
+"""Streams one answer and measures it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.cli.sizes import format_size
+
+if TYPE_CHECKING:
+    from quire.client import Client, GenerationOptions, Prompt, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished answer and its timings."""
+
+    text: str
+    usage: Usage
+    ttft_seconds: float
+    e2e_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: the tokens after the first, by the time they took; 0 for a single token."""
+        decode_seconds = self.e2e_seconds - self.ttft_seconds
+        return (self.usage.completion_tokens - 1) / decode_seconds if decode_seconds > 0 else 0.0
+
+
+def stream_answer(
+    client: Client,
+    prompt: Prompt,
+    options: GenerationOptions,
+    write: Callable[[str], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Answer:
+    """Write an answer's text as it arrives and return it; an interrupt cancels the request.
+
+    Raises:
+        QuireError: the call failed.
+    """
+    pieces: list[str] = []
+    usage: Usage | None = None
+    first: float | None = None
+    begin = clock()
+    with closing(client.stream(prompt, **options)) as deltas:
+        for delta in deltas:
+            first = clock() if first is None and delta.token_ids else first
+            usage = delta.usage or usage
+            if delta.text:
+                pieces.append(delta.text)
+                write(delta.text)
+    end = clock()
+    if usage is None:
+        from quire.client import ServerError
+
+        raise ServerError("the answer ended without its usage")
+    return Answer("".join(pieces), usage, (end if first is None else first) - begin, end - begin)
+
+
+def format_stats(answer: Answer) -> str:
+    """Return one line about an answer: how fast it was, and where its KV blocks came from."""
+    usage = answer.usage
+    parts = [
+        f"TTFT {answer.ttft_seconds * 1000:.0f} ms",
+        f"{usage.completion_tokens} tokens at {answer.tokens_per_second:.1f} tokens/s",
+        f"prompt {usage.prompt_tokens} tokens, {usage.cached_prompt_tokens} cached",
+        f"{usage.blocks_shipped} blocks ({format_size(usage.bytes_shipped)}) shipped,"
+        f" {usage.blocks_reused_on_decode} already there",
+    ]
+    if usage.retries:
+        parts.append(f"{usage.retries} retries")
+    return " · ".join(parts)

@@ -1,0 +1,61 @@
+"""Runs a bench: warm-up, load, summary."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from quire.cli.bench.config import BenchConfig
+from quire.cli.bench.load import closed_loop, open_loop, poisson_offsets, send
+from quire.cli.bench.summary import RequestRecord, Summary, summarize
+from quire.cli.bench.workload import BenchRequest, make_requests
+from quire.client import AsyncClient
+
+
+async def run_bench(config: BenchConfig, address: str, timeout_seconds: float) -> Summary:
+    """Put the load on the router at ``address`` and return what its clients experienced.
+
+    Raises:
+        QuireError: the router does not describe its model, or a warm-up request failed.
+        ValueError: the prompts do not fit the model.
+    """
+    async with AsyncClient(address, timeout=timeout_seconds) as client:
+        requests = make_requests(config, await client.model_info())
+        for request in requests[: config.num_warmups]:
+            await client.generate(request.prompt, **request.options)
+        return await _measure(config, client, requests[config.num_warmups :])
+
+
+async def _measure(config: BenchConfig, client: AsyncClient, requests: list[BenchRequest]) -> Summary:
+    records: list[RequestRecord] = []
+    with _progress() as progress:
+        task = progress.add_task("requests", total=len(requests))
+
+        async def record(request: BenchRequest, due_seconds: float) -> None:
+            records.append(await send(client, request, due_seconds))
+            progress.advance(task)
+
+        begin = time.perf_counter()
+        if config.rate is None:
+            await closed_loop(requests, config.concurrency, record)
+        else:
+            # Not the generator of the prompts: the same prompts come at any rate.
+            offsets = poisson_offsets(config.rate, len(requests), random.Random(f"arrivals {config.seed}"))
+            await open_loop(requests, offsets, record)
+        return summarize(records, time.perf_counter() - begin)
+
+
+def _progress() -> Progress:
+    """Return a bar on stderr, so that stdout holds the results alone; silent where nobody watches."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,126 @@
+"""From the records of requests to the figures of a bench."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+OK = "OK"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What one request experienced. Times are seconds of one monotonic clock."""
+
+    status: str
+    """``OK``, or the name of the gRPC status that it failed with."""
+    start_seconds: float
+    """When it was due, so that a late client counts as latency."""
+    end_seconds: float
+    arrivals_seconds: tuple[float, ...] = ()
+    """When each message that carried tokens arrived."""
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def e2e_seconds(self) -> float:
+        """Time of the whole request."""
+        return self.end_seconds - self.start_seconds
+
+    @property
+    def ttft_seconds(self) -> float:
+        """Time to the first token."""
+        return self.arrivals_seconds[0] - self.start_seconds
+
+    @property
+    def tpot_seconds(self) -> float:
+        """Mean time of each token after the first."""
+        return (self.arrivals_seconds[-1] - self.arrivals_seconds[0]) / (self.output_tokens - 1)
+
+    @property
+    def itl_seconds(self) -> list[float]:
+        """Gaps between the messages."""
+        return [later - earlier for earlier, later in pairwise(self.arrivals_seconds)]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A latency in milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+
+    @classmethod
+    def of_seconds(cls, values: Iterable[float]) -> Distribution | None:
+        """Return the distribution of times in seconds, or None if there are none."""
+        milliseconds = sorted(value * 1000 for value in values)
+        if not milliseconds:
+            return None
+        mean = math.fsum(milliseconds) / len(milliseconds)
+        return cls(mean, percentile(milliseconds, 50), percentile(milliseconds, 99))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of a bench; tokens and latencies are those of the requests that succeeded."""
+
+    num_requests: int
+    num_succeeded: int
+    failures: Mapping[str, int]
+    """Failed requests by gRPC status."""
+    duration_seconds: float
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    output_tokens: int
+    requests_per_second: float
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+    """Prompt and output tokens."""
+    cached_token_ratio: float
+    """Share of the prompt tokens whose KV was not computed for the request."""
+    ttft_ms: Distribution | None
+    tpot_ms: Distribution | None
+    itl_ms: Distribution | None
+    e2e_ms: Distribution | None
+
+
+def summarize(records: Sequence[RequestRecord], duration_seconds: float) -> Summary:
+    """Return the figures of requests that took ``duration_seconds`` all together."""
+    succeeded = [record for record in records if record.status == OK]
+    answered = [record for record in succeeded if record.arrivals_seconds]
+    prompt_tokens = sum(record.prompt_tokens for record in succeeded)
+    cached_tokens = sum(record.cached_prompt_tokens for record in succeeded)
+    output_tokens = sum(record.output_tokens for record in succeeded)
+    return Summary(
+        num_requests=len(records),
+        num_succeeded=len(succeeded),
+        failures=dict(sorted(Counter(each.status for each in records if each.status != OK).items())),
+        duration_seconds=duration_seconds,
+        prompt_tokens=prompt_tokens,
+        cached_prompt_tokens=cached_tokens,
+        output_tokens=output_tokens,
+        requests_per_second=_ratio(len(succeeded), duration_seconds),
+        output_tokens_per_second=_ratio(output_tokens, duration_seconds),
+        total_tokens_per_second=_ratio(prompt_tokens + output_tokens, duration_seconds),
+        cached_token_ratio=_ratio(cached_tokens, prompt_tokens),
+        ttft_ms=Distribution.of_seconds(record.ttft_seconds for record in answered),
+        tpot_ms=Distribution.of_seconds(each.tpot_seconds for each in answered if each.output_tokens > 1),
+        itl_ms=Distribution.of_seconds(gap for record in answered for gap in record.itl_seconds),
+        e2e_ms=Distribution.of_seconds(record.e2e_seconds for record in succeeded),
+    )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Return a percentile of sorted values, interpolated between the two nearest."""
+    position = (len(ordered) - 1) * percent / 100
+    below, above = math.floor(position), math.ceil(position)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

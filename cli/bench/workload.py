@@ -1,0 +1,60 @@
+"""The requests that a bench sends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.cli.bench.config import BenchConfig, Dataset
+from quire.client import GenerationOptions, ModelInfo, Prompt
+
+
+class BenchRequest(NamedTuple):
+    """A request to send."""
+
+    prompt: Prompt
+    options: GenerationOptions
+
+
+def make_requests(config: BenchConfig, model: ModelInfo) -> list[BenchRequest]:
+    """Return the warm-up requests, then those to be measured.
+
+    Raises:
+        ValueError: prompt and answer do not fit the model, or the dataset is not installed.
+    """
+    options: GenerationOptions = {
+        "max_tokens": config.output_len,
+        "ignore_eos": config.ignore_eos,
+        "temperature": config.temperature,
+    }
+    return [BenchRequest(prompt, options) for prompt in _prompts(config, model)]
+
+
+def _prompts(config: BenchConfig, model: ModelInfo) -> Sequence[Prompt]:
+    count, rng = config.num_warmups + config.num_requests, random.Random(config.seed)
+    if config.dataset is Dataset.NOTES:
+        return _notes_prompts(count, config.seed)
+    return _random_prompts(config, model, count, rng)
+
+
+def _random_prompts(
+    config: BenchConfig, model: ModelInfo, count: int, rng: random.Random
+) -> list[Sequence[int]]:
+    """Return prompts of random token ids, none of them an end of sequence, with a common prefix."""
+    if config.input_len + config.output_len > model.max_model_len:
+        raise ValueError(
+            f"input-len ({config.input_len}) and output-len ({config.output_len}) exceed"
+            f" the model's {model.max_model_len} tokens"
+        )
+    vocabulary = sorted(set(range(model.vocab_size)) - set(model.eos_token_ids))
+    shared = rng.choices(vocabulary, k=config.shared_prefix_len)
+    own_len = config.input_len - config.shared_prefix_len
+    return [[*shared, *rng.choices(vocabulary, k=own_len)] for _ in range(count)]
+
+
+def _notes_prompts(count: int, seed: int) -> list[Prompt]:
+    """Return the bundled demo's questions about notes."""
+    from quire.models.notes import sample_prompts
+
+    return list(sample_prompts(count, seed))

@@ -1,0 +1,141 @@
+"""``quire chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli import options
+from quire.cli.answer import Answer, format_stats, stream_answer
+from quire.cli.failure import describe
+
+if TYPE_CHECKING:
+    from quire.client import Client, GenerationOptions, Message
+
+HELP = (
+    "/reset forgets the conversation, /stats tells about the last answer, /quit ends. Ctrl-C stops an answer."
+)
+
+
+def chat(
+    system: Annotated[str | None, typer.Option("--system", help="System message of the chat.")] = None,
+    stats: options.Stats = False,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    address: options.Address = options.DEFAULT_ADDRESS,
+    model: options.ServedModel = None,
+    timeout: options.Timeout = 300.0,
+) -> None:
+    """Talk to the model. From a pipe, each line of stdin is one turn.
+
+    /reset forgets the conversation, /stats tells about the last answer, /quit or Ctrl-D ends.
+    Ctrl-C stops the answer that is being written; at the prompt it ends the chat.
+    """
+    from quire.client import Client
+
+    sampling: GenerationOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "model": model,
+    }
+    is_interactive = sys.stdin.isatty()
+    with Client(address, timeout=timeout) as client:
+        conversation = Conversation(client, sampling, address, system, with_stats=stats)
+        if is_interactive:
+            # Importing it gives input() a line editor with history.
+            import readline  # noqa: F401
+
+            typer.echo(HELP, err=True)
+        conversation.run(_ask if is_interactive else _read_line)
+    if conversation.num_failures and not is_interactive:
+        raise typer.Exit(1)
+
+
+class Conversation:
+    """A chat: its history, and the loop that reads turns and writes answers."""
+
+    def __init__(
+        self,
+        client: Client,
+        sampling: GenerationOptions,
+        address: str,
+        system: str | None,
+        *,
+        with_stats: bool,
+    ) -> None:
+        self._client = client
+        self._sampling = sampling
+        self._address = address
+        self._start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._start)
+        self._with_stats = with_stats
+        self._last: Answer | None = None
+        self.num_failures = 0
+
+    def run(self, read_turn: Callable[[], str | None]) -> None:
+        """Answer turns until there are no more."""
+        while (turn := read_turn()) is not None and turn != "/quit":
+            if turn == "/reset":
+                self._messages = list(self._start)
+            elif turn == "/stats":
+                self._tell_stats()
+            elif turn.startswith("/"):
+                _tell(HELP)
+            elif turn:
+                self._answer(turn)
+
+    def _answer(self, turn: str) -> None:
+        from quire.client import QuireError
+
+        asked: list[Message] = [*self._messages, {"role": "user", "content": turn}]
+        try:
+            self._last = stream_answer(self._client, asked, self._sampling, _write)
+        except QuireError as error:
+            self.num_failures += 1
+            _tell(f"error: {describe(error, self._address)}")
+        except KeyboardInterrupt:
+            _write("\n")
+            _tell("[stopped; this turn is forgotten]")
+        else:
+            _write("\n")
+            self._messages = [*asked, {"role": "assistant", "content": self._last.text}]
+            if self._with_stats:
+                self._tell_stats()
+
+    def _tell_stats(self) -> None:
+        _tell("no answer yet" if self._last is None else format_stats(self._last))
+
+
+def _ask() -> str | None:
+    """Return a line typed at the prompt, or None at Ctrl-C or Ctrl-D."""
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        typer.echo(err=True)
+        return None
+
+
+def _read_line() -> str | None:
+    """Return the next line of stdin, or None at its end."""
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)

@@ -1,0 +1,56 @@
+"""The command ``quire``: its verbs and nothing else; each verb imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from quire.cli import processes
+from quire.cli.bench.serve import serve as bench_serve
+from quire.cli.chat import chat
+from quire.cli.generate import generate
+
+SERVE, USE, MEASURE = "Serve", "Use", "Measure"
+SETTINGS = (
+    "Settings come from the flag, then from the QUIRE_ variable shown beside it, then from the default."
+)
+
+
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed_version
+
+    typer.echo(f"quire {installed_version('quire')}")
+
+
+def make_app() -> typer.Typer:
+    """Return the command with all its verbs."""
+    app = typer.Typer(
+        name="quire",
+        help="Serve large language models from paged KV blocks, with prefill and decode apart.",
+        epilog=SETTINGS,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.command(rich_help_panel=SERVE)(processes.serve)
+    app.command(rich_help_panel=SERVE)(processes.router)
+    app.command(
+        "prefill", rich_help_panel=SERVE, help="Run a prefill worker: it fills KV blocks and ships them."
+    )(processes.worker_verb("prefill"))
+    app.command("decode", rich_help_panel=SERVE, help="Run a decode worker: it takes KV blocks and goes on.")(
+        processes.worker_verb("decode")
+    )
+    app.command(rich_help_panel=USE)(generate)
+    app.command(rich_help_panel=USE)(chat)
+    bench = typer.Typer(help="Measure a running router.", no_args_is_help=True)
+    bench.command("serve")(bench_serve)
+    bench.callback()(lambda: None)
+    app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
+    app.command(rich_help_panel=MEASURE)(version)
+    return app
+
+
+def main() -> None:
+    """Run the command."""
+    make_app()()

@@ -1,0 +1,254 @@
+"""The verbs that serve: each reads its settings and hands them to the service."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import typer
+
+from quire.cli.failure import start_errors, usage_errors
+from quire.cli.options import setting
+from quire.cli.sizes import parse_size
+
+NETWORK, MODEL, CACHE, LIMITS, PROCESS = "Network", "Model", "KV cache", "Batch limits", "Process"
+
+
+class Dtype(StrEnum):
+    """Type of weights and KV cache."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class LogLevel(StrEnum):
+    """Least severity of the events that are logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        help="Folder or hub id of the model; by default the bundled demo.",
+        envvar="QUIRE_MODEL",
+        metavar="MODEL",
+    ),
+]
+ServedModelName = Annotated[
+    str | None, setting("--served-model-name", "Name that clients use; by default the model's.", MODEL)
+]
+DtypeOption = Annotated[Dtype, setting("--dtype", "Type of weights and KV cache.", MODEL)]
+MaxModelLen = Annotated[
+    int | None,
+    setting("--max-model-len", "Most tokens of prompt and answer; by default the model's.", MODEL, min=1),
+]
+Host = Annotated[str, setting("--host", "Address to listen on.", NETWORK)]
+RedisUrl = Annotated[
+    str | None, setting("--redis-url", "Redis of the prefix index and of membership.", NETWORK)
+]
+MetricsPort = Annotated[
+    int, setting("--metrics-port", "Port of the Prometheus metrics; 0 takes a free one.", NETWORK, min=0)
+]
+ClusterSecret = Annotated[
+    str,
+    setting(
+        "--cluster-secret",
+        "Keys the block hashes; the same for router and workers. Better given by the variable.",
+        NETWORK,
+        show_default=False,
+    ),
+]
+BlockSize = Annotated[int, setting("--block-size", "Tokens in a KV block.", CACHE, min=1)]
+KvMemory = Annotated[
+    int | None,
+    setting(
+        "--kv-memory", "Memory for KV blocks, as 512MiB or 2GiB.", CACHE, parser=parse_size, metavar="SIZE"
+    ),
+]
+NumBlocks = Annotated[
+    int | None, setting("--num-blocks", "KV blocks of a worker; instead of --kv-memory.", CACHE, min=1)
+]
+MaxNumSeqs = Annotated[int, setting("--max-num-seqs", "Most sequences in a step.", LIMITS, min=1)]
+MaxNumBatchedTokens = Annotated[
+    int, setting("--max-num-batched-tokens", "Most tokens in a step.", LIMITS, min=1)
+]
+Threads = Annotated[
+    int | None,
+    setting("--threads", "CPU threads of a worker; by default its share of the cores.", PROCESS, min=1),
+]
+LogLevelOption = Annotated[LogLevel, setting("--log-level", "Least severity of logged events.", PROCESS)]
+
+
+def serve(
+    model: Model = None,
+    num_prefill: Annotated[int, setting("--prefill", "Prefill workers.", PROCESS, min=0)] = 1,
+    num_decode: Annotated[int, setting("--decode", "Decode workers.", PROCESS, min=1)] = 1,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, setting("--port", "Public gRPC port; 0 takes a free one.", NETWORK, min=0)] = 8500,
+    redis_url: RedisUrl = None,
+    metrics_port: MetricsPort = 0,
+    served_model_name: ServedModelName = None,
+    dtype: DtypeOption = Dtype.AUTO,
+    max_model_len: MaxModelLen = None,
+    block_size: BlockSize = 16,
+    kv_memory: KvMemory = None,
+    num_blocks: NumBlocks = None,
+    max_num_seqs: MaxNumSeqs = 64,
+    max_num_batched_tokens: MaxNumBatchedTokens = 512,
+    threads: Threads = None,
+    log_level: LogLevelOption = LogLevel.INFO,
+    example: Annotated[
+        bool, typer.Option("--example", help="Once ready, ask one question through the public port.")
+    ] = False,
+) -> None:
+    """Serve a model on this machine: a router, prefill and decode workers, and a Redis of their own."""
+    from quire.services.local_stack import LocalStackConfig, run
+
+    with usage_errors():
+        config = LocalStackConfig(
+            model=model,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            host=host,
+            port=port,
+            redis_url=redis_url,
+            metrics_port=metrics_port,
+            served_model_name=served_model_name,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            kv_memory_bytes=kv_memory,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            threads=threads,
+            log_level=log_level,
+        )
+    with start_errors():
+        run(config, on_ready=_ask_example if example else None)
+
+
+def router(
+    host: Host = "127.0.0.1",
+    port: Annotated[int, setting("--port", "Public gRPC port; 0 takes a free one.", NETWORK, min=0)] = 8500,
+    redis_url: RedisUrl = None,
+    workers: Annotated[
+        list[str] | None,
+        setting(
+            "--worker", "host:port of a worker, instead of finding it in Redis; may be repeated.", NETWORK
+        ),
+    ] = None,
+    cluster_secret: ClusterSecret = "",
+    metrics_port: MetricsPort = 8501,
+    model: Annotated[
+        str | None,
+        setting("--model", "Folder or hub id of tokenizer and template; by default the workers'.", MODEL),
+    ] = None,
+    served_model_name: ServedModelName = None,
+    max_requests: Annotated[
+        int, setting("--max-requests", "Most requests under way; more are refused.", LIMITS, min=1)
+    ] = 1024,
+    request_timeout: Annotated[
+        float, setting("--request-timeout", "Longest deadline of a request, in seconds.", LIMITS, min=0.001)
+    ] = 600.0,
+    local_prefill_tokens: Annotated[
+        int,
+        setting(
+            "--local-prefill-tokens",
+            "A decode worker computes up to this many uncached prompt tokens itself.",
+            LIMITS,
+            min=0,
+        ),
+    ] = 0,
+    log_level: LogLevelOption = LogLevel.INFO,
+) -> None:
+    """Run a router: the public gRPC service in front of the workers."""
+    from quire.services.log import configure_logging
+    from quire.services.router.app import RouterConfig, run_router
+
+    configure_logging(log_level, role="router")
+    config = RouterConfig(
+        host=host,
+        port=port,
+        redis_url=redis_url,
+        worker_addresses=tuple(workers or ()),
+        cluster_secret=cluster_secret.encode(),
+        metrics_port=metrics_port,
+        model=model,
+        served_model_name=served_model_name,
+        max_requests=max_requests,
+        request_timeout_seconds=request_timeout,
+        local_prefill_tokens=local_prefill_tokens,
+    )
+    with start_errors():
+        asyncio.run(run_router(config))
+
+
+def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
+    """Return the verb that runs a worker of a role."""
+
+    def worker(
+        model: Model = None,
+        host: Host = "127.0.0.1",
+        port: Annotated[int, setting("--port", "gRPC port; 0 takes a free one.", NETWORK, min=0)] = 0,
+        advertise: Annotated[
+            str | None,
+            setting("--advertise", "host:port at which others reach it; by default host and port.", NETWORK),
+        ] = None,
+        redis_url: RedisUrl = None,
+        cluster_secret: ClusterSecret = "",
+        metrics_port: MetricsPort = 0,
+        served_model_name: ServedModelName = None,
+        dtype: DtypeOption = Dtype.AUTO,
+        max_model_len: MaxModelLen = None,
+        block_size: BlockSize = 16,
+        kv_memory: KvMemory = None,
+        num_blocks: NumBlocks = None,
+        max_num_seqs: MaxNumSeqs = 64,
+        max_num_batched_tokens: MaxNumBatchedTokens = 512,
+        threads: Threads = None,
+        log_level: LogLevelOption = LogLevel.INFO,
+    ) -> None:
+        from quire.services.worker.app import WorkerConfig, run_worker
+
+        with usage_errors():
+            config = WorkerConfig(
+                role=role,
+                model=model,
+                host=host,
+                port=port,
+                advertise=advertise,
+                redis_url=redis_url,
+                cluster_secret=cluster_secret.encode(),
+                metrics_port=metrics_port,
+                served_model_name=served_model_name,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                block_size=block_size,
+                kv_memory_bytes=kv_memory,
+                num_blocks=num_blocks,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                threads=threads,
+                log_level=log_level,
+            )
+        with start_errors():
+            run_worker(config)
+
+    return worker
+
+
+def _ask_example(address: str) -> None:
+    """Ask from a thread of its own: the caller may be the event loop that serves the answer."""
+    from quire.cli.example import ask_example
+
+    threading.Thread(target=ask_example, args=(address,), name="example", daemon=True).start()

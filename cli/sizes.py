@@ -1,0 +1,33 @@
+"""Sizes of memory as people write them."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``512MiB`` or ``2G``; every unit is a power of 1024.
+
+    Raises:
+        typer.BadParameter: the text is not a size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write 512MiB or 2GiB")
+    number, unit = match.groups()
+    return int(float(number) * _BYTES[unit.upper()])
+
+
+def format_size(num_bytes: int) -> str:
+    """Return a size with a binary unit."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,156 @@
+"""The errors that a call can raise: catch ``QuireError`` for all, a subclass to act on one.
+
+QuireError
+├── InvalidRequest     a value can never be served: ``field`` names it, ``limit`` its bound
+├── NotFound           the model, or what the request names, is not served here
+├── Unsupported        the server cannot do this at all, or not in its present state
+├── Overloaded         the queue is full: try again in ``retry_after`` seconds
+├── Unavailable        no server answers, or none can take the request now: ``retry_after`` seconds
+├── DeadlineExceeded   the call's ``timeout`` is over
+├── Interrupted        the request was ended half-way, by an abort or a lost hand-off: send it again
+├── Cancelled          the call was cancelled on this side
+└── ServerError        a bug, or bytes that were damaged on the way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo  # type: ignore[import-untyped]
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class QuireError(Exception):
+    """A call failed with the gRPC status ``code``; ``reason`` is a constant that programs may match."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode = grpc.StatusCode.UNKNOWN,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.reason = reason
+        self.metadata = dict(metadata or {})
+        self.retry_after = retry_after
+
+
+class InvalidRequest(QuireError):
+    """A value of the request can never be served."""
+
+    @property
+    def field(self) -> str:
+        """Name of the offending field, or an empty string."""
+        return self.metadata.get("field", "")
+
+    @property
+    def limit(self) -> str:
+        """The bound that the value broke, or an empty string."""
+        return self.metadata.get("limit", "")
+
+
+class NotFound(QuireError):
+    """The model, or what the request names, is not served here."""
+
+
+class Unsupported(QuireError):
+    """The server cannot do this at all, or not in its present state."""
+
+
+class Overloaded(QuireError):
+    """The queue is full: slow down, and try again in ``retry_after`` seconds."""
+
+
+class Unavailable(QuireError):
+    """No server answers, or none can take the request now."""
+
+
+class DeadlineExceeded(QuireError):
+    """The call's ``timeout`` is over."""
+
+
+class Interrupted(QuireError):
+    """The request was ended half-way; sending it again is safe."""
+
+
+class Cancelled(QuireError):
+    """The call was cancelled on this side."""
+
+
+class ServerError(QuireError):
+    """The server met a bug, or bytes were damaged on the way."""
+
+
+_CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.FAILED_PRECONDITION: Unsupported,
+    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.ABORTED: Interrupted,
+    grpc.StatusCode.CANCELLED: Cancelled,
+}
+
+
+def invalid_request(field: str, problem: str) -> InvalidRequest:
+    """Return the error of a value that is refused before anything is sent."""
+    return InvalidRequest(
+        f"{field}: {problem}", code=grpc.StatusCode.INVALID_ARGUMENT, metadata={"field": field}
+    )
+
+
+def from_rpc_error(error: Any) -> QuireError:
+    """Return the typed error of a failed call, sync or async."""
+    code: grpc.StatusCode = error.code()
+    info, retry_after = _details(error.trailing_metadata())
+    return _CLASSES.get(code, ServerError)(
+        error.details() or code.name,
+        code=code,
+        reason=info.reason or code.name,
+        metadata=info.metadata,
+        retry_after=retry_after,
+    )
+
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Turn gRPC's errors into ours."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def _details(trailing_metadata: Any) -> tuple[ErrorInfo, float | None]:
+    """Return the ``ErrorInfo`` that came with a status, empty if none did, and the retry delay in seconds."""
+    info, retry = ErrorInfo(), RetryInfo()
+    for key, value in trailing_metadata or ():
+        if key == _DETAILS_KEY:
+            for detail in _parse_status(value).details:
+                # Unpack tells by its result whether the detail is of that type.
+                detail.Unpack(info) or detail.Unpack(retry)
+    if not retry.HasField("retry_delay"):
+        return info, None
+    return info, float(retry.retry_delay.ToTimedelta().total_seconds())
+
+
+def _parse_status(encoded: bytes) -> Status:
+    try:
+        return Status.FromString(encoded)
+    except DecodeError:
+        # A proxy may damage the details; the status code alone still says what happened.
+        return Status()

@@ -1,0 +1,11 @@
+-- Remove blocks, leaf to root. Needs no lease: it removes only entries of its own epoch, so an evict that
+-- arrives late cannot take away what the worker's next life has published.
+-- KEYS: block prefix.  ARGV: slot, epoch, packed 16-byte hashes.
+local removed = 0
+for i = 1, #ARGV[3], 16 do
+  local key = KEYS[1] .. string.sub(ARGV[3], i, i + 15)
+  if redis.call('HGET', key, ARGV[1]) == ARGV[2] then
+    removed = removed + redis.call('HDEL', key, ARGV[1])
+  end
+end
+return removed

@@ -1,0 +1,48 @@
+"""What a block looks like; both ends of a transfer compare it before a byte moves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from quire.kvtransfer.errors import LayoutMismatchError
+from quire.protos import kvtransfer_pb2
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The layout of a KV block, ``[num_layers, 2, num_kv_heads, block_size, head_dim]``, and whose it is."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: str
+    model_digest: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        return elements * _ITEM_BYTES[self.dtype]
+
+    def to_proto(self) -> kvtransfer_pb2.KvLayout:
+        """Return the wire form."""
+        return kvtransfer_pb2.KvLayout(**asdict(self))
+
+    @classmethod
+    def from_proto(cls, message: kvtransfer_pb2.KvLayout) -> KvLayout:
+        """Read the wire form."""
+        return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+
+
+def require_equal(ours: KvLayout, theirs: KvLayout) -> None:
+    """Raise LayoutMismatchError, naming each field that differs."""
+    differences = [
+        f"{name} is {value} here and {theirs_value} there"
+        for (name, value), theirs_value in zip(asdict(ours).items(), asdict(theirs).values(), strict=True)
+        if value != theirs_value
+    ]
+    if differences:
+        raise LayoutMismatchError("; ".join(differences) + ": start both workers with the same model and options")

@@ -1,0 +1,36 @@
+"""What a worker reports of block transfers."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from quire.kvtransfer.push import PushSummary
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class TransferMetrics:
+    """Counters of both directions in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        blocks = Counter(
+            "quire_kv_blocks_transferred_total", "KV blocks moved.", ["direction"], registry=registry
+        )
+        size = Counter("quire_kv_transfer_bytes_total", "KV bytes moved.", ["direction"], registry=registry)
+        self.received_blocks, self.received_bytes = blocks.labels("received"), size.labels("received")
+        self._sent_blocks, self._sent_bytes = blocks.labels("sent"), size.labels("sent")
+        self._seconds = Histogram(
+            "quire_kv_transfer_seconds", "Push, from open to commit.", buckets=_SECONDS, registry=registry
+        )
+        self._credit_wait = Histogram(
+            "quire_kv_credit_wait_seconds", "Part of a push spent waiting.", buckets=_SECONDS, registry=registry
+        )
+        self.failures = Counter(
+            "quire_kv_transfer_failures_total", "Pushes that failed.", ["reason"], registry=registry
+        )
+
+    def pushed(self, summary: PushSummary) -> None:
+        """Count a push that was committed."""
+        self._sent_blocks.inc(summary.num_blocks)
+        self._sent_bytes.inc(summary.num_bytes)
+        self._seconds.observe(summary.seconds)
+        self._credit_wait.observe(summary.credit_wait_seconds)

@@ -1,0 +1,1 @@
+"""The bundled demo model: its language, tokenizer, training and evaluation, and random models for tests."""

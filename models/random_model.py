@@ -1,0 +1,58 @@
+"""Random models of many architectures, for tests and benchmarks: real code paths without a download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_COMMON = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_GROUPED = {**_COMMON, "num_key_value_heads": 2, "head_dim": 32}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _GROUPED),
+    "qwen3": ("Qwen3Config", _GROUPED),
+    "mistral": ("MistralConfig", {**_GROUPED, "sliding_window": 24}),
+    "gemma2": ("Gemma2Config", {**_GROUPED, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3TextConfig", {**_GROUPED, "sliding_window": 24, "num_hidden_layers": 7}),
+    "gpt_neox": ("GPTNeoXConfig", _COMMON),
+    "opt": ("OPTConfig", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt_oss": ("GptOssConfig", {**_GROUPED, "sliding_window": 24, "num_local_experts": 4}),
+}
+"""Configuration class and values of a tiny model of each architecture."""
+
+
+def make_random_model(architecture: str, folder: Path, *, seed: int = 7, **overrides: Any) -> Path:
+    """Save a random model whose greedy choices are clear, so that rounding cannot flip them.
+
+    Args:
+        architecture: a key of ``ARCHITECTURES``.
+        folder: where to save it, in Hugging Face format, without a tokenizer.
+        seed: of the weights.
+        overrides: configuration values in place of the tiny ones.
+    """
+    class_name, values = ARCHITECTURES[architecture]
+    torch.manual_seed(seed)
+    config = getattr(transformers, class_name)(**{**values, **overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            parameter.data.normal_(0.0, 0.35 if "embed" in name else 0.15)
+    # Wide logits: the best token leads the second by far more than float32 rounding.
+    model.get_output_embeddings().weight.data.normal_(0.0, 2.0)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,284 @@
+"""Runs router, workers and Redis on this machine, as processes of their own: what ``quire serve`` starts."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Literal, NamedTuple
+
+from quire.services.errors import ServiceError
+from quire.services.log import configure_logging, get_logger
+from quire.services.redis_process import RedisProcess, end_with_parent
+from quire.services.router.app import RouterConfig, RunningRouter, run_router
+from quire.services.worker.app import RunningWorker, WorkerConfig, run_worker
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+_log = get_logger("stack")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStackConfig:
+    """What a local stack needs to know; see ``WorkerConfig`` and ``RouterConfig`` for the fields they share."""
+
+    model: str | None = None
+    num_prefill: int = 1
+    num_decode: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8500
+    redis_url: str | None = None
+    metrics_port: int | None = None
+    """Port of the router's metrics; the workers' follow it. None takes free ones."""
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_memory_bytes: int | None = None
+    num_blocks: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    threads: int | None = None
+    log_level: str = "warning"
+    stop_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.num_decode < 1:
+            raise ValueError("--decode must be at least 1: decode workers generate the tokens")
+
+
+class StackFailedError(RuntimeError):
+    """A process of the stack ended by itself; its log says why."""
+
+
+class Child(NamedTuple):
+    """A started process and the pipe on which it reports that it is ready."""
+
+    name: str
+    process: SpawnProcess
+    pipe: Connection
+
+
+class RunningStack(NamedTuple):
+    """A stack that answers."""
+
+    address: str
+    redis_url: str
+    router: Child
+    workers: dict[str, Child]
+    ready: dict[str, RunningWorker]
+
+
+def run(config: LocalStackConfig, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serve until Ctrl-C or SIGTERM; ``on_ready`` gets the router's address once an answer can be had.
+
+    Raises:
+        SystemExit: the stack could not start, or all of a kind of its processes died.
+    """
+    configure_logging(config.log_level, process="stack")
+    console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
+    try:
+        with local_stack(config, console) as stack:
+            _print_banner(console, config, stack)
+            if on_ready is not None:
+                on_ready(stack.address)
+            _watch(stack)
+    except KeyboardInterrupt:
+        console.print("stopped")
+    except (StackFailedError, OSError, ValueError, ServiceError) as error:
+        raise SystemExit(f"quire serve: {error}") from error
+
+
+@contextmanager
+def local_stack(config: LocalStackConfig, console: Console | None = None) -> Iterator[RunningStack]:
+    """Start everything, yield when the router answers, and end it in the order router, workers, Redis.
+
+    Raises:
+        StackFailedError: a process ended before it was ready.
+    """
+    with ExitStack() as stack:
+        progress = stack.enter_context(_progress(console))
+        redis_url = config.redis_url
+        if redis_url is None:
+            redis = stack.enter_context(RedisProcess())
+            redis_url = redis.url
+        secret = os.environ.get("QUIRE_CLUSTER_SECRET", "").encode() or secrets.token_bytes(32)
+        workers = {
+            name: stack.enter_context(_child(name, run_worker, worker, config.stop_seconds))
+            for name, worker in _worker_configs(config, redis_url, secret).items()
+        }
+        router_config = RouterConfig(
+            host=config.host,
+            port=config.port,
+            redis_url=redis_url,
+            cluster_secret=secret,
+            metrics_port=config.metrics_port or 0,
+            served_model_name=config.served_model_name,
+        )
+        router = stack.enter_context(
+            _child("router", _run_router, (router_config, config.log_level), config.stop_seconds)
+        )
+        ready: dict[str, RunningWorker] = {}
+        address = ""
+        for name, report in _reports([router, *workers.values()], progress):
+            if name == "router":
+                address = report
+            else:
+                ready[name] = report
+        progress.stop()
+        yield RunningStack(address, redis_url, router, workers, ready)
+
+
+# --- processes ------------------------------------------------------------------------------------------------
+
+
+def _worker_configs(config: LocalStackConfig, redis_url: str, secret: bytes) -> dict[str, WorkerConfig]:
+    roles: list[Literal["prefill", "decode"]] = ["prefill"] * config.num_prefill + ["decode"] * config.num_decode
+    shares = divide_processors(sorted(os.sched_getaffinity(0)), len(roles))
+    counts: dict[str, int] = {}
+    configs = {}
+    for index, (role, cpus) in enumerate(zip(roles, shares, strict=True)):
+        name = f"{role}-{counts.get(role, 0)}"
+        counts[role] = counts.get(role, 0) + 1
+        configs[name] = WorkerConfig(
+            role=role,
+            worker_id=name,
+            model=config.model,
+            host="127.0.0.1",
+            redis_url=redis_url,
+            metrics_port=config.metrics_port + 1 + index if config.metrics_port else 0,
+            served_model_name=config.served_model_name,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            kv_memory_bytes=config.kv_memory_bytes,
+            num_blocks=config.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            cpus=tuple(cpus),
+            threads=config.threads,
+            cluster_secret=secret,
+            log_level=config.log_level,
+        )
+    return configs
+
+
+def divide_processors(cpus: list[int], num_workers: int) -> list[list[int]]:
+    """Give each worker processors of its own; with fewer processors than workers, one each in turn."""
+    if len(cpus) < num_workers:
+        return [[cpus[index % len(cpus)]] for index in range(num_workers)]
+    return [cpus[index::num_workers] for index in range(num_workers)]
+
+
+@contextmanager
+def _child(name: str, target: Callable[..., None], argument: object, stop_seconds: float) -> Iterator[Child]:
+    """Run ``target(argument, on_ready)`` in a process; on exit stop it, by force if it does not listen."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child_main, args=(target, argument, sender), name=name)
+    process.start()
+    sender.close()
+    try:
+        yield Child(name, process, receiver)
+    finally:
+        process.terminate()
+        process.join(stop_seconds)
+        if process.is_alive():
+            _log.warning("process_killed", name=name)
+            process.kill()
+            process.join()
+        receiver.close()
+
+
+def _child_main(target: Callable[..., None], argument: object, pipe: Connection) -> None:
+    # Ctrl-C reaches the whole group; the parent ends its children in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    try:
+        target(argument, partial(_report_ready, pipe))
+    except (ServiceError, OSError, ValueError, RuntimeError) as error:
+        pipe.send(error if isinstance(error, ServiceError) else RuntimeError(f"{type(error).__name__}: {error}"))
+        sys.exit(1)
+
+
+def _report_ready(pipe: Connection, running: RunningWorker | RunningRouter) -> None:
+    pipe.send(running if isinstance(running, RunningWorker) else running.address)
+
+
+def _run_router(argument: tuple[RouterConfig, str], on_ready: Callable[[RunningRouter], None]) -> None:
+    config, log_level = argument
+    configure_logging(log_level, process="router")
+    asyncio.run(run_router(config, on_ready))
+
+
+def _reports(children: list[Child], progress: Progress) -> Iterator[tuple[str, object]]:
+    """Yield what each child reports when it is ready; raise if one ends before."""
+    bar = progress.add_task("starting", total=len(children), waiting="")
+    pending = {child.pipe: child for child in children}
+    while pending:
+        progress.update(bar, waiting=", ".join(child.name for child in pending.values()))
+        for pipe in wait(list(pending)):
+            child = pending.pop(pipe)  # type: ignore[call-overload]
+            try:
+                report = child.pipe.recv()
+            except EOFError:
+                report = RuntimeError("it ended without a word; its log above says why")
+            if isinstance(report, Exception):
+                raise StackFailedError(f"{child.name} did not start: {report}")
+            progress.advance(bar)
+            yield child.name, report
+
+
+def _watch(stack: RunningStack) -> None:
+    """Wait while there is a router and a decode worker; report what ends."""
+    alive = {child.process.sentinel: child for child in (stack.router, *stack.workers.values())}
+    while True:
+        for sentinel in wait(list(alive)):
+            child = alive.pop(sentinel)  # type: ignore[call-overload]
+            _log.error("process_ended", name=child.name, exit_code=child.process.exitcode)
+            has_decode = any(c.name.startswith("decode") for c in alive.values())
+            if child is stack.router or not has_decode:
+                raise StackFailedError(f"{child.name} ended with exit code {child.process.exitcode}")
+
+
+# --- what one sees --------------------------------------------------------------------------------------------
+
+
+def _progress(console: Console | None) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[waiting]}"),
+        console=console or Console(stderr=True, quiet=True),
+        transient=True,
+    )
+
+
+def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStack) -> None:
+    some = next(iter(stack.ready.values()))
+    console.print(f"[bold]quire[/bold] serves [bold]{some.model}[/bold] at {stack.address} (gRPC)")
+    for name, worker in sorted(stack.ready.items()):
+        capacity = worker.num_blocks * config.block_size
+        console.print(
+            f"  {name:<10} {worker.address}  {worker.num_blocks} blocks = {capacity} tokens of KV, "
+            f"metrics at :{worker.metrics_port}"
+        )
+    redis = "127.0.0.1, private" if config.redis_url is None else config.redis_url.rpartition("@")[2]
+    console.print(f"  redis      {redis}; requests up to {some.max_model_len} tokens")
+
+
+def _raise_keyboard_interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+

@@ -1,0 +1,189 @@
+"""The router process: follows the workers, learns the model from them, serves the public API."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry
+
+from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.protos import worker_pb2
+from quire.services.grpc_server import (
+    PUBLIC_MESSAGE_BYTES,
+    GrpcServer,
+    Service,
+    grpc_server,
+    serve_until_signal,
+)
+from quire.services.log import get_logger
+from quire.services.metrics_server import metrics_server
+from quire.services.router.chat_template import ChatTemplate
+from quire.services.router.generation import Cluster
+from quire.services.router.legs import Spawn
+from quire.services.router.metrics import RouterMetrics
+from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
+from quire.services.router.sources import open_sources
+from quire.services.router.tokenizer import Tokenizer, load_model_files
+from quire.services.router.validation import ServedModel
+from quire.services.router.workers import POLL_SECONDS, WorkerSet
+
+STARTUP_POLL_SECONDS = 0.1
+"""Pace of the look for workers until the router can serve."""
+
+_log = get_logger("router")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """What a router needs to know. Workers come from ``redis_url``, or else from ``worker_addresses``."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    metrics_port: int = 8001
+    redis_url: str | None = None
+    worker_addresses: tuple[str, ...] = ()
+    model: str | None = None
+    """Folder or hub id of tokenizer and chat template; None takes what the workers name."""
+    served_model_name: str | None = None
+    """Name that clients use; None takes the workers'."""
+    cluster_secret: bytes = b""
+    """Keys the block hashes; must be the workers'."""
+    request_timeout_seconds: float = 600.0
+    max_requests: int = 1024
+    local_prefill_tokens: int = 0
+    """A decode worker computes up to this many uncached prompt tokens itself; 0: none, if P lives."""
+    join_wait_seconds: float = 2.0
+    """How long a request waits for the very first worker."""
+    poll_seconds: float = POLL_SECONDS
+    grace_seconds: float = 5.0
+
+
+class RunningRouter(NamedTuple):
+    """A started router."""
+
+    server: GrpcServer
+    metrics_port: int
+    workers: WorkerSet
+    metrics: RouterMetrics
+
+    @property
+    def address(self) -> str:
+        """host:port of the public API."""
+        return self.server.address
+
+
+async def run_router(config: RouterConfig, on_ready: Callable[[RunningRouter], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; ``on_ready`` is called once the ports are bound."""
+    async with router(config) as running:
+        if on_ready is not None:
+            on_ready(running)
+        await serve_until_signal(running.server)
+
+
+@asynccontextmanager
+async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
+    """Run a router until the context ends.
+
+    Health is SERVING while the model's tokenizer is loaded and a decode worker is alive.
+    """
+    metrics = RouterMetrics(CollectorRegistry())
+    cluster: asyncio.Future[Cluster] = asyncio.get_running_loop().create_future()
+    servicer = GenerationServicer(
+        cluster,
+        metrics,
+        time.monotonic,
+        request_timeout_seconds=config.request_timeout_seconds,
+        max_requests=config.max_requests,
+        join_wait_seconds=config.join_wait_seconds,
+    )
+    async with AsyncExitStack() as stack:
+        sources = await stack.enter_async_context(
+            open_sources(config.redis_url, config.worker_addresses, config.cluster_secret, metrics)
+        )
+        workers = WorkerSet(sources.membership, expected_fingerprint=sources.expected_fingerprint)
+        stack.push_async_callback(workers.close)
+        spawn = await stack.enter_async_context(_background())
+        metrics_port = stack.enter_context(metrics_server(metrics.registry, config.host, config.metrics_port))
+        server = await stack.enter_async_context(
+            grpc_server(
+                [Service(pb_grpc.add_GenerationServiceServicer_to_server, servicer, SERVICE_NAME)],
+                host=config.host,
+                port=config.port,
+                max_message_bytes=PUBLIC_MESSAGE_BYTES,
+                registry=metrics.registry,
+                grace_seconds=config.grace_seconds,
+            )
+        )
+        running = RunningRouter(server, metrics_port, workers, metrics)
+
+        async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
+            model = await asyncio.to_thread(_load_model, config, info)
+            prefixes = sources.prefixes(model)
+            cluster.set_result(Cluster(model, workers, prefixes, metrics, spawn, config.local_prefill_tokens))
+
+        following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))
+        stack.push_async_callback(_cancel, following)
+        _log.info("router_started", address=server.address, metrics_port=metrics_port)
+        yield running
+
+
+async def _follow_workers(
+    running: RunningRouter,
+    cluster: asyncio.Future[Cluster],
+    join: Callable[[worker_pb2.GetWorkerInfoResponse], Coroutine[Any, Any, None]],
+    poll_seconds: float,
+) -> None:
+    """Keep workers, model and health up to date, for ever."""
+    workers = running.workers
+    while True:
+        try:
+            await workers.refresh()
+            if workers.reference is not None and not cluster.done():
+                await join(workers.reference)
+        except Exception:
+            _log.exception("refresh_failed")
+        for role in ("prefill", "decode"):
+            running.metrics.workers.labels(role).set(len(workers.live(role)))
+        is_ready = cluster.done() and bool(workers.live("decode"))
+        await (running.server.ready() if is_ready else running.server.not_ready())
+        await asyncio.sleep(poll_seconds if is_ready else min(poll_seconds, STARTUP_POLL_SECONDS))
+
+
+def _load_model(config: RouterConfig, info: worker_pb2.GetWorkerInfoResponse) -> ServedModel:
+    files = load_model_files(config.model or info.model_path)
+    return ServedModel(
+        name=config.served_model_name or info.model,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=frozenset(info.eos_token_ids),
+        block_size=info.layout.block_size,
+        cache_descriptor=info.cache_descriptor,
+        tokenizer=Tokenizer.load(files.folder),
+        chat_template=ChatTemplate.load(files),
+    )
+
+
+@asynccontextmanager
+async def _background() -> AsyncIterator[Spawn]:
+    """Yield a way to run short coroutines beyond their caller's end; they are awaited at the end."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    yield spawn
+    await asyncio.gather(*tasks)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

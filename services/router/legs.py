@@ -1,0 +1,92 @@
+"""The calls of one attempt of a request, merged into one stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+import grpc
+
+from quire.protos import worker_pb2
+from quire.services.router.workers import Worker
+
+QUEUE_SIZE = 16
+"""Messages that may wait for a slow client; then gRPC's flow control reaches the worker."""
+ABORT_SECONDS = 1.0
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+class Event(NamedTuple):
+    """A message of a leg, its error, or (neither) its end."""
+
+    worker: Worker
+    message: Any = None
+    error: grpc.aio.AioRpcError | None = None
+
+
+class _Leg(NamedTuple):
+    worker: Worker
+    call: Any
+    pump: asyncio.Task[None]
+
+
+class Legs:
+    """Runs the calls to the workers of one attempt; on exit, those that have not ended are aborted."""
+
+    def __init__(self, request_id: str, spawn: Spawn) -> None:
+        self._request_id = request_id
+        self._spawn = spawn
+        self._events: asyncio.Queue[Event] = asyncio.Queue(QUEUE_SIZE)
+        self._running: dict[str, _Leg] = {}
+        self._aborts: list[asyncio.Task[None]] = []
+
+    def start(self, worker: Worker, call: Any) -> None:
+        """Add a streaming call."""
+        pump = asyncio.create_task(self._pump(worker, call))
+        self._running[worker.worker_id] = _Leg(worker, call, pump)
+
+    @property
+    def num_running(self) -> int:
+        """Legs whose end ``next`` has not returned."""
+        return len(self._running)
+
+    async def next(self) -> Event:
+        """Return the next event of any leg."""
+        event = await self._events.get()
+        if event.message is None:
+            self._running.pop(event.worker.worker_id)
+        return event
+
+    async def aborted(self) -> None:
+        """Wait until the workers confirmed the aborts, a short time at most."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=ABORT_SECONDS)
+
+    async def __aenter__(self) -> Legs:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for leg in self._running.values():
+            leg.call.cancel()
+            leg.pump.cancel()
+            # The cancelled stream says the same, but nobody confirms it.
+            self._aborts.append(self._spawn(self._abort(leg.worker)))
+        await asyncio.gather(*(leg.pump for leg in self._running.values()), return_exceptions=True)
+
+    async def _pump(self, worker: Worker, call: Any) -> None:
+        try:
+            async for message in call:
+                await self._events.put(Event(worker, message))
+            await self._events.put(Event(worker))
+        except grpc.aio.AioRpcError as error:
+            await self._events.put(Event(worker, error=error))
+
+    async def _abort(self, worker: Worker) -> None:
+        request = worker_pb2.AbortRequest(request_ids=[self._request_id])
+        try:
+            await worker.stub.Abort(request, timeout=ABORT_SECONDS)
+        except grpc.aio.AioRpcError:
+            # A worker that does not answer notices the lost connection, or is dead.
+            return

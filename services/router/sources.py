@@ -1,0 +1,73 @@
+"""Where the router learns of workers and of their blocks: Redis, or a fixed list of workers and no index."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from redis.exceptions import RedisError
+
+from quire.kvindex.block_hash import fingerprint, root_hash
+from quire.kvindex.redis_index import RedisIndex, reader_client
+from quire.services.router.metrics import RouterMetrics
+from quire.services.router.prefix_lookup import IndexLookup, NoIndex, PrefixLookup
+from quire.services.router.validation import ServedModel
+from quire.services.router.workers import Member, Membership, MembershipLost, StaticMembership
+
+CACHE_SCOPE = ""
+"""All requests of a cluster share blocks."""
+
+
+class Sources(NamedTuple):
+    """What the router asks about the workers."""
+
+    membership: Membership
+    prefixes: Callable[[ServedModel], PrefixLookup]
+    """Returns the look-up for a model, once it is known."""
+    expected_fingerprint: Callable[[bytes], str]
+    """Returns what a worker with the router's secret says of a cache descriptor."""
+
+
+class RedisMembership:
+    """The workers that hold a lease in Redis."""
+
+    def __init__(self, index: RedisIndex) -> None:
+        self._index = index
+
+    async def members(self) -> Sequence[Member]:
+        """Return the lease holders.
+
+        Raises:
+            MembershipLost: Redis does not answer, or with nonsense.
+        """
+        try:
+            records = await self._index.members()
+        except (RedisError, ValueError) as error:
+            raise MembershipLost(f"{type(error).__name__}: {error}") from error
+        return [Member(r.address, r.epoch, r.is_draining, r.fingerprint) for r in records]
+
+
+@asynccontextmanager
+async def open_sources(
+    redis_url: str | None, worker_addresses: Sequence[str], cluster_secret: bytes, metrics: RouterMetrics
+) -> AsyncIterator[Sources]:
+    """Connect to Redis if there is one; a Redis that does not answer is no error."""
+
+    def expected_fingerprint(descriptor: bytes) -> str:
+        return fingerprint(descriptor, cluster_secret)
+
+    if redis_url is None:
+        yield Sources(StaticMembership(worker_addresses), lambda model: NoIndex(), expected_fingerprint)
+        return
+    client = reader_client(redis_url)
+    index = RedisIndex(client)
+
+    def index_lookup(model: ServedModel) -> PrefixLookup:
+        root = root_hash(model.cache_descriptor, cluster_secret, CACHE_SCOPE)
+        return IndexLookup(index, root, model.block_size, metrics)
+
+    try:
+        yield Sources(RedisMembership(index), index_lookup, expected_fingerprint)
+    finally:
+        await client.aclose()

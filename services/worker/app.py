@@ -1,0 +1,119 @@
+"""A worker's settings and its process; importing this loads neither torch nor the model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+DEMO_MODEL = "demo"
+"""Name under which the bundled model is served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What a worker needs to know.
+
+    Attributes:
+        model: folder or hub id; None is the bundled demo.
+        advertise: host:port at which others reach it; None is where it listens.
+        redis_url: where it publishes its blocks; None leaves it to routers that list its address.
+        kv_memory_bytes: size of the block pool; overridden by ``num_blocks``.
+        cpus: processors to stay on; None is all.
+        threads: threads of a step; None is one for each processor.
+        cluster_secret: keys the block hashes; must be the router's.
+
+    Raises:
+        ValueError: settings contradict each other.
+    """
+
+    role: Literal["prefill", "decode"]
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str | None = None
+    redis_url: str | None = None
+    metrics_port: int = 0
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_memory_bytes: int | None = None
+    num_blocks: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    cpus: tuple[int, ...] | None = None
+    threads: int | None = None
+    worker_id: str | None = None
+    cluster_secret: bytes = field(default=b"", repr=False)
+    request_timeout_seconds: float = 600.0
+    lease_ttl_seconds: float = 10.0
+    grace_seconds: float = 5.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.num_blocks is not None and self.kv_memory_bytes is not None:
+            raise ValueError("give --num-blocks or --kv-memory, not both")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
+                f"--max-num-seqs ({self.max_num_seqs})"
+            )
+
+    @property
+    def model_path(self) -> str:
+        """Folder or hub id of the model."""
+        return self.model or str(demo_model_path())
+
+    @property
+    def model_name(self) -> str:
+        """Name under which the model is served."""
+        default = Path(self.model).name if self.model else DEMO_MODEL
+        return self.served_model_name or default
+
+
+class RunningWorker(NamedTuple):
+    """A worker that answers.
+
+    Attributes:
+        address: host:port of its gRPC services.
+        metrics_port: port of its metrics.
+        num_blocks: blocks of its pool.
+        max_model_len: most tokens of a sequence.
+    """
+
+    worker_id: str
+    address: str
+    metrics_port: int
+    model: str
+    num_blocks: int
+    max_model_len: int
+
+
+def demo_model_path() -> Path:
+    """Return the folder of the bundled model."""
+    return Path(__file__).resolve().parents[2] / "models" / "demo"
+
+
+def run_worker(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; ``on_ready`` is called once requests can be served."""
+    _limit_processors(config)
+    from quire.services.worker.worker import serve
+
+    asyncio.run(serve(config, on_ready))
+
+
+def _limit_processors(config: WorkerConfig) -> None:
+    """Keep the worker on its processors; must come before torch starts its threads.
+
+    Workers that share processors spin in each other's way: a step of 2 ms has been seen to take 150 ms.
+    """
+    if config.cpus is not None:
+        os.sched_setaffinity(0, config.cpus)
+    threads = config.threads or len(os.sched_getaffinity(0))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,72 @@
+"""What a worker is: its name, its model, its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from quire.kvindex.block_hash import CacheDescriptor, fingerprint, root_hash
+from quire.kvindex.membership import WorkerRecord
+from quire.kvtransfer.layout import KvLayout
+from quire.protos import worker_pb2
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """Facts of a running worker that do not change."""
+
+    worker_id: str
+    role: str
+    epoch: str
+    model: str
+    model_path: str
+    layout: KvLayout
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    request_timeout_seconds: float
+    cluster_secret: bytes = field(repr=False)
+
+    @cached_property
+    def cache_descriptor(self) -> bytes:
+        """What block hashes are rooted in."""
+        layout = self.layout
+        return CacheDescriptor(
+            model_digest=layout.model_digest,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            block_size=layout.block_size,
+            head_dim=layout.head_dim,
+            dtype=layout.dtype,
+        ).to_bytes()
+
+    def root_hash(self, scope: str) -> bytes:
+        """Return the parent of the first blocks of a scope."""
+        return root_hash(self.cache_descriptor, self.cluster_secret, scope)
+
+    def record(self, address: str) -> WorkerRecord:
+        """Return what the membership keeps of a worker that is reached at ``address``."""
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            role=self.role,
+            address=address,
+            epoch=self.epoch,
+            fingerprint=fingerprint(self.cache_descriptor, self.cluster_secret),
+        )
+
+    def to_proto(self) -> worker_pb2.GetWorkerInfoResponse:
+        """Return what routers ask for."""
+        return worker_pb2.GetWorkerInfoResponse(
+            worker_id=self.worker_id,
+            role=self.role,
+            epoch=self.epoch,
+            model=self.model,
+            model_path=self.model_path,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            eos_token_ids=sorted(self.eos_token_ids),
+            layout=self.layout.to_proto(),
+            num_blocks=self.num_blocks,
+            cache_descriptor=self.cache_descriptor,
+        )

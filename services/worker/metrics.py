@@ -1,0 +1,51 @@
+"""What a worker reports of its engine."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from quire.engine.engine import Engine
+
+_STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class WorkerMetrics:
+    """Gauges and counters of one worker; updated in the engine's thread after each step."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._running = Gauge("quire_requests_running", "Sequences in the running batch.", registry=registry)
+        self._waiting = Gauge("quire_requests_waiting", "Sequences waiting for blocks.", registry=registry)
+        self._blocks = Gauge("quire_kv_cache_blocks", "KV blocks by state.", ["state"], registry=registry)
+        self._pinned = Gauge(
+            "quire_kv_pinned_blocks", "Blocks of finished prefills not yet released.", registry=registry
+        )
+        self._usage = Gauge("quire_kv_cache_usage_ratio", "Share of blocks in use.", registry=registry)
+        self._preemptions = Gauge("quire_preemptions", "Preempted sequences so far.", registry=registry)
+        self._steps = Histogram(
+            "quire_step_phase_seconds",
+            "Time of a step by phase.",
+            ["phase"],
+            buckets=_STEP_SECONDS,
+            registry=registry,
+        )
+        self._sequences = Counter(
+            "quire_step_sequences_total", "Sequences computed, summed over steps.", registry=registry
+        )
+
+    def stepped(self, engine: Engine, num_sequences: int) -> None:
+        """Record one step."""
+        self._sequences.inc(num_sequences)
+        seconds = engine.step_seconds
+        for phase in ("schedule", "prepare", "forward", "sample", "process"):
+            self._steps.labels(phase).observe(getattr(seconds, phase))
+        self.refresh(engine)
+
+    def refresh(self, engine: Engine) -> None:
+        """Read the engine's queues and its pool."""
+        counts = engine.pool.counts
+        self._running.set(len(engine.scheduler.running))
+        self._waiting.set(len(engine.scheduler.waiting))
+        for state, count in counts._asdict().items():
+            self._blocks.labels(state).set(count)
+        self._pinned.set(engine.num_pinned_blocks)
+        self._usage.set(counts.used / engine.pool.num_blocks)
+        self._preemptions.set(engine.scheduler.num_preemptions)

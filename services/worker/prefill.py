@@ -1,0 +1,54 @@
+"""The prefill role: compute a prompt's blocks, push them as they become full, draw the first token."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.engine.kv_memory import KvMemory
+from quire.engine.sequence import Sequence, SequenceUpdate
+from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.push import BlockPush, PushSummary
+from quire.services.worker.updates import Updates, next_update
+
+
+class PrefillPush:
+    """Pushes one prompt's blocks while the engine computes them.
+
+    It runs as a task of its own: it may wait for the decode worker's credit while the engine goes on, and
+    while the first token is already with the client.
+    """
+
+    def __init__(self, sequence: Sequence, memory: KvMemory, push: BlockPush) -> None:
+        self._sequence = sequence
+        self._memory = memory
+        self._push = push
+        self._progress: Updates = asyncio.Queue()
+
+    def computed(self, update: SequenceUpdate) -> None:
+        """Tell how far the engine is."""
+        self._progress.put_nowait(update)
+
+    async def run(self, first_block: int) -> PushSummary:
+        """Push every block from ``first_block`` on, each as soon as it is full, and commit the first token.
+
+        Raises:
+            PushFailedError: the decode worker refused or vanished.
+        """
+        block_size = self._memory.shape.block_size
+        next_block = first_block
+        async with self._push as push:
+            while True:
+                update = await next_update(self._progress)
+                num_ready = update.num_computed_tokens // block_size
+                if update.token_id is not None:
+                    # The last block goes too, full or not: nothing will be added to it here.
+                    num_ready = -(-update.num_computed_tokens // block_size)
+                await push.send(map(self._frame, range(next_block, num_ready)))
+                next_block = max(next_block, num_ready)
+                if update.token_id is not None:
+                    return await push.commit(update.token_id)
+
+    def _frame(self, index: int) -> Frame:
+        is_full = (index + 1) * self._memory.shape.block_size <= self._sequence.num_computed_tokens
+        block_hash = self._sequence.block_hashes[index] if is_full else b""
+        return Frame(index, block_hash, self._memory.read(self._sequence.block_table[index]))

@@ -1,0 +1,26 @@
+"""The queue between the engine and one request."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.engine.sequence import SequenceUpdate
+
+Updates = asyncio.Queue[SequenceUpdate | Exception]
+"""What happens to a request, in order; an exception ends it."""
+
+
+async def next_update(updates: Updates) -> SequenceUpdate:
+    """Return the next update, or raise the exception that came in its place."""
+    update = await updates.get()
+    if isinstance(update, Exception):
+        raise update
+    return update
+
+
+async def next_updates(updates: Updates) -> list[SequenceUpdate]:
+    """Return all updates that have come, at least one: a slow reader gets several steps in one message."""
+    batch = [await next_update(updates)]
+    while not updates.empty():
+        batch.append(await next_update(updates))
+    return batch

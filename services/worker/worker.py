@@ -1,0 +1,148 @@
+"""Builds a worker from its settings and serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import torch
+from prometheus_client import CollectorRegistry
+from quire.engine.engine import Engine
+from quire.engine.engine_thread import EngineThread
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import SamplingParams, Sequence
+from quire.kvindex.block_hash import block_hash
+from quire.kvindex.publisher import BlockPublisher
+from quire.kvindex.redis_index import WorkerLease, publisher_client
+from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.metrics import TransferMetrics
+from quire.kvtransfer.push import ChannelPool
+from quire.kvtransfer.receiver import KvTransferServicer
+from quire.protos import kvtransfer_pb2_grpc, worker_pb2_grpc
+from quire.services.grpc_server import Service, grpc_server, serve_until_signal
+from quire.services.log import configure_logging, get_logger
+from quire.services.metrics_server import metrics_server
+from quire.services.worker.app import RunningWorker, WorkerConfig
+from quire.services.worker.decode import Tickets
+from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.metrics import WorkerMetrics
+from quire.services.worker.servicer import WorkerServicer
+
+DEFAULT_KV_BYTES = 256 << 20
+"""Size of a pool on the CPU, unless it is given: 16k tokens of the largest model one would run there."""
+
+WORKER_SERVICE = "quire.v1.WorkerService"
+KV_SERVICE = "quire.v1.KvTransferService"
+
+_log = get_logger("worker")
+
+
+async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] | None) -> None:
+    """Load the model and serve it until a signal."""
+    worker_id = config.worker_id or f"{config.role}-{secrets.token_hex(4)}"
+    configure_logging(config.log_level, process=worker_id)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    model = await asyncio.to_thread(load_model, config.model_path, config.dtype, torch.device("cpu"))
+    memory = _allocate(config, model)
+    identity = _identify(config, worker_id, model, memory)
+    registry = CollectorRegistry()
+    metrics, transfers = WorkerMetrics(registry), TransferMetrics(registry)
+    async with AsyncExitStack() as stack:
+        publisher = _publisher(config)
+        limits = SchedulerConfig(config.block_size, config.max_num_seqs, config.max_num_batched_tokens)
+        engine = Engine(model, memory, limits, block_hash, publisher, identity.max_model_len)
+        await asyncio.to_thread(_warm_up, engine)
+        metrics.refresh(engine)
+        thread = EngineThread(engine, metrics.stepped)
+        thread.start()
+        stack.push_async_callback(thread.stop)
+        channels = ChannelPool()
+        stack.push_async_callback(channels.close)
+        tickets = Tickets(thread, memory, identity.layout, identity.epoch)
+        servicer = WorkerServicer(identity, thread, memory, tickets, channels, transfers)
+        receiver = KvTransferServicer(tickets, transfers)
+        server = await stack.enter_async_context(
+            grpc_server(
+                [
+                    Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, WORKER_SERVICE),
+                    Service(kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, KV_SERVICE),
+                ],
+                host=config.host,
+                port=config.port,
+                registry=registry,
+                grace_seconds=config.grace_seconds,
+            )
+        )
+        tickets.address = config.advertise or server.address
+        metrics_port = stack.enter_context(metrics_server(registry, config.host, config.metrics_port))
+        if publisher is not None:
+            publisher.start(identity.record(tickets.address))
+            stack.push_async_callback(publisher.close)
+        await server.ready()
+        _log.info("worker_ready", role=config.role, address=server.address, blocks=memory.num_blocks)
+        running = RunningWorker(
+            worker_id=worker_id,
+            address=server.address,
+            metrics_port=metrics_port,
+            model=identity.model,
+            num_blocks=memory.num_blocks,
+            max_model_len=engine.max_model_len,
+        )
+        if on_ready is not None:
+            on_ready(running)
+        await serve_until_signal(server)
+
+
+def _allocate(config: WorkerConfig, model: LoadedModel) -> KvMemory:
+    shape = model.kv_shape(config.block_size)
+    num_blocks = config.num_blocks or (config.kv_memory_bytes or DEFAULT_KV_BYTES) // shape.block_bytes
+    if num_blocks < 2:
+        raise ValueError(f"one KV block takes {shape.block_bytes} bytes; --kv-memory must hold two at least")
+    return KvMemory(shape, num_blocks, torch.device("cpu"))
+
+
+def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: KvMemory) -> WorkerIdentity:
+    shape = memory.shape
+    capacity = memory.num_blocks * shape.block_size
+    return WorkerIdentity(
+        worker_id=worker_id,
+        role=config.role,
+        epoch=secrets.token_hex(8),
+        model=config.model_name,
+        model_path=config.model_path,
+        layout=KvLayout(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            block_size=shape.block_size,
+            head_dim=shape.head_dim,
+            dtype=str(shape.dtype).removeprefix("torch."),
+            model_digest=model.digest,
+        ),
+        num_blocks=memory.num_blocks,
+        max_model_len=min(model.max_position_embeddings, capacity, config.max_model_len or capacity),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        request_timeout_seconds=config.request_timeout_seconds,
+        cluster_secret=config.cluster_secret,
+    )
+
+
+def _publisher(config: WorkerConfig) -> BlockPublisher | None:
+    if config.redis_url is None:
+        return None
+    lease = WorkerLease(publisher_client(config.redis_url), config.lease_ttl_seconds)
+    return BlockPublisher(lease, asyncio.get_running_loop(), beat_seconds=config.lease_ttl_seconds / 3)
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run one prompt, so that no request waits for a kernel to be compiled."""
+    length = min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 2)
+    prompt = Sequence("warm-up", [0] * length, length, SamplingParams(max_tokens=2, ignore_eos=True), b"warm-up")
+    engine.add(prompt)
+    while not engine.is_idle:
+        engine.step()

@@ -1,0 +1,79 @@
+"""``quire generate`` against a server on the loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from quire.cli.answer import Answer, format_stats
+from quire.client import Usage
+from quire.services import errors as service_errors
+
+Quire = Callable[..., Result]
+
+
+def test_the_answer_is_all_of_stdout(quire: Quire, fake_generation: Any) -> None:
+    result = quire("generate", "What?", "--address", fake_generation.address, "--max-tokens", "7")
+    assert (result.exit_code, result.stdout) == (0, "Blue is é🙂.\n")
+    assert result.stderr == ""
+    (sent,) = fake_generation.requests
+    assert (sent.text, sent.stopping.max_tokens) == ("What?", 7)
+    assert not sent.sampling.HasField("temperature")
+
+
+def test_the_prompt_may_come_from_stdin(quire: Quire, fake_generation: Any) -> None:
+    assert quire("generate", "--address", fake_generation.address, stdin="line 1\nline 2").exit_code == 0
+    assert fake_generation.requests[0].text == "line 1\nline 2"
+
+
+def test_chat_uses_the_template(quire: Quire, fake_generation: Any) -> None:
+    quire("generate", "Hi", "--address", fake_generation.address, "--chat")
+    quire("generate", "Hi", "--address", fake_generation.address, "--system", "Be brief.")
+    roles = [[each.role for each in sent.chat.messages] for sent in fake_generation.requests]
+    assert roles == [["user"], ["system", "user"]]
+
+
+def test_stats_go_to_stderr(quire: Quire, fake_generation: Any) -> None:
+    result = quire("generate", "Hi", "--address", fake_generation.address, "--stats")
+    assert result.stdout == "Blue is é🙂.\n"
+    assert "prompt 40 tokens, 32 cached" in result.stderr
+    assert "1 blocks (64.0 KiB) shipped, 2 already there" in result.stderr
+
+
+def test_the_address_may_come_from_the_environment(
+    quire: Quire, fake_generation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_ADDRESS", fake_generation.address)
+    assert quire("generate", "Hi").exit_code == 0
+
+
+def test_errors_say_what_to_do(quire: Quire, fake_generation: Any) -> None:
+    fake_generation.errors = [
+        service_errors.InvalidArgument("max_tokens", "is 9999, the model takes 512"),
+        service_errors.ResourceExhausted("the queue is full", retry_after_seconds=2),
+    ]
+    invalid = quire("generate", "Hi", "--address", fake_generation.address)
+    assert (invalid.exit_code, invalid.stderr) == (1, "error: max_tokens: is 9999, the model takes 512\n")
+    full = quire("generate", "Hi", "--address", fake_generation.address)
+    assert (full.exit_code, full.stderr) == (1, "error: the queue is full (try again in 2 s)\n")
+    nobody = quire("generate", "Hi", "--address", "127.0.0.1:1")
+    assert nobody.exit_code == 1
+    assert "no server answers at 127.0.0.1:1" in nobody.stderr
+
+
+def test_stats_of_a_single_token_have_no_speed() -> None:
+    usage = Usage(
+        prompt_tokens=5,
+        completion_tokens=1,
+        cached_prompt_tokens=0,
+        blocks_shipped=0,
+        bytes_shipped=0,
+        blocks_reused_on_decode=0,
+        retries=1,
+    )
+    line = format_stats(Answer("x", usage, ttft_seconds=0.0124, e2e_seconds=0.0124))
+    assert line.startswith("TTFT 12 ms · 1 tokens at 0.0 tokens/s")
+    assert line.endswith("1 retries")

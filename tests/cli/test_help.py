@@ -1,0 +1,64 @@
+"""Help of every verb, and what it costs to show it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from typer.testing import Result
+
+Quire = Callable[..., Result]
+
+VERBS = ["serve", "router", "prefill", "decode", "generate", "chat", "bench", "version"]
+
+
+def test_help_lists_every_verb_in_its_panel(quire: Quire) -> None:
+    result = quire("--help")
+    assert result.exit_code == 0
+    for text in (*VERBS, "Serve", "Use", "Measure", "QUIRE_"):
+        assert text in result.output
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "bench serve"])
+def test_every_verb_has_help(quire: Quire, verb: str) -> None:
+    result = quire(*verb.split(), "--help")
+    assert result.exit_code == 0, result.output
+    assert "Usage:" in result.output
+
+
+def test_settings_show_their_variable(quire: Quire) -> None:
+    assert "QUIRE_MAX_NUM_SEQS" in quire("serve", "--help").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], ["torch", "transformers", "numba", "grpc", "quire.client", "quire.services"]),
+        (["generate", "--address", "127.0.0.1:1", "x"], ["torch", "transformers", "numba", "quire.services"]),
+        (
+            ["bench", "serve", "--address", "127.0.0.1:1"],
+            ["torch", "transformers", "numba", "quire.services"],
+        ),
+    ],
+)
+def test_verbs_import_only_what_they_need(arguments: list[str], absent: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from quire.cli.main import main\n"
+        "try: main()\n"
+        f"except SystemExit: print(sorted(set({absent!r}) & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_no_arguments_show_help(quire: Quire) -> None:
+    assert "Usage:" in quire().output
+
+
+def test_an_unknown_option_is_a_usage_error(quire: Quire) -> None:
+    assert quire("serve", "--beam-width", "3").exit_code == 2

@@ -1,0 +1,219 @@
+"""The blocking client against a server on the loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.client import (
+    Client,
+    DeadlineExceeded,
+    Interrupted,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    QuireError,
+    ServerError,
+    Unavailable,
+    Unsupported,
+)
+from quire.services import errors as service_errors
+
+WAIT_SECONDS = 10.0
+
+
+@pytest.fixture
+def client(fake_generation: Any) -> Iterator[Client]:
+    with Client(fake_generation.address, timeout=WAIT_SECONDS) as client:
+        yield client
+
+
+def test_generate_returns_the_whole_answer(client: Client) -> None:
+    completion = client.generate("What is blue?", logprobs=1)
+    assert completion.text == "Blue is é🙂."
+    assert completion.token_ids == (0, 1, 2)
+    assert completion.finish_reason == "stop"
+    assert completion.request_id == "r-1"
+    assert completion.usage.cached_prompt_tokens == 32
+    assert completion.logprobs[2].top[0].token_id == 7
+
+
+def test_options_reach_their_fields(client: Client, fake_generation: Any) -> None:
+    client.generate(
+        [1, 2, 3],
+        max_tokens=5,
+        min_tokens=1,
+        temperature=0.0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.25,
+        seed=2**64 - 1,
+        stop="\n",
+        stop_token_ids=[9],
+        ignore_eos=True,
+        logprobs=0,
+        keep_special_tokens=True,
+        model="demo",
+        request_id="mine",
+    )
+    (sent,) = fake_generation.requests
+    assert list(sent.token_ids.ids) == [1, 2, 3]
+    assert (sent.stopping.max_tokens, sent.stopping.min_tokens) == (5, 1)
+    assert sent.sampling.HasField("temperature")
+    assert (sent.sampling.temperature, sent.sampling.top_p, sent.sampling.top_k) == (0.0, 0.5, 3)
+    assert (sent.sampling.min_p, sent.sampling.seed) == (0.25, 2**64 - 1)
+    assert (list(sent.stopping.stop_strings), list(sent.stopping.stop_token_ids)) == (["\n"], [9])
+    assert sent.stopping.ignore_eos
+    assert sent.response.HasField("logprobs")
+    assert sent.response.keep_special_tokens
+    assert (sent.model, sent.request_id) == ("demo", "mine")
+
+
+def test_absent_options_stay_absent(client: Client, fake_generation: Any) -> None:
+    client.generate("x", temperature=None, stop=None)
+    (sent,) = fake_generation.requests
+    assert not sent.HasField("sampling")
+    assert not sent.HasField("stopping")
+    assert not sent.HasField("response")
+
+
+def test_chat_sends_the_conversation(client: Client, fake_generation: Any) -> None:
+    client.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    (sent,) = fake_generation.requests
+    assert [(each.role, each.content) for each in sent.chat.messages] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+    ]
+
+
+def test_stream_yields_each_step(client: Client) -> None:
+    deltas = list(client.stream("x"))
+    assert [delta.text for delta in deltas] == ["Blue", " is", " é🙂."]
+    assert [delta.request_id for delta in deltas] == ["r-1", "", ""]
+    assert [delta.finish_reason for delta in deltas] == [None, None, "stop"]
+    assert deltas[0].usage is None
+    assert deltas[-1].usage is not None
+    assert deltas[-1].usage.bytes_shipped == 65536
+
+
+def test_leaving_the_loop_cancels_the_request(client: Client, fake_generation: Any) -> None:
+    fake_generation.hangs = True
+    for _ in client.stream("x"):
+        break
+    assert fake_generation.cancelled.wait(WAIT_SECONDS)
+
+
+def test_closing_the_iterator_cancels_the_request(client: Client, fake_generation: Any) -> None:
+    fake_generation.hangs = True
+    stream = client.stream("x")
+    next(stream)
+    stream.close()
+    assert fake_generation.cancelled.wait(WAIT_SECONDS)
+
+
+def test_tokenize_and_detokenize(client: Client) -> None:
+    assert client.detokenize(client.tokenize("quire é")) == "quire é"
+    assert client.tokenize([{"role": "user", "content": "A"}]) == [65]
+
+
+def test_model_info(client: Client) -> None:
+    info = client.model_info()
+    assert (info.model, info.eos_token_ids, info.num_decode_workers) == ("demo", (0,), 2)
+
+
+def test_the_deadline_travels(client: Client, fake_generation: Any) -> None:
+    client.generate("x")
+    client.generate("x", timeout=3)
+    default, own = fake_generation.timeouts
+    assert 5 < default < WAIT_SECONDS + 1
+    assert own < 4
+
+
+def test_the_deadline_ends_a_stream(client: Client, fake_generation: Any) -> None:
+    fake_generation.hangs = True
+    stream = client.stream("x", timeout=0.2)
+    assert next(stream).text == "Blue"
+    with pytest.raises(DeadlineExceeded):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (service_errors.FailedPrecondition("no"), Unsupported),
+        (service_errors.NotFound("no", reason="MODEL_NOT_FOUND"), NotFound),
+        (service_errors.ResourceExhausted("no"), Overloaded),
+        (service_errors.DeadlineExceeded("no"), DeadlineExceeded),
+        (service_errors.Aborted("no"), Interrupted),
+        (service_errors.DataLoss("no"), ServerError),
+        (service_errors.Internal("no"), ServerError),
+    ],
+)
+def test_statuses_become_typed_errors(
+    client: Client, fake_generation: Any, sent: service_errors.ServiceError, expected: type[QuireError]
+) -> None:
+    fake_generation.errors = [sent, sent]
+    with pytest.raises(expected) as raised:
+        client.generate("x")
+    assert (raised.value.message, raised.value.code, raised.value.reason) == ("no", sent.code, sent.reason)
+    with pytest.raises(expected):
+        list(client.stream("x"))
+
+
+def test_an_invalid_request_names_field_and_limit(client: Client, fake_generation: Any) -> None:
+    fake_generation.errors = [
+        service_errors.InvalidArgument("max_tokens", "is too large", metadata={"limit": "512"})
+    ]
+    with pytest.raises(InvalidRequest, match="max_tokens: is too large") as raised:
+        client.generate("x", max_tokens=513)
+    assert (raised.value.field, raised.value.limit) == ("max_tokens", "512")
+
+
+def test_an_overloaded_server_says_when_to_retry(client: Client, fake_generation: Any) -> None:
+    fake_generation.errors = [service_errors.ResourceExhausted("full", retry_after_seconds=1.5)]
+    with pytest.raises(Overloaded) as raised:
+        client.generate("x")
+    assert raised.value.retry_after == 1.5
+
+
+def test_unavailable_is_retried_before_the_first_message(client: Client, fake_generation: Any) -> None:
+    fake_generation.errors = [service_errors.Unavailable("starting")]
+    assert client.generate("x").text == "Blue is é🙂."
+    fake_generation.errors = [service_errors.Unavailable("starting")]
+    assert len(list(client.stream("x"))) == 3
+    assert len(fake_generation.requests) == 4
+
+
+def test_no_server_is_unavailable() -> None:
+    with Client("127.0.0.1:1", timeout=WAIT_SECONDS) as client, pytest.raises(Unavailable) as raised:
+        client.model_info()
+    assert raised.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("x", {"top_k": -1}, "top_k"),
+        ("x", {"temperature": "hot"}, "temperature"),
+        ("x", {"stop": 3}, "stop"),
+        ("x", {"stop_token_ids": [-1]}, "stop_token_ids"),
+        ([-1], {}, "prompt"),
+        ([{"role": "user"}], {}, "prompt"),
+        ([{"role": "user", "content": None}], {}, "prompt"),
+    ],
+)
+def test_values_that_fit_no_field_are_refused_here(
+    client: Client, fake_generation: Any, prompt: Any, options: Any, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        client.stream(prompt, **options)
+    assert raised.value.field == field
+    assert not fake_generation.requests
+
+
+def test_an_unknown_option_is_a_type_error(client: Client) -> None:
+    with pytest.raises(TypeError, match="beam_width"):
+        client.generate("x", beam_width=3)  # type: ignore[call-arg]

@@ -1,0 +1,22 @@
+"""Tiny random models, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quire.models.random_model import make_random_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from architecture name to the folder of its tiny random model."""
+    made: dict[str, Path] = {}
+
+    def get(architecture: str) -> Path:
+        if architecture not in made:
+            made[architecture] = make_random_model(architecture, tmp_path_factory.mktemp(architecture))
+        return made[architecture]
+
+    return get

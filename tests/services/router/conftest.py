@@ -1,0 +1,283 @@
+"""A tiny tokenizer, scripted workers on real servers, and a router in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import tokenizers
+from prometheus_client import CollectorRegistry
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from quire.protos import inference_pb2 as pb
+from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.protos import kvtransfer_pb2, worker_pb2, worker_pb2_grpc
+from quire.services.errors import Aborted, ServiceError
+from quire.services.grpc_server import GrpcServer, Service, grpc_server
+from quire.services.router.app import RouterConfig, RunningRouter, router
+from quire.services.router.chat_template import ChatTemplate
+from quire.services.router.tokenizer import Tokenizer, load_model_files
+from quire.services.router.validation import ServedModel
+
+VOCAB_SIZE = 320
+TEMPLATE = """{{ bos_token }}{% for message in messages %}
+<|{{ message.role }}|>{{ message.content | trim }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder that holds a byte-level BPE tokenizer: <s> is 0, </s> is 1."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello world, stop here and say the end"] * 4, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer.load(model_folder)
+
+
+@pytest.fixture
+def model(model_folder: Path, tokenizer: Tokenizer) -> ServedModel:
+    return ServedModel(
+        name="tiny",
+        max_model_len=64,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({1}),
+        block_size=4,
+        cache_descriptor=b"tiny",
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.load(load_model_files(str(model_folder))),
+    )
+
+
+@dataclass
+class Fault:
+    """Where a worker fails, once: before its n-th token of a call."""
+
+    before_token: int
+    error: ServiceError
+
+
+@dataclass
+class Script:
+    """What the model says, whoever computes it; and the hand-offs between the fake workers."""
+
+    answer: list[int]
+    commits: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    def finish_reason(self, sequence: worker_pb2.Sequence, position: int) -> pb.FinishReason:
+        """Return the finish reason after the token at an output position."""
+        if self.answer[position] == 1 and not sequence.stopping.ignore_eos:
+            return pb.FINISH_REASON_STOP
+        is_last = position + 1 >= min(sequence.stopping.max_tokens, len(self.answer))
+        return pb.FINISH_REASON_LENGTH if is_last else pb.FINISH_REASON_UNSPECIFIED
+
+    def token(self, position: int) -> worker_pb2.SampledToken:
+        return worker_pb2.SampledToken(
+            token_id=self.answer[position], logprobs=pb.TokenLogprobs(logprob=-float(position))
+        )
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Says the script, keeps what it was asked, and fails or waits where it is told to."""
+
+    def __init__(self, worker_id: str, role: str, script: Script, model_path: Path) -> None:
+        self.worker_id, self.role, self.script, self.model_path = worker_id, role, script, model_path
+        self.epoch = "1"
+        self.layout = kvtransfer_pb2.KvLayout(block_size=4, num_layers=1, dtype="float32")
+        self.calls: list[Any] = []
+        self.aborted = asyncio.Event()
+        self.num_cached_tokens = 0
+        self.fault: Fault | None = None
+        self.pause_before_token: int | None = None
+        self.paused = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.server: GrpcServer
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:
+        return worker_pb2.GetWorkerInfoResponse(
+            worker_id=self.worker_id,
+            role=self.role,
+            epoch=self.epoch,
+            model="tiny",
+            model_path=str(self.model_path),
+            max_model_len=64,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[1],
+            layout=self.layout,
+            cache_descriptor=b"tiny",
+        )
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
+        self.aborted.set()
+        return worker_pb2.AbortResponse()
+
+    async def Prefill(
+        self, request: worker_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        self.calls.append(request)
+        try:
+            position = request.sequence.num_output_tokens
+            await self._before_token(0)
+            finish_reason = self.script.finish_reason(request.sequence, position)
+            yield worker_pb2.PrefillResponse(
+                tokens=[self.script.token(position)],
+                num_cached_tokens=self.num_cached_tokens,
+                finish_reason=finish_reason,
+            )
+            if finish_reason:
+                return
+            await self._before_token(1)
+            self.script.commits[request.ticket.ticket_id].set()
+            yield worker_pb2.PrefillResponse(pushed=worker_pb2.PushSummary(num_blocks=3, num_bytes=300))
+        finally:
+            self.ended.set()
+
+    async def Decode(
+        self, request: worker_pb2.DecodeRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
+        self.calls.append(request)
+        try:
+            ticket = f"{self.worker_id}-{len(self.calls)}"
+            self.script.commits[ticket] = asyncio.Event()
+            yield worker_pb2.DecodeResponse(
+                accepted=worker_pb2.Accepted(
+                    ticket=kvtransfer_pb2.Ticket(ticket_id=ticket, first_block=1),
+                    num_cached_tokens=self.num_cached_tokens,
+                )
+            )
+            position = request.sequence.num_output_tokens
+            if request.remote_prefill:
+                await self.script.commits[ticket].wait()
+                position += 1
+            for count in range(len(self.script.answer)):
+                await self._before_token(count)
+                reason = self.script.finish_reason(request.sequence, position + count)
+                token = self.script.token(position + count)
+                yield worker_pb2.DecodeResponse(tokens=[token], finish_reason=reason)
+                if reason:
+                    return
+        finally:
+            self.ended.set()
+
+    async def _before_token(self, count: int) -> None:
+        if self.pause_before_token == count:
+            self.paused.set()
+            await asyncio.Event().wait()
+        if self.fault is not None and self.fault.before_token == count:
+            fault, self.fault = self.fault, None
+            raise fault.error
+
+
+@dataclass
+class Cluster:
+    """Fake workers that the test may add to, and the router's client once it runs."""
+
+    script: Script
+    model_folder: Path
+    stack: AsyncExitStack
+    workers: dict[str, FakeWorker] = field(default_factory=dict)
+    running: RunningRouter | None = None
+
+    def __getitem__(self, worker_id: str) -> FakeWorker:
+        return self.workers[worker_id]
+
+    async def add(self, worker_id: str, role: str, **attributes: Any) -> FakeWorker:
+        """Start a worker."""
+        worker = FakeWorker(worker_id, role, self.script, self.model_folder)
+        for name, value in attributes.items():
+            setattr(worker, name, value)
+        service = Service(
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, "quire.v1.WorkerService"
+        )
+        worker.server = await self.stack.enter_async_context(
+            grpc_server([service], registry=CollectorRegistry(), grace_seconds=0)
+        )
+        await worker.server.ready()
+        self.workers[worker_id] = worker
+        return worker
+
+    async def start(self, **options: Any) -> pb_grpc.GenerationServiceStub:
+        """Start the router in front of the workers and return its client."""
+        addresses = tuple(worker.server.address for worker in self.workers.values())
+        config = RouterConfig(
+            **{
+                "port": 0,
+                "metrics_port": 0,
+                "worker_addresses": addresses,
+                "join_wait_seconds": 5.0 if addresses else 0.05,
+                "poll_seconds": 0.05,
+                "grace_seconds": 0.0,
+                **options,
+            }
+        )
+        self.running = await self.stack.enter_async_context(router(config))
+        while len(self.running.workers.live("decode") + self.running.workers.live("prefill")) < len(
+            addresses
+        ):
+            await self.running.workers.refresh()
+        channel = await self.stack.enter_async_context(grpc.aio.insecure_channel(self.running.address))
+        return pb_grpc.GenerationServiceStub(channel)
+
+    async def joined(self, num_workers: int) -> None:
+        """Wait until so many workers take requests."""
+        assert self.running is not None
+        workers = self.running.workers
+        async with asyncio.timeout(5):
+            while len(workers.live("prefill") + workers.live("decode")) != num_workers:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return a metric's value, 0 where nothing was counted."""
+        assert self.running is not None
+        return self.running.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+async def cluster(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Cluster]:
+    """No workers and no router yet; the script says ``hello world, stop here`` and ends itself."""
+    answer = [*await tokenizer.encode("hello world, stop here", add_special_tokens=False), 1]
+    async with AsyncExitStack() as stack:
+        yield Cluster(Script(answer), model_folder, stack)
+
+
+@pytest.fixture
+async def pair(cluster: Cluster) -> Cluster:
+    """Two prefill and two decode workers."""
+    for role, name in (("prefill", "p"), ("decode", "d")):
+        for number in (1, 2):
+            await cluster.add(f"{name}{number}", role)
+    return cluster
+
+
+@pytest.fixture
+def fault() -> Callable[..., Fault]:
+    """Make a fault; ABORTED where the test does not care."""
+
+    def make(before_token: int, error: ServiceError | None = None) -> Fault:
+        return Fault(before_token, error or Aborted("scripted"))
+
+    return make

@@ -1,0 +1,334 @@
+"""Requests through a real router and scripted workers: hand-over, failures, the end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import (
+    Aborted,
+    DataLoss,
+    FailedPrecondition,
+    Internal,
+    ResourceExhausted,
+    Unavailable,
+)
+
+TEXT = "hello world, stop here"
+
+
+def generation(text: str = "say", **stopping: Any) -> pb.Generation:
+    return pb.Generation(text=text, stopping=pb.StoppingParams(**stopping), request_id="test")
+
+
+async def stream(stub: Any, **stopping: Any) -> list[pb.GenerateStreamResponse]:
+    request = pb.GenerateStreamRequest(generation=generation(**stopping))
+    return [response async for response in stub.GenerateStream(request, timeout=10)]
+
+
+def text_of(responses: list[pb.GenerateStreamResponse]) -> str:
+    return "".join(response.text for response in responses)
+
+
+def ids_of(responses: list[pb.GenerateStreamResponse]) -> list[int]:
+    return [token_id for response in responses for token_id in response.token_ids]
+
+
+def callers(cluster: Any, role: str) -> list[Any]:
+    return [w for w in cluster.workers.values() if w.role == role and w.calls]
+
+
+async def first_choice(cluster: Any, stub: Any, role: str) -> Any:
+    """Return the worker that the affinity of the test's prompt prefers."""
+    await stub.Generate(pb.GenerateRequest(generation=generation()), timeout=10)
+    (chosen,) = callers(cluster, role)
+    return chosen
+
+
+async def test_one_prefill_one_decode(pair: Any) -> None:
+    stub = await pair.start()
+    responses = await stream(stub)
+    assert text_of(responses) == TEXT
+    assert ids_of(responses) == pair.script.answer
+    assert [r.request_id for r in responses] == ["test"] + [""] * (len(responses) - 1)
+    assert [bool(r.finish_reason) for r in responses] == [False] * (len(responses) - 1) + [True]
+    assert len(responses) == len(pair.script.answer)
+    last = responses[-1]
+    assert last.finish_reason == pb.FINISH_REASON_STOP
+    usage = last.usage
+    assert (usage.completion_tokens, usage.retries) == (len(pair.script.answer), 0)
+    assert (usage.blocks_shipped, usage.bytes_shipped, usage.blocks_reused_on_decode) == (3, 300, 1)
+    (prefill,), (decode,) = callers(pair, "prefill"), callers(pair, "decode")
+    assert decode.calls[0].remote_prefill
+    assert prefill.calls[0].ticket.ticket_id == f"{decode.worker_id}-1"
+    assert prefill.calls[0].sequence == decode.calls[0].sequence
+    assert prefill.ended.is_set()
+    assert decode.ended.is_set()
+    assert not prefill.aborted.is_set()
+    assert not decode.aborted.is_set()
+    assert pair.metric("quire_request_success_total", finished_reason="stop") == 1
+    assert pair.metric("quire_generation_tokens_total") == len(pair.script.answer)
+
+
+async def test_the_unary_call_collects_the_stream(pair: Any) -> None:
+    stub = await pair.start()
+    request = generation()
+    request.response.logprobs = 0
+    whole = await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
+    assert whole.text == TEXT
+    assert list(whole.token_ids) == pair.script.answer
+    assert [entry.logprob for entry in whole.logprobs] == [-float(i) for i in range(len(pair.script.answer))]
+    assert whole.request_id == "test"
+    assert whole.usage.prompt_tokens == len((await stub.Tokenize(pb.TokenizeRequest(text="say"))).token_ids)
+
+
+async def test_the_first_token_comes_before_the_push_is_done(cluster: Any) -> None:
+    await cluster.add("p", "prefill", pause_before_token=1)
+    await cluster.add("d", "decode")
+    stub = await cluster.start()
+    call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation()), timeout=10)
+    first = await call.read()
+    assert list(first.token_ids) == cluster.script.answer[:1]
+    call.cancel()
+
+
+async def test_a_first_token_that_ends_the_sequence(pair: Any) -> None:
+    stub = await pair.start()
+    responses = await stream(stub, max_tokens=1)
+    assert ids_of(responses) == pair.script.answer[:1]
+    assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    (decode,) = callers(pair, "decode")
+    await asyncio.wait_for(decode.aborted.wait(), 5)
+    await asyncio.wait_for(decode.ended.wait(), 5)
+
+
+async def test_max_tokens_ends_with_length(pair: Any) -> None:
+    responses = await stream(await pair.start(), max_tokens=3)
+    assert ids_of(responses) == pair.script.answer[:3]
+    assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_a_stop_string_over_token_borders_cancels_decode(pair: Any) -> None:
+    stub = await pair.start()
+    responses = await stream(stub, stop_strings=["ld, st"])
+    assert text_of(responses) == "hello wor"
+    assert responses[-1].finish_reason == pb.FINISH_REASON_STOP
+    assert len(ids_of(responses)) < len(pair.script.answer)
+    (decode,) = callers(pair, "decode")
+    await asyncio.wait_for(decode.aborted.wait(), 5)
+    await asyncio.wait_for(decode.ended.wait(), 5)
+
+
+async def test_a_stop_string_does_not_count_before_min_tokens(pair: Any) -> None:
+    responses = await stream(await pair.start(), stop_strings=["h"], min_tokens=3)
+    assert text_of(responses) == "hello world, stop "
+
+
+async def test_without_prefill_workers_decode_serves_alone(cluster: Any) -> None:
+    await cluster.add("d", "decode", num_cached_tokens=2)
+    responses = await stream(await cluster.start())
+    assert text_of(responses) == TEXT
+    assert not cluster["d"].calls[0].remote_prefill
+    assert responses[-1].usage.cached_prompt_tokens == 2
+    assert responses[-1].usage.blocks_shipped == 0
+
+
+async def test_short_uncached_prompts_are_prefilled_by_decode(pair: Any) -> None:
+    responses = await stream(await pair.start(local_prefill_tokens=60))
+    assert text_of(responses) == TEXT
+    assert not callers(pair, "prefill")
+
+
+@pytest.mark.parametrize("error", [Aborted("x"), Unavailable("x"), DataLoss("x"), Internal("x")])
+@pytest.mark.parametrize("before_token", [0, 1])
+async def test_a_lost_prefill_is_retried_on_another(
+    pair: Any, fault: Any, error: Any, before_token: int
+) -> None:
+    for name in ("p1", "p2"):
+        pair[name].fault = fault(before_token, error)
+    stub = await pair.start()
+    responses = await stream(stub)
+    assert text_of(responses) == TEXT
+    assert ids_of(responses) == pair.script.answer
+    # Both prefill workers fail once: the third attempt goes to one that is well again.
+    assert responses[-1].usage.retries == 2
+    attempts = [call.sequence for name in ("p1", "p2") for call in pair[name].calls]
+    assert sorted(sequence.attempt for sequence in attempts) == [0, 1, 2]
+    assert {sequence.num_output_tokens for sequence in attempts} == ({0} if before_token == 0 else {0, 1, 2})
+    assert len({sequence.sampling.seed for sequence in attempts}) == 1
+    assert pair["p1"].calls
+    assert pair["p2"].calls
+    assert pair.metric("quire_prefill_retries_total") == 2
+
+
+async def test_a_lost_decode_continues_elsewhere_without_repetition(pair: Any, fault: Any) -> None:
+    stub = await pair.start()
+    chosen = await first_choice(pair, stub, "decode")
+    chosen.fault = fault(3, Unavailable("killed"))
+    responses = await stream(stub)
+    assert text_of(responses) == TEXT
+    assert ids_of(responses) == pair.script.answer
+    assert responses[-1].usage.retries == 1
+    assert responses[-1].usage.blocks_shipped == 6
+    (other,) = [w for w in callers(pair, "decode") if w is not chosen]
+    sequence = other.calls[0].sequence
+    prompt = (await stub.Tokenize(pb.TokenizeRequest(text="say"))).token_ids
+    assert sequence.num_output_tokens == 4
+    assert list(sequence.token_ids) == [*prompt, *pair.script.answer[:4]]
+    assert sequence.attempt == 1
+    assert sequence.stopping.max_tokens == 64 - len(prompt)
+
+
+async def test_a_killed_decode_server_is_survived(pair: Any) -> None:
+    stub = await pair.start()
+    chosen = await first_choice(pair, stub, "decode")
+    chosen.pause_before_token = 2
+    streaming = asyncio.create_task(stream(stub))
+    await asyncio.wait_for(chosen.paused.wait(), 5)
+    await chosen.server.stop(0)
+    responses = await asyncio.wait_for(streaming, 10)
+    assert ids_of(responses) == pair.script.answer
+    assert responses[-1].usage.retries == 1
+
+
+async def test_a_decode_lost_after_its_last_token_is_no_loss(cluster: Any, fault: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    cluster.script.answer[-1] = 5
+    stub = await cluster.start()
+    worker.script.finish_reason = lambda sequence, position: pb.FINISH_REASON_UNSPECIFIED
+    worker.fault = fault(3)
+    responses = await stream(stub, max_tokens=3)
+    assert ids_of(responses) == cluster.script.answer[:3]
+    assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert len(worker.calls) == 1
+
+
+async def test_retries_are_bounded(cluster: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    stub = await cluster.start()
+
+    async def fail(count: int) -> None:
+        if count == 1:
+            raise Aborted("always")
+
+    worker._before_token = fail
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream(stub)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert len(worker.calls) == 4
+    assert "3 retries" in str(caught.value.details())
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FailedPrecondition("layout"), grpc.StatusCode.FAILED_PRECONDITION),
+        (ResourceExhausted("full"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+)
+async def test_what_no_other_worker_can_help_is_not_retried(
+    cluster: Any, fault: Any, error: Any, code: Any
+) -> None:
+    worker = await cluster.add("d", "decode", fault=fault(1, error))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream(await cluster.start())
+    assert caught.value.code() is code
+    assert len(worker.calls) == 1
+    assert cluster.metric("quire_request_failure_total", grpc_code=code.name) == 1
+
+
+@pytest.mark.parametrize("before_token", [0, 1])
+async def test_a_client_that_leaves_aborts_both_legs(cluster: Any, before_token: int) -> None:
+    prefill = await cluster.add("p", "prefill", pause_before_token=before_token)
+    decode = await cluster.add("d", "decode")
+    stub = await cluster.start()
+    call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation()), timeout=10)
+    reading = asyncio.ensure_future(call.read())
+    await asyncio.wait_for(prefill.paused.wait(), 5)
+    call.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    for worker in (prefill, decode):
+        await asyncio.wait_for(worker.aborted.wait(), 5)
+        await asyncio.wait_for(worker.ended.wait(), 5)
+    assert cluster.running.workers.live("decode")[0].num_requests == 0
+    assert cluster.running.workers.live("decode")[0].load_tokens == 0
+    assert cluster.metric("quire_requests_running") == 0
+
+
+async def test_the_deadline_reaches_the_workers(cluster: Any) -> None:
+    worker = await cluster.add("d", "decode", pause_before_token=1)
+    stub = await cluster.start(request_timeout_seconds=0.3)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream(stub)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "after 1 tokens" in str(caught.value.details())
+    await asyncio.wait_for(worker.ended.wait(), 5)
+
+
+async def test_no_worker_has_joined(cluster: Any) -> None:
+    stub = await cluster.start()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream(stub)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no worker has joined yet" in str(caught.value.details())
+    assert len(rpc_status.from_call(caught.value).details) == 2
+
+
+async def test_no_decode_worker_is_left(cluster: Any) -> None:
+    await cluster.add("p", "prefill")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream(await cluster.start())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no decode worker" in str(caught.value.details())
+
+
+async def test_too_many_requests_are_refused(cluster: Any) -> None:
+    worker = await cluster.add("d", "decode", pause_before_token=0)
+    stub = await cluster.start(max_requests=1)
+    first = asyncio.create_task(stream(stub))
+    await asyncio.wait_for(worker.paused.wait(), 5)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream(stub)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+
+
+async def test_bad_requests_name_the_field(cluster: Any) -> None:
+    await cluster.add("d", "decode")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream(await cluster.start(), max_tokens=0)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(caught.value.details()).startswith("stopping.max_tokens: must be from 1 to")
+
+
+async def test_model_info_tokenize_and_detokenize(pair: Any) -> None:
+    stub = await pair.start(served_model_name="mine")
+    info = await stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (info.model, info.max_model_len, info.block_size) == ("mine", 64, 4)
+    assert (info.num_prefill_workers, info.num_decode_workers) == (2, 2)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=" hello ")])
+    ids = (await stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids
+    assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "<|user|>hello\n<|assistant|>"
+
+
+async def test_health_follows_the_decode_workers(cluster: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    await cluster.start()
+    async with grpc.aio.insecure_channel(cluster.running.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=10)
+
+        async def reaches(wanted: Any) -> None:
+            while (await watch.read()).status != wanted:
+                pass
+
+        await reaches(health_pb2.HealthCheckResponse.SERVING)
+        await worker.server.not_ready()
+        await reaches(health_pb2.HealthCheckResponse.NOT_SERVING)
+        watch.cancel()

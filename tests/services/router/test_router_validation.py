@@ -1,0 +1,116 @@
+"""Every limit of a request, named in its error."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import InvalidArgument, NotFound
+from quire.services.router.validation import MAX_PROMPT_BYTES, ServedModel, validate
+
+
+def request(**fields: Any) -> pb.Generation:
+    return pb.Generation(**{"text": "hello", **fields})
+
+
+def sampling(**fields: Any) -> pb.Generation:
+    return request(sampling=pb.SamplingParams(**fields))
+
+
+def stopping(**fields: Any) -> pb.Generation:
+    return request(stopping=pb.StoppingParams(**fields))
+
+
+def ids(*token_ids: int) -> pb.Generation:
+    return pb.Generation(token_ids=pb.TokenIds(ids=token_ids))
+
+
+def chat(*messages: tuple[str, str]) -> pb.Generation:
+    return pb.Generation(
+        chat=pb.Chat(messages=[pb.ChatMessage(role=role, content=text) for role, text in messages])
+    )
+
+
+@pytest.mark.parametrize(
+    ("generation", "field", "problem"),
+    [
+        (pb.Generation(), "prompt", "must be set"),
+        (ids(), "token_ids", "at least one token"),
+        (chat(), "chat.messages", "at least one message"),
+        (ids(*[2] * 64), "token_ids", "at most 63 tokens"),
+        (ids(2, 320), "token_ids.ids[1]", "below 320; got 320"),
+        (request(text="x" * (MAX_PROMPT_BYTES + 1)), "text", f"at most {MAX_PROMPT_BYTES} bytes"),
+        (chat(("tool", "x")), "chat.messages[0].role", "got 'tool'"),
+        (request(request_id="a b"), "request_id", "printable"),
+        (request(request_id="x" * 129), "request_id", "128"),
+        (stopping(max_tokens=0), "stopping.max_tokens", "from 1 to"),
+        (stopping(max_tokens=-1), "stopping.max_tokens", "got -1"),
+        (stopping(max_tokens=10**9), "stopping.max_tokens", "the model's length less the prompt's"),
+        (stopping(max_tokens=2, min_tokens=3), "stopping.min_tokens", "max_tokens = 2; got 3"),
+        (stopping(min_tokens=-1), "stopping.min_tokens", "got -1"),
+        (stopping(stop_strings=[""]), "stopping.stop_strings[0]", "from 1 to 256 characters"),
+        (stopping(stop_strings=["x"] * 17), "stopping.stop_strings", "at most 16; got 17"),
+        (stopping(stop_strings=["x" * 257]), "stopping.stop_strings[0]", "got 257"),
+        (stopping(stop_token_ids=[1, 999]), "stopping.stop_token_ids[1]", "got 999"),
+        (stopping(stop_token_ids=[1] * 1025), "stopping.stop_token_ids", "at most 1024"),
+        (sampling(temperature=-1), "sampling.temperature", "got -1"),
+        (sampling(temperature=math.nan), "sampling.temperature", "got nan"),
+        (sampling(temperature=math.inf), "sampling.temperature", "got inf"),
+        (sampling(top_p=0), "sampling.top_p", "got 0"),
+        (sampling(top_p=2), "sampling.top_p", "got 2"),
+        (sampling(top_p=math.nan), "sampling.top_p", "got nan"),
+        (sampling(min_p=-0.5), "sampling.min_p", "got -0.5"),
+        (sampling(min_p=1.5), "sampling.min_p", "got 1.5"),
+        (sampling(min_p=math.nan), "sampling.min_p", "got nan"),
+        (sampling(top_k=321), "sampling.top_k", "to 320; got 321"),
+        (request(response=pb.ResponseOptions(logprobs=21)), "response.logprobs", "at most 20; got 21"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    model: ServedModel, generation: pb.Generation, field: str, problem: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await validate(generation, model)
+    assert caught.value.field == field
+    assert problem in caught.value.message
+
+
+async def test_an_empty_text_is_empty_only_without_special_tokens(model: ServedModel) -> None:
+    assert (await validate(pb.Generation(text=""), model)).prompt_token_ids == [0]
+
+
+async def test_an_unknown_model_is_not_found(model: ServedModel) -> None:
+    with pytest.raises(NotFound, match="'tiny' is"):
+        await validate(request(model="other"), model)
+    assert await validate(request(model="tiny"), model)
+
+
+async def test_a_model_without_template_refuses_chats(model: ServedModel) -> None:
+    without = dataclasses.replace(model, chat_template=None)
+    with pytest.raises(InvalidArgument, match="send text or token_ids"):
+        await validate(chat(("user", "hello")), without)
+
+
+async def test_defaults_are_filled_in(model: ServedModel) -> None:
+    valid = await validate(request(), model)
+    assert valid.stopping.max_tokens == 64 - len(valid.prompt_token_ids)
+    assert (valid.sampling.temperature, valid.sampling.top_p) == (1.0, 1.0)
+    assert (valid.sampling.top_k, valid.sampling.min_p) == (0, 0.0)
+    assert valid.sampling.HasField("seed")
+    assert valid.request_id
+    assert valid.num_logprobs is None
+
+
+async def test_a_seed_is_kept_and_an_absent_one_is_random(model: ServedModel) -> None:
+    assert (await validate(sampling(seed=0), model)).sampling.seed == 0
+    seeds = {(await validate(request(), model)).sampling.seed for _ in range(4)}
+    assert len(seeds) == 4
+
+
+async def test_the_longest_prompt_leaves_one_token(model: ServedModel) -> None:
+    valid = await validate(ids(*[2] * 63), model)
+    assert valid.stopping.max_tokens == 1

