@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import typer
 
 from quire.cli.answer import format_stats, stream_answer
 
+from quire.models import notes
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from quire.client import Message
 
-NOTES = (
-    "Here are some notes. The red box holds a lamp. The blue box holds a clock. The green box holds a spoon."
-)
-QUESTION = "What does the blue box hold?"
+NUM_NOTES = 12
 
 
 def ask_example(address: str) -> None:
-    """Ask the example's question at ``address`` and stream the answer to stdout; a failure is only told."""
+    """Ask a question about notes at ``address`` and stream the answer to stdout; a failure is only told."""
     from quire.client import Client, QuireError
 
-    messages: list[Message] = [{"role": "user", "content": f"{NOTES}\n{QUESTION}"}]
-    _write(f"\n{NOTES}\n> {QUESTION}\n")
+    (example,) = notes.held_out(1, NUM_NOTES)
+    messages = cast("Sequence[Message]", example.messages)
+    _write(f"\n> {messages[-1]['content']}\n")
     with Client(address) as client:
         try:
             answer = stream_answer(client, messages, {"max_tokens": 64, "temperature": 0.0}, _write)
@@ -31,7 +33,7 @@ def ask_example(address: str) -> None:
             typer.echo(f"the example failed: {error.message}", err=True)
             return
     _write(f"\n  {format_stats(answer)}\n\n")
-    typer.echo(f"Serving at {address}. Talk to it: quire chat --address {address}   (Ctrl-C ends)")
+    _write(f"Serving at {address}; Ctrl-C ends. Talk to it: quire chat --address {address}\n")
 
 
 def _write(text: str) -> None:

@@ -105,7 +105,7 @@ def serve(
     max_num_seqs: MaxNumSeqs = 64,
     max_num_batched_tokens: MaxNumBatchedTokens = 512,
     threads: Threads = None,
-    log_level: LogLevelOption = LogLevel.INFO,
+    log_level: LogLevelOption = LogLevel.WARNING,
     example: Annotated[
         bool, typer.Option("--example", help="Once ready, ask one question through the public port.")
     ] = False,

@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from quire.engine import attention
 from quire.engine.kv_memory import KvShape
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,6 +53,8 @@ def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:
         OSError: there is no such model.
     """
     attention.register()
+    # Its bars would tear the launcher's.
+    transformers_logging.disable_progress_bar()
     folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()

@@ -140,7 +140,11 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its blocks: those of its cached prefix and new ones for the rest."""
-        if not sequence.block_table:
+        if sequence.block_table:
+            # Its prompt was computed elsewhere; its first token may need one block more.
+            if not self._grow(sequence, sequence.num_tokens):
+                return False
+        else:
             self.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
             try:
                 self.reserve(sequence)

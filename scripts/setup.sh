@@ -66,11 +66,14 @@ set_up() {
         return
     fi
     make_venv
+    # Neither may an interrupted install leave an old stamp behind, nor a new one the links of files that are gone.
+    rm -rf "$VENV"/.quire-* build
     if ! "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
         say "installing $TORCH (the largest part, some minutes at the first time)"
         pip_install "$TORCH"
     fi
     say "installing quire with what it needs for '$extra'"
     pip_install --editable ".[$extra]" --config-settings editable_mode=strict
-    printf '%s\n' "$state" >"$VENV/.quire-$extra"
+    # The extra dev has all that worker has.
+    printf '%s\n' "$state" | tee "$VENV/.quire-worker" >"$VENV/.quire-$extra"
 }

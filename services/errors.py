@@ -39,6 +39,9 @@ class ServiceError(Exception):
         self.metadata = dict(metadata or {})
         self.retry_after_seconds = retry_after_seconds
 
+    def __str__(self) -> str:
+        return self.message
+
     def details(self) -> list[ErrorInfo | RetryInfo | BadRequest]:
         """Return the ``google.rpc`` messages that go with the status."""
         info = ErrorInfo(reason=self.reason, domain=ERROR_DOMAIN, metadata=self.metadata)
@@ -64,6 +67,8 @@ class InvalidArgument(ServiceError):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(f"{field}: {problem}", reason=reason, metadata={"field": field, **(metadata or {})})
+        # An exception is unpickled from its args: a worker's start error crosses a pipe.
+        self.args = (field, problem)
         self.field = field
         self.problem = problem
 

@@ -37,7 +37,7 @@ def serve(
         Dataset, _prompts("--dataset", "Random token ids, or the bundled demo's questions about notes.")
     ] = BenchConfig.dataset,
     input_len: Annotated[
-        int, _prompts("--input-len", "Tokens of a random prompt.", min=1)
+        int, _prompts("--input-len", "Tokens of a prompt; of notes, about.", min=1)
     ] = BenchConfig.input_len,
     shared_prefix_len: Annotated[
         int, _prompts("--shared-prefix-len", "How many of them all random prompts begin with.", min=0)

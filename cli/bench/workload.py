@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from quire.cli.bench.config import BenchConfig, Dataset
-from quire.client import GenerationOptions, ModelInfo, Prompt
+from quire.client import GenerationOptions, Message, ModelInfo, Prompt
+from quire.models import notes
+
+TOKENS_PER_NOTE = 8
 
 
 class BenchRequest(NamedTuple):
@@ -21,7 +24,7 @@ def make_requests(config: BenchConfig, model: ModelInfo) -> list[BenchRequest]:
     """Return the warm-up requests, then those to be measured.
 
     Raises:
-        ValueError: prompt and answer do not fit the model, or the dataset is not installed.
+        ValueError: prompt and answer do not fit the model.
     """
     options: GenerationOptions = {
         "max_tokens": config.output_len,
@@ -34,7 +37,7 @@ def make_requests(config: BenchConfig, model: ModelInfo) -> list[BenchRequest]:
 def _prompts(config: BenchConfig, model: ModelInfo) -> Sequence[Prompt]:
     count, rng = config.num_warmups + config.num_requests, random.Random(config.seed)
     if config.dataset is Dataset.NOTES:
-        return _notes_prompts(count, config.seed)
+        return _notes_prompts(count, config.input_len, config.seed)
     return _random_prompts(config, model, count, rng)
 
 
@@ -53,8 +56,8 @@ def _random_prompts(
     return [[*shared, *rng.choices(vocabulary, k=own_len)] for _ in range(count)]
 
 
-def _notes_prompts(count: int, seed: int) -> list[Prompt]:
-    """Return the bundled demo's questions about notes."""
-    from quire.models.notes import sample_prompts
-
-    return list(sample_prompts(count, seed))
+def _notes_prompts(count: int, input_len: int, seed: int) -> list[Sequence[Message]]:
+    """Return conversations that ask about notes, of about ``input_len`` tokens."""
+    num_facts = min(max(1, input_len // TOKENS_PER_NOTE), len(notes.ITEMS))
+    examples = notes.held_out(count, num_facts, seed)
+    return [cast("Sequence[Message]", example.messages) for example in examples]

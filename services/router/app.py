@@ -43,8 +43,8 @@ class RouterConfig:
     """What a router needs to know. Workers come from ``redis_url``, or else from ``worker_addresses``."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
-    metrics_port: int = 8001
+    port: int = 8500
+    metrics_port: int = 8501
     redis_url: str | None = None
     worker_addresses: tuple[str, ...] = ()
     model: str | None = None
@@ -70,6 +70,8 @@ class RunningRouter(NamedTuple):
     metrics_port: int
     workers: WorkerSet
     metrics: RouterMetrics
+    has_served: asyncio.Event
+    """Set once requests can be served."""
 
     @property
     def address(self) -> str:
@@ -78,11 +80,18 @@ class RunningRouter(NamedTuple):
 
 
 async def run_router(config: RouterConfig, on_ready: Callable[[RunningRouter], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; ``on_ready`` is called once the ports are bound."""
-    async with router(config) as running:
-        if on_ready is not None:
-            on_ready(running)
+    """Serve until SIGTERM or SIGINT; ``on_ready`` is called once requests can be served."""
+    async with router(config) as running, asyncio.TaskGroup() as tasks:
+        announcing = tasks.create_task(_announce(running, on_ready))
         await serve_until_signal(running.server)
+        announcing.cancel()
+
+
+async def _announce(running: RunningRouter, on_ready: Callable[[RunningRouter], None] | None) -> None:
+    await running.has_served.wait()
+    _log.info("router_ready", address=running.address)
+    if on_ready is not None:
+        on_ready(running)
 
 
 @asynccontextmanager
@@ -119,7 +128,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 grace_seconds=config.grace_seconds,
             )
         )
-        running = RunningRouter(server, metrics_port, workers, metrics)
+        running = RunningRouter(server, metrics_port, workers, metrics, asyncio.Event())
 
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
             model = await asyncio.to_thread(_load_model, config, info)
@@ -151,6 +160,8 @@ async def _follow_workers(
             running.metrics.workers.labels(role).set(len(workers.live(role)))
         is_ready = cluster.done() and bool(workers.live("decode"))
         await (running.server.ready() if is_ready else running.server.not_ready())
+        if is_ready:
+            running.has_served.set()
         await asyncio.sleep(poll_seconds if is_ready else min(poll_seconds, STARTUP_POLL_SECONDS))
 
 

@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
     load_tokens: int
     """Tokens that the router has in flight there: to be computed (prefill) or kept (decode)."""
     is_shunned: bool = False
-    """It failed lately, or in this request: taken only when all others did, too."""
+    """It failed a moment ago, or in this request."""
 
 
 class Choice(NamedTuple):
@@ -42,13 +42,27 @@ class Choice(NamedTuple):
 
 
 def choose_prefill(candidates: Sequence[Candidate], num_tokens: int, key: bytes) -> Choice | None:
-    """Return the prefill worker that draws the first token soonest, or None where there is none."""
-    return _choose(candidates, key, lambda c: c.load_tokens + num_tokens - c.cached_tokens)
+    """Return the prefill worker that draws the first token soonest, or None where none is well.
+
+    A shunned one is never taken: decode workers can do without.
+    """
+    return _choose(
+        [c for c in candidates if not c.is_shunned],
+        key,
+        lambda c: c.load_tokens + num_tokens - c.cached_tokens,
+    )
 
 
 def choose_decode(candidates: Sequence[Candidate], num_tokens: int, key: bytes) -> Choice | None:
-    """Return the decode worker with the most room for the sequence, or None where there is none."""
-    return _choose(candidates, key, lambda c: c.load_tokens + num_tokens - c.cached_tokens / 2)
+    """Return the decode worker with the most room for the sequence, or None where there is none.
+
+    A shunned one is the last resort.
+    """
+    return _choose(
+        [c for c in candidates if not c.is_shunned] or candidates,
+        key,
+        lambda c: c.load_tokens + num_tokens - c.cached_tokens / 2,
+    )
 
 
 def affinity_key(token_ids: Sequence[int], block_size: int) -> bytes:
@@ -65,21 +79,20 @@ def needs_prefill_worker(decode: Choice, num_tokens: int, local_prefill_tokens: 
 def _choose(
     candidates: Sequence[Candidate], key: bytes, cost_of: Callable[[Candidate], float]
 ) -> Choice | None:
-    usable = [c for c in candidates if not c.is_shunned] or list(candidates)
-    if not usable:
+    if not candidates:
         return None
-    cheapest = min(cost_of(c) for c in usable)
-    equal = [c for c in usable if cost_of(c) <= cheapest * (1 + TIE_SHARE)]
+    cheapest = min(cost_of(c) for c in candidates)
+    equal = [c for c in candidates if cost_of(c) <= cheapest * (1 + TIE_SHARE)]
     best = max(equal, key=lambda c: _rendezvous(key, c.worker_id))
-    return Choice(best.worker_id, best.cached_tokens, _reason(best, equal, usable))
+    return Choice(best.worker_id, best.cached_tokens, _reason(best, equal, candidates))
 
 
-def _reason(best: Candidate, equal: list[Candidate], usable: list[Candidate]) -> str:
-    if len(usable) == 1:
+def _reason(best: Candidate, equal: Sequence[Candidate], candidates: Sequence[Candidate]) -> str:
+    if len(candidates) == 1:
         return "only"
-    if best.cached_tokens > min(c.cached_tokens for c in usable):
+    if best.cached_tokens > min(c.cached_tokens for c in candidates):
         return "prefix"
-    return "load" if len(equal) < len(usable) else "tie"
+    return "load" if len(equal) < len(candidates) else "tie"
 
 
 def _rendezvous(key: bytes, worker_id: str) -> bytes:

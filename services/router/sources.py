@@ -43,7 +43,7 @@ class RedisMembership:
         """
         try:
             records = await self._index.members()
-        except (RedisError, ValueError) as error:
+        except (RedisError, OSError, ValueError) as error:
             raise MembershipLost(f"{type(error).__name__}: {error}") from error
         return [Member(r.address, r.epoch, r.is_draining, r.fingerprint) for r in records]
 

@@ -8,7 +8,7 @@ import random
 import pytest
 from rich.console import Console
 
-from quire.cli.bench.config import BenchConfig
+from quire.cli.bench.config import BenchConfig, Dataset
 from quire.cli.bench.load import poisson_offsets
 from quire.cli.bench.report import to_json, to_table
 from quire.cli.bench.summary import Distribution, RequestRecord, percentile, summarize
@@ -111,6 +111,14 @@ def test_random_prompts_share_their_prefix_alone() -> None:
     assert len({tuple(prompt[32:]) for prompt in prompts}) == 9
     assert not {0, 7} & {token for prompt in prompts for token in prompt if isinstance(token, int)}
     assert requests == make_requests(config, MODEL)
+
+
+def test_prompts_of_notes_are_conversations_of_about_that_length() -> None:
+    config = BenchConfig(num_requests=3, num_warmups=0, dataset=Dataset.NOTES, input_len=80)
+    prompts = [request.prompt for request in make_requests(config, MODEL)]
+    contents = [str(message["content"]) for (message,) in prompts if isinstance(message, dict)]
+    assert len(set(contents)) == 3
+    assert all(content.count(" is ") == 11 for content in contents)
 
 
 def test_contradicting_lengths_are_refused() -> None:

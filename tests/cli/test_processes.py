@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import typer
 from typer.testing import Result
 
 from quire.cli.sizes import format_size, parse_size
+from quire.services import local_stack
 from quire.services.router import app
+from quire.services.worker import app as worker_app
 
 Quire = Callable[..., Result]
 
@@ -44,6 +47,52 @@ def test_workers_may_be_listed(
     monkeypatch.setenv("QUIRE_WORKER", "c:3 d:4")
     quire("router")
     assert [config.worker_addresses for config in router_configs] == [("a:1", "b:2"), ("c:3", "d:4")]
+
+
+def test_serve_asks_an_example_once_ready(
+    quire: Quire, monkeypatch: pytest.MonkeyPatch, fake_generation: Any
+) -> None:
+    def run(config: local_stack.LocalStackConfig, on_ready: Callable[[str], None]) -> None:
+        assert (config.model, config.num_prefill, config.num_decode, config.port) == (None, 2, 3, 0)
+        on_ready(fake_generation.address)
+        for thread in threading.enumerate():
+            if thread.name == "example":
+                thread.join(10)
+
+    monkeypatch.setattr(local_stack, "run", run)
+    result = quire("serve", "--example", "--prefill", "2", "--decode", "3", "--port", "0")
+    assert result.exit_code == 0, result.output
+    assert "Blue is é🙂." in result.stdout
+    assert "32 cached" in result.stdout
+    assert f"quire chat --address {fake_generation.address}" in result.stdout
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_gets_its_settings(quire: Quire, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    configs: list[worker_app.WorkerConfig] = []
+    monkeypatch.setattr(worker_app, "run_worker", configs.append)
+    monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "hush-hush")
+    result = quire(role, "some/model", "--kv-memory", "64MiB", "--dtype", "float32", "--port", "7100")
+    assert result.exit_code == 0, result.output
+    (config,) = configs
+    assert (config.role, config.model, config.port) == (role, "some/model", 7100)
+    assert (config.kv_memory_bytes, config.dtype, config.block_size) == (64 << 20, "float32", 16)
+    assert config.cluster_secret == b"hush-hush"
+
+
+def test_settings_that_contradict_each_other_are_a_usage_error(quire: Quire) -> None:
+    result = quire("decode", "--kv-memory", "64MiB", "--num-blocks", "10")
+    assert result.exit_code == 2
+    assert "not both" in result.stderr
+
+
+def test_a_start_that_fails_is_told_in_one_line(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_worker(config: worker_app.WorkerConfig) -> None:
+        raise OSError("cannot listen on 127.0.0.1:80")
+
+    monkeypatch.setattr(worker_app, "run_worker", run_worker)
+    result = quire("decode")
+    assert (result.exit_code, result.stderr) == (1, "error: cannot listen on 127.0.0.1:80\n")
 
 
 def test_the_secret_is_not_shown(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:

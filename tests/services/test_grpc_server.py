@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import pickle
 import signal
 import urllib.request
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.errors import InvalidArgument, Unavailable
+from quire.services.errors import InvalidArgument, ServiceError, Unavailable
 from quire.services.grpc_server import GrpcServer, Service, grpc_server, serve_until_signal
 from quire.services.log import configure_logging, get_logger
 from quire.services.metrics_server import metrics_server
@@ -177,3 +178,12 @@ def test_metrics_are_served_from_the_given_registry(registry: CollectorRegistry)
     with metrics_server(registry) as port:
         body = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
     assert b"tests_total 1.0" in body
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InvalidArgument("text", "must not be bad", metadata={"limit": "1"}), Unavailable("later", reason="X")],
+)
+def test_errors_survive_a_pipe(error: ServiceError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.reason, copy.metadata) == (str(error), error.reason, error.metadata)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import grpc
@@ -11,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from quire.protos import inference_pb2 as pb
+from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.services.errors import (
     Aborted,
     DataLoss,
@@ -19,6 +24,7 @@ from quire.services.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from quire.services.router.app import RouterConfig, run_router
 
 TEXT = "hello world, stop here"
 
@@ -156,14 +162,15 @@ async def test_a_lost_prefill_is_retried_on_another(
     responses = await stream(stub)
     assert text_of(responses) == TEXT
     assert ids_of(responses) == pair.script.answer
-    # Both prefill workers fail once: the third attempt goes to one that is well again.
+    # Both prefill workers fail: the third attempt is the decode worker's alone.
     assert responses[-1].usage.retries == 2
     attempts = [call.sequence for name in ("p1", "p2") for call in pair[name].calls]
-    assert sorted(sequence.attempt for sequence in attempts) == [0, 1, 2]
-    assert {sequence.num_output_tokens for sequence in attempts} == ({0} if before_token == 0 else {0, 1, 2})
+    assert sorted(sequence.attempt for sequence in attempts) == [0, 1]
+    assert {sequence.num_output_tokens for sequence in attempts} == ({0} if before_token == 0 else {0, 1})
     assert len({sequence.sampling.seed for sequence in attempts}) == 1
-    assert pair["p1"].calls
-    assert pair["p2"].calls
+    assert len(pair["p1"].calls) == len(pair["p2"].calls) == 1
+    (alone,) = [c for d in callers(pair, "decode") for c in d.calls if not c.remote_prefill]
+    assert alone.sequence.num_output_tokens == 2 * before_token
     assert pair.metric("quire_prefill_retries_total") == 2
 
 
@@ -332,3 +339,24 @@ async def test_health_follows_the_decode_workers(cluster: Any) -> None:
         await worker.server.not_ready()
         await reaches(health_pb2.HealthCheckResponse.NOT_SERVING)
         watch.cancel()
+
+
+async def test_the_process_reports_ready_and_ends_with_a_signal(cluster: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    reported: asyncio.Queue[Any] = asyncio.Queue()
+    config = RouterConfig(port=0, metrics_port=0, worker_addresses=(worker.server.address,))
+    running = asyncio.create_task(run_router(config, reported.put_nowait))
+    router = await asyncio.wait_for(reported.get(), 5)
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        assert text_of(await stream(pb_grpc.GenerationServiceStub(channel))) == TEXT
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, 5)
+
+
+def test_the_router_needs_no_torch() -> None:
+    code = (
+        "import sys, quire.services.router.app; "
+        "heavy = {'torch', 'transformers', 'numba', 'quire.engine', 'quire.kernels'}; "
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)

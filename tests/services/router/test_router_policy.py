@@ -53,10 +53,16 @@ def test_prompts_with_the_same_first_blocks_share_a_key() -> None:
     assert affinity_key([*prefix[:-1], 9], 4) != affinity_key(prefix, 4)
 
 
-def test_shunned_workers_are_the_last_resort() -> None:
-    failed = Candidate("a", 64, 0, is_shunned=True)
-    assert choose_prefill([failed, Candidate("b", 0, 500)], 100, KEY) == Choice("b", 0, "only")
-    assert choose_prefill([failed], 100, KEY) == Choice("a", 64, "only")
+def test_a_shunned_worker_decodes_only_when_no_other_can() -> None:
+    failed, other = Candidate("a", 64, 0, is_shunned=True), Candidate("b", 0, 500)
+    assert choose_decode([failed, other], 100, KEY) == Choice("b", 0, "only")
+    assert choose_decode([failed], 100, KEY) == Choice("a", 64, "only")
+
+
+def test_a_shunned_worker_prefills_nothing() -> None:
+    failed, other = Candidate("a", 64, 0, is_shunned=True), Candidate("b", 0, 500)
+    assert choose_prefill([failed, other], 100, KEY) == Choice("b", 0, "only")
+    assert choose_prefill([failed], 100, KEY) is None
 
 
 def test_overlap_counts_half_for_decode() -> None:

@@ -1,0 +1,118 @@
+"""Who may import whom, read from the syntax trees: imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Each folder, and the folders of ours that it may import besides itself.
+ALLOWED: Mapping[str, set[str]] = {
+    "protos": set(),
+    "kernels": set(),
+    "kvindex": set(),
+    "engine": {"kernels"},
+    "kvtransfer": {"protos"},
+    "client": {"protos"},
+    "models": set(),
+    "services": {"engine", "kvindex", "kvtransfer", "models", "protos"},
+    "cli": {"client", "models", "services"},
+}
+# Modules, and what nothing that they reach may import.
+BANNED: Mapping[str, set[str]] = {
+    "quire.kvindex": {"torch", "transformers", "numba"},
+    "quire.kvtransfer": {"torch", "transformers", "numba"},
+    "quire.client": {"torch", "transformers", "numba", "numpy"},
+    "quire.services.router": {"torch", "transformers", "numba", "quire.engine", "quire.kernels"},
+}
+Graph = Mapping[str, set[str]]
+
+
+def imports_of(source: str) -> Iterator[str]:
+    """Yield the absolute names that a module imports; ``from a import b`` counts as a.b, a module maybe."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where a name comes from"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def read_graph() -> Graph:
+    """Return what each module of ours imports."""
+    graph: dict[str, set[str]] = {}
+    for folder in ALLOWED:
+        for path in (ROOT / folder).rglob("*.py"):
+            if not path.stem.endswith(("_pb2", "_pb2_grpc")):
+                parts = path.relative_to(ROOT).with_suffix("").parts
+                name = ".".join(("quire", *(part for part in parts if part != "__init__")))
+                graph[name] = set(imports_of(path.read_text(encoding="utf-8")))
+    return graph
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def forbidden_edges(graph: Graph) -> list[str]:
+    """Return the imports that cross folders where they may not."""
+    folder_of = {name: name.split(".")[1] for name in graph}
+    return [
+        f"{name} imports {target}"
+        for name, targets in sorted(graph.items())
+        for target in sorted(targets)
+        if is_within(target, "quire")
+        and target.split(".")[1] not in {folder_of[name], *ALLOWED[folder_of[name]]}
+    ]
+
+
+def banned_imports(graph: Graph, start: str, banned: set[str]) -> list[str]:
+    """Return the banned imports of all that a package reaches."""
+    reached = {name for name in graph if is_within(name, start)}
+    waiting = list(reached)
+    while waiting:
+        targets = graph[waiting.pop()]
+        found = {name for name in graph if any(is_within(target, name) for target in targets)} - reached
+        reached |= found
+        waiting.extend(found)
+    return [
+        f"{name}, reached from {start}, imports {target}"
+        for name in sorted(reached)
+        for target in sorted(graph[name])
+        if any(is_within(target, ban) for ban in banned)
+    ]
+
+
+def test_folders_import_downwards_alone() -> None:
+    assert forbidden_edges(read_graph()) == []
+
+
+@pytest.mark.parametrize("start", BANNED)
+def test_what_must_stay_light_reaches_nothing_heavy(start: str) -> None:
+    assert banned_imports(read_graph(), start, BANNED[start]) == []
+
+
+def test_the_rules_can_fail() -> None:
+    upward = "def late():\n    from quire.services import log"
+    graph = {
+        "quire.client.x": set(imports_of(upward)),
+        "quire.services.log": set(imports_of("import torch.nn")),
+    }
+    assert forbidden_edges(graph) == ["quire.client.x imports quire.services.log"]
+    assert banned_imports(graph, "quire.client", {"torch"}) == [
+        "quire.services.log, reached from quire.client, imports torch.nn"
+    ]
+
+
+def test_every_folder_of_the_package_has_a_rule() -> None:
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    (folders,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FOLDERS"
+    )
+    assert {*ALLOWED, "benchmarks"} == set(folders)
