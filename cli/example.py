@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 import typer
 
 from quire.cli.answer import format_stats, stream_answer
-
 from quire.models import notes
 
 if TYPE_CHECKING:

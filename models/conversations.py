@@ -73,6 +73,25 @@ def conversation(rng: Random, num_facts: int, num_questions: int, *, plain: floa
     return _turns([f"{body} {questions[0]}", *questions[1:]], asked)
 
 
+def recital(rng: Random, num_facts: int, num_statements: int) -> list[tuple[str, bool]]:
+    """Make a text without turns that states a few notes again and again, mostly as ``lantern is 417.``
+
+    It teaches to look an item up with a fifth of the tokens that questions take.
+
+    Returns:
+        The statements in order, and of each whether it repeats an earlier one.
+    """
+    notes = sample_notes(rng, num_facts)
+    terse = rng.random() < 0.7
+    seen: set[str] = set()
+    statements = []
+    for _ in range(num_statements):
+        note = rng.choice(notes)
+        statements.append((f" {note.item} is {note.value}." if terse else f" {note}", note.item in seen))
+        seen.add(note.item)
+    return statements
+
+
 def small_talk(rng: Random) -> list[Message]:
     """Make an exchange that is not about notes."""
     said = rng.choice(list(SMALL_TALK))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 _COMMON = {
     "vocab_size": 320,
@@ -40,7 +41,7 @@ def make_random_model(architecture: str, folder: Path, *, seed: int = 7, **overr
 
     Args:
         architecture: a key of ``ARCHITECTURES``.
-        folder: where to save it, in Hugging Face format, without a tokenizer.
+        folder: where to save it, in Hugging Face format, with a byte-level tokenizer.
         seed: of the weights.
         overrides: configuration values in place of the tiny ones.
     """
@@ -55,4 +56,18 @@ def make_random_model(architecture: str, folder: Path, *, seed: int = 7, **overr
     model.get_output_embeddings().weight.data.normal_(0.0, 2.0)
     model.generation_config.eos_token_id = config.eos_token_id
     model.save_pretrained(folder)
+    _byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each byte, after <bos> and <eos>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(["<bos>", "<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>"
+    )

@@ -16,8 +16,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Literal, NamedTuple
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.services.errors import ServiceError
 from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent
@@ -25,9 +23,6 @@ from quire.services.router.app import RouterConfig, RunningRouter, run_router
 from quire.services.worker.app import RunningWorker, WorkerConfig, run_worker
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-START_SECONDS = 30.0
-"""How long the router may take to meet workers that are ready."""
 
 _log = get_logger("stack")
 
@@ -141,7 +136,6 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
             else:
                 ready[name] = report
         progress.stop()
-        _wait_until_serving(address)
         yield RunningStack(address, redis_url, router, workers, ready)
 
 
@@ -243,21 +237,6 @@ def _reports(children: list[Child], progress: Progress) -> Iterator[tuple[str, o
                 raise StackFailedError(f"{child.name} did not start: {report}")
             progress.advance(bar)
             yield child.name, report
-
-
-def _wait_until_serving(address: str) -> None:
-    """Return when the router has met its workers and answers."""
-    with grpc.insecure_channel(address) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(), timeout=START_SECONDS, wait_for_ready=True
-        )
-        try:
-            for response in watch:
-                if response.status == health_pb2.HealthCheckResponse.SERVING:
-                    watch.cancel()
-                    return
-        except grpc.RpcError as error:
-            raise StackFailedError(f"the router is not ready after {START_SECONDS:.0f} s") from error
 
 
 def _watch(stack: RunningStack) -> None:

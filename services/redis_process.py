@@ -44,12 +44,13 @@ class RedisProcess:
 
     Args:
         port: where to listen; 0 takes a free one.
+        password: of its default user; None makes one.
         max_memory: limit of its data; writes beyond it fail, since evicting entries would tear prefixes.
     """
 
-    def __init__(self, port: int = 0, max_memory: str = "512mb") -> None:
+    def __init__(self, port: int = 0, password: str | None = None, max_memory: str = "512mb") -> None:
         self.port = port or _free_port()
-        self._password = secrets.token_hex(16)
+        self._password = password or secrets.token_hex(16)
         self._folder = tempfile.TemporaryDirectory(prefix="quire-redis-")
         command = [find_redis_server(), "-"]
         settings = {

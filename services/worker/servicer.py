@@ -130,11 +130,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             tokens = [token_to_proto(update) for update in batch if update.token_id is not None]
             if not tokens and not status.is_finished:
                 continue
-            response = worker_pb2.DecodeResponse(tokens=tokens, finish_reason=finish_reason(status))
             if is_local:
-                response.accepted.num_cached_tokens = sequence.num_cached_tokens
+                # What was cached is known only now that the scheduler has admitted the sequence.
+                accepted = worker_pb2.Accepted(num_cached_tokens=sequence.num_cached_tokens)
+                yield worker_pb2.DecodeResponse(accepted=accepted)
                 is_local = False
-            yield response
+            yield worker_pb2.DecodeResponse(tokens=tokens, finish_reason=finish_reason(status))
 
     # --- the rest -----------------------------------------------------------------------------------------
 

@@ -50,8 +50,8 @@ class FakeGeneration(GenerationServiceServicer):
     def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> Iterator[pb.GenerateStreamResponse]:
-        ended = threading.Event()
-        context.add_callback(ended.set)
+        is_complete = threading.Event()
+        context.add_callback(lambda: is_complete.is_set() or self.cancelled.set())
         self._begin(request.generation, context)
         for index, word in enumerate(self.answer):
             is_last = index == len(self.answer) - 1
@@ -65,9 +65,9 @@ class FakeGeneration(GenerationServiceServicer):
             )
             if self.hangs:
                 # Nothing but the client, or its deadline, ends the call now.
-                if ended.wait(WAIT_SECONDS):
-                    self.cancelled.set()
+                self.cancelled.wait(WAIT_SECONDS)
                 return
+        is_complete.set()
 
     def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         text = request.text or request.chat.messages[0].content

@@ -1,0 +1,118 @@
+"""Batches of conversations as token ids, with a weight on every token that the loss counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+import torch
+
+from quire.models.conversations import conversation, recital, small_talk
+from quire.models.notes import VALUES, Message
+from tokenizers import Tokenizer
+
+VALUE_WEIGHT = 1.0
+"""Of a value in an answer: what the model is for."""
+ANSWER_WEIGHT = 0.2
+"""Of the other tokens of an answer, which are easy."""
+TEXT_WEIGHT = 0.05
+"""Of a token of the user's text that is drawn to be predicted too."""
+TEXT_SHARE = 0.05
+"""Share of the user's tokens that are drawn; the head is computed at weighted positions only."""
+
+
+class Stage(NamedTuple):
+    """How much one conversation of a batch holds."""
+
+    facts: int
+    questions: int
+    """Or, in a recital, statements."""
+    recital: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """About how many tokens such a conversation has: 8 for a note, 20 for a question and its answer."""
+        return 5 * self.questions if self.recital else 8 * self.facts + 20 * self.questions + 8
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Conversations of one stage.
+
+    Attributes:
+        inputs: token ids, [conversations, tokens], padded at the end.
+        positions: indices into the flat inputs after which a token is predicted, [predictions].
+        targets: the token ids that follow them, [predictions].
+        weights: of each prediction in the loss, [predictions].
+    """
+
+    inputs: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+
+    @property
+    def is_value(self) -> torch.Tensor:
+        """Which predictions are values in answers, [predictions]."""
+        return self.weights == VALUE_WEIGHT
+
+
+class Batches:
+    """Makes batches of fresh conversations."""
+
+    def __init__(self, tokenizer: Tokenizer, *, plain: float) -> None:
+        self._tokenizer = tokenizer
+        self._plain = plain
+        self._values = {tokenizer.token_to_id(f"Ġ{value}") for value in VALUES}
+        self._pad = tokenizer.token_to_id("<|pad|>")
+
+    def draw(self, rng: Random, stage: Stage, num_tokens: int) -> Batch:
+        """Make a batch of about ``num_tokens`` tokens."""
+        row = self._recital if stage.recital else self._row
+        rows = [row(rng, stage) for _ in range(max(1, num_tokens // stage.tokens))]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([row + [self._pad] * (width - len(row)) for row, _ in rows])
+        weights = torch.tensor([row + [0.0] * (width - len(row)) for _, row in rows])
+        counted = weights[:, 1:].flatten()
+        positions = counted.nonzero().squeeze(1)
+        return Batch(
+            inputs=ids[:, :-1].contiguous(),
+            positions=positions,
+            targets=ids[:, 1:].flatten()[positions],
+            weights=counted[positions],
+        )
+
+    def _row(self, rng: Random, stage: Stage) -> tuple[list[int], list[float]]:
+        """Make one conversation: its token ids and the weight of each."""
+        turns = conversation(rng, stage.facts, stage.questions, plain=self._plain)
+        if rng.random() < 0.1 * (1.0 - self._plain):
+            talk = small_talk(rng)
+            turns = [*turns, *talk] if turns[0].role == "system" or rng.random() < 0.5 else [*talk, *turns]
+        ids = [self._tokenizer.token_to_id("<|bos|>")]
+        weights = [0.0]
+        for turn in turns:
+            turn_ids, turn_weights = self._turn(rng, turn)
+            ids += turn_ids
+            weights += turn_weights
+        return ids, weights
+
+    def _recital(self, rng: Random, stage: Stage) -> tuple[list[int], list[float]]:
+        """Make one recital: its token ids and the weight of each."""
+        ids = [self._tokenizer.token_to_id("<|bos|>")]
+        weights = [0.0]
+        for statement, repeated in recital(rng, stage.facts, stage.questions):
+            body = self._tokenizer.encode(statement).ids
+            ids += body
+            weights += [VALUE_WEIGHT if repeated and token in self._values else 0.0 for token in body]
+        return ids, weights
+
+    def _turn(self, rng: Random, turn: Message) -> tuple[list[int], list[float]]:
+        """Tokenize one turn as the chat template writes it, and weigh its tokens."""
+        head, end = (self._tokenizer.token_to_id(name) for name in (f"<|{turn.role}|>", "<|end|>"))
+        body: list[int] = [*self._tokenizer.encode(turn.content).ids, end]
+        if turn.role == "assistant":
+            weights = [VALUE_WEIGHT if token in self._values else ANSWER_WEIGHT for token in body]
+        else:
+            weights = [TEXT_WEIGHT if rng.random() < TEXT_SHARE else 0.0 for _ in body]
+        return [head, *body], [0.0, *weights]

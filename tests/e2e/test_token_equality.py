@@ -1,0 +1,114 @@
+"""Tokens that crossed two processes equal those of transformers' generate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from quire.protos import inference_pb2, worker_pb2
+from quire.services.local_stack import RunningStack
+
+StartStack = Callable[..., AbstractContextManager[RunningStack]]
+Expected = Callable[[str, list[int]], list[int]]
+
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gpt_neox", "opt"]
+PROMPT_LENGTHS = [1, 15, 16, 17, 96, 100]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+async def test_every_prompt_twice(
+    architecture: str, start_stack: StartStack, expected: Expected, e2e: Any
+) -> None:
+    with start_stack(architecture, max_num_batched_tokens=64) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            for length in PROMPT_LENGTHS:
+                prompt = e2e.make_prompt(length)
+                first = await client.generate(prompt, **GREEDY)
+                again = await client.generate(prompt, **GREEDY)
+                assert list(first.token_ids) == expected(architecture, prompt), f"{length} prompt tokens"
+                assert list(again.token_ids) == list(first.token_ids), f"{length} prompt tokens, cached"
+                assert first.usage.blocks_shipped + first.usage.blocks_reused_on_decode == -(-length // 16)
+                assert again.usage.cached_prompt_tokens >= (length - 1) // 16 * 16
+            await e2e.quiet(workers)
+
+
+@pytest.mark.parametrize("budget", [16, 100])
+async def test_prefill_in_chunks(
+    budget: int, start_stack: StartStack, expected: Expected, e2e: Any
+) -> None:
+    with start_stack("llama", max_num_seqs=16, max_num_batched_tokens=budget) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            prompt = e2e.make_prompt(250)
+            assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
+            await e2e.quiet(workers)
+
+
+async def test_thirty_two_requests_on_two_prefill_and_two_decode_workers(
+    start_stack: StartStack, expected: Expected, e2e: Any
+) -> None:
+    with start_stack("llama", num_prefill=2, num_decode=2) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            prompts = [e2e.make_prompt(1 + 5 * index, seed=index % 3) for index in range(32)]
+            answers = await asyncio.gather(*(client.generate(prompt, **GREEDY) for prompt in prompts))
+            assert [list(a.token_ids) for a in answers] == [expected("llama", p) for p in prompts]
+            await e2e.quiet(workers)
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode", "both"])
+async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected, e2e: Any) -> None:
+    prompt = e2e.make_prompt(80, seed=["prefill", "decode", "both"].index(where))
+    async with e2e.connected(stack) as (_, workers):
+        prefill, decode = workers["prefill-0"], workers["decode-0"]
+        sequence = worker_pb2.Sequence(
+            request_id=f"warm-{where}",
+            token_ids=prompt,
+            sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0, seed=1),
+            stopping=inference_pb2.StoppingParams(max_tokens=1, ignore_eos=True),
+        )
+        if where in ("prefill", "both"):
+            # With one token wanted nothing is handed over, so only the prefill worker keeps the blocks.
+            await _collect(prefill.Prefill(worker_pb2.PrefillRequest(sequence=sequence)))
+        if where in ("decode", "both"):
+            await _collect(decode.Decode(worker_pb2.DecodeRequest(sequence=sequence)))
+        sequence.request_id = f"measured-{where}"
+        sequence.stopping.max_tokens = 64
+        tokens, accepted, prefilled = await _disaggregated(prefill, decode, sequence)
+        assert tokens == expected("llama", prompt)
+        assert accepted.num_cached_tokens == (0 if where == "prefill" else 80)
+        assert prefilled.num_cached_tokens == (0 if where == "decode" else 64)
+        await e2e.quiet(workers)
+
+
+async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(stack: RunningStack, e2e: Any) -> None:
+    sampled = {"temperature": 0.8, "top_p": 0.95, "seed": 77, "max_tokens": 64, "ignore_eos": True}
+    async with e2e.connected(stack) as (client, workers):
+        alone = await client.generate(e2e.make_prompt(40), **sampled)
+        crowd = [
+            client.generate(e2e.make_prompt(20 + index), temperature=1.0, seed=index, max_tokens=64)
+            for index in range(31)
+        ]
+        among, *_ = await asyncio.gather(client.generate(e2e.make_prompt(40), **sampled), *crowd)
+        assert among.token_ids == alone.token_ids
+        await e2e.quiet(workers)
+
+
+async def _collect(call: Any) -> list[Any]:
+    return [message async for message in call]
+
+
+async def _disaggregated(
+    prefill: Any, decode: Any, sequence: worker_pb2.Sequence
+) -> tuple[list[int], worker_pb2.Accepted, worker_pb2.PrefillResponse]:
+    """Do what the router does, on given workers."""
+    decoding = decode.Decode(worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=True))
+    responses = aiter(decoding)
+    accepted = (await anext(responses)).accepted
+    request = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket)
+    prefilled = await _collect(prefill.Prefill(request))
+    decoded = [message async for message in responses]
+    messages = [*prefilled, *decoded]
+    return [token.token_id for message in messages for token in message.tokens], accepted, prefilled[0]
