@@ -28,7 +28,7 @@ class AsyncClient:
     def __init__(self, address: str = "127.0.0.1:8500", *, timeout: float = 300.0) -> None:
         self._timeout = timeout
         self._channel = grpc.aio.insecure_channel(address, options=channel_options())
-        self._stub = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = GenerationServiceStub(self._channel)
 
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerationOptions]

@@ -26,7 +26,7 @@ class Client:
     def __init__(self, address: str = "127.0.0.1:8500", *, timeout: float = 300.0) -> None:
         self._timeout = timeout
         self._channel = grpc.insecure_channel(address, options=channel_options())
-        self._stub = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = GenerationServiceStub(self._channel)
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerationOptions]

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from quire.kernels import ops
-from quire.kernels.metadata import AttentionMetadata
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+
+from quire.kernels import ops
+from quire.kernels.metadata import AttentionMetadata
 
 IMPLEMENTATION = "quire"
 

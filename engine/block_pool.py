@@ -80,7 +80,9 @@ class BlockPool:
             NoFreeBlocksError: fewer than ``num_blocks`` are without references.
         """
         if num_blocks > len(self._unused):
-            raise NoFreeBlocksError(f"{num_blocks} blocks wanted, {len(self._unused)} of {self.num_blocks} left")
+            raise NoFreeBlocksError(
+                f"{num_blocks} blocks wanted, {len(self._unused)} of {self.num_blocks} left"
+            )
         block_ids = [self._unused.popitem(last=False)[0] for _ in range(num_blocks)]
         evicted = [self._forget(block_id) for block_id in block_ids if self._hash_of[block_id] is not None]
         for block_id in block_ids:
@@ -152,4 +154,6 @@ class BlockPool:
         cached = {block_id for block_id in unused if self._hash_of[block_id] is not None}
         assert unused == set(self._unused), "the list of unused blocks disagrees with the reference counts"
         assert len(cached) == self._num_cached, "the number of cached blocks is wrong"
-        assert self._block_of == {h: i for i, h in enumerate(self._hash_of) if h is not None}, "hashes disagree"
+        assert self._block_of == {h: i for i, h in enumerate(self._hash_of) if h is not None}, (
+            "hashes disagree"
+        )

@@ -94,7 +94,7 @@ class Engine:
     def _register(self, sequence: Sequence) -> None:
         if sequence.num_tokens >= self.max_model_len:
             raise RequestTooLongError(
-                f"the prompt has {sequence.num_tokens} tokens; this worker takes at most {self.max_model_len - 1}"
+                f"{sequence.num_tokens} prompt tokens; this worker takes at most {self.max_model_len - 1}"
             )
         if sequence.request_id in self.sequences:
             raise ValueError(f"request {sequence.request_id} is already here")

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from quire.engine import attention
-from quire.engine.kv_memory import KvShape
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
+
+from quire.engine import attention
+from quire.engine.kv_memory import KvShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

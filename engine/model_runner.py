@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from quire.engine.attention import PagedStep
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
@@ -29,7 +30,9 @@ class ModelRunner:
         # Position of each packed token: its sequence's computed tokens, plus its place among the new ones.
         owner = np.repeat(np.arange(len(scheduled)), num_new)
         positions = np.arange(starts[-1], dtype=np.int64) + (computed - starts[:-1])[owner]
-        tables = np.zeros((len(scheduled), max(len(s.sequence.block_table) for s in scheduled)), dtype=np.int32)
+        tables = np.zeros(
+            (len(scheduled), max(len(s.sequence.block_table) for s in scheduled)), dtype=np.int32
+        )
         token_ids: list[int] = []
         for row, (sequence, num_tokens) in enumerate(scheduled):
             tables[row, : len(sequence.block_table)] = sequence.block_table
@@ -56,5 +59,5 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
 from quire.engine.sequence import Sequence, TokenLogprobs
 
 
@@ -60,7 +61,9 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     device = logits.device
     params = [s.params for s in sequences]
     temperature = torch.tensor([p.temperature for p in params], device=device)
-    probs, order = torch.softmax(logits / temperature[:, None], dim=-1).sort(dim=-1, descending=True, stable=True)
+    probs, order = torch.softmax(logits / temperature[:, None], dim=-1).sort(
+        dim=-1, descending=True, stable=True
+    )
     probs = probs.double()
     vocab_size = probs.shape[-1]
     top_k = torch.tensor([min(p.top_k, vocab_size) or vocab_size for p in params], device=device)

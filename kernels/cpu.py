@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numba import get_num_threads, njit, prange, set_num_threads
+
 from quire.kernels.metadata import AttentionMetadata, HostMetadata
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -98,9 +99,10 @@ def _tiles(host: HostMetadata) -> Array:
     return np.array(tiles, dtype=np.int64).reshape(-1, 3)
 
 
-
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
-def _load(kv_layer: Array, block: int, which: int, head: int, tile: Array, count: int, is_bf16: bool) -> None:
+def _load(
+    kv_layer: Array, block: np.int64, which: int, head: int, tile: Array, count: int, is_bf16: bool
+) -> None:
     """Copy ``count`` token rows of one head of a block into a float32 tile ``[block_size, head_dim]``."""
     head_dim = tile.shape[1]
     if is_bf16:
@@ -125,9 +127,9 @@ def _attend_tile(
     last: int,
     kv_head: int,
     group: int,
-    scale: float,
-    window: int,
-    softcap: float,
+    scale: np.float32,
+    window: np.int64,
+    softcap: np.float32,
     sinks: Array,
     is_bf16: bool,
 ) -> None:
@@ -196,9 +198,9 @@ def _attend(
     query_starts: Array,
     seq_lens: Array,
     tiles: Array,
-    scale: float,
-    window: int,
-    softcap: float,
+    scale: np.float32,
+    window: np.int64,
+    softcap: np.float32,
     sinks: Array,
     is_bf16: bool,
 ) -> None:

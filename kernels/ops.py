@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
+
 from quire.kernels import cpu, reference
 from quire.kernels.metadata import AttentionMetadata
 
@@ -29,7 +30,7 @@ def paged_attention(
     have been written.
 
     Args:
-        query: ``[num_tokens, num_heads, head_dim]``; query head h reads KV head ``h // (num_heads // num_kv_heads)``.
+        query: ``[num_tokens, num_heads, head_dim]``; consecutive query heads share a KV head.
         kv_layer: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
         metadata: the step's sequences.
         scale: factor of the dot products.
@@ -68,15 +69,17 @@ def write_kv(
     if tuple(key.shape) != expected or tuple(value.shape) != expected:
         raise ValueError(f"key and value must be {expected}, got {tuple(key.shape)} and {tuple(value.shape)}")
     if not key.dtype == value.dtype == kv_layer.dtype:
-        raise ValueError(f"key, value and blocks differ in dtype: {key.dtype}, {value.dtype}, {kv_layer.dtype}")
+        raise ValueError(
+            f"key, value and blocks differ in dtype: {key.dtype}, {value.dtype}, {kv_layer.dtype}"
+        )
     _implementation(kv_layer).write_kv(key, value, kv_layer, slot_mapping)
 
 
 def _check_attention(query: torch.Tensor, kv_layer: torch.Tensor) -> None:
     if query.shape[2] != kv_layer.shape[4] or query.shape[1] % kv_layer.shape[2]:
         raise ValueError(
-            f"query [tokens, heads, head_dim] is {tuple(query.shape)}; blocks have {kv_layer.shape[2]} KV heads "
-            f"of {kv_layer.shape[4]}: head_dim must be equal and heads a multiple"
+            f"query [tokens, heads, head_dim] is {tuple(query.shape)}; blocks have {kv_layer.shape[2]} "
+            f"KV heads of {kv_layer.shape[4]}: head_dim must be equal and heads a multiple"
         )
     if query.dtype != kv_layer.dtype:
         raise ValueError(f"query is {query.dtype}, blocks are {kv_layer.dtype}: they must be equal")

@@ -8,9 +8,10 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
+from redis.exceptions import RedisError
+
 from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import LeaseLostError, WorkerLease
-from redis.exceptions import RedisError
 
 logger = logging.getLogger("quire.kvindex")
 

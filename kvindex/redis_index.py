@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from quire.kvindex.membership import WorkerRecord
 from redis.asyncio import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+from quire.kvindex.membership import WorkerRecord
 
 LOOK_UP_BLOCKS = 4096
 """Most blocks of one look-up; what lies behind them is not asked for."""
@@ -56,7 +57,7 @@ def publisher_client(url: str) -> Redis:
 
 def _client(url: str, timeout: float) -> Redis:
     # redis-py's defaults retry ten times with back-off: a sick Redis would hold up every request.
-    return Redis.from_url(  # type: ignore[no-any-return]
+    return Redis.from_url(
         url,
         socket_timeout=timeout,
         socket_connect_timeout=max(timeout, 0.25),
@@ -144,5 +145,3 @@ class WorkerLease:
 
 def _batches(block_hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
     return [block_hashes[i : i + PUBLISH_BLOCKS] for i in range(0, len(block_hashes), PUBLISH_BLOCKS)]
-
-

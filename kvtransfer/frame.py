@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
 
 from quire.kvtransfer.errors import DigestMismatchError
 from quire.protos import kvtransfer_pb2
-from xxhash import xxh3_64_intdigest
 
 MESSAGE_BYTES = 2 << 20
-"""Size that messages are filled up to: below 1 MiB the cost of a message shows, above 4 MiB nothing is won."""
+"""Size that messages are filled up to: below 1 MiB a message costs, above 4 MiB nothing is won."""
 
 
-class Frame(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Frame:
     """One block of a sequence.
 
     Attributes:

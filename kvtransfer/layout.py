@@ -45,4 +45,6 @@ def require_equal(ours: KvLayout, theirs: KvLayout) -> None:
         if value != theirs_value
     ]
     if differences:
-        raise LayoutMismatchError("; ".join(differences) + ": start both workers with the same model and options")
+        raise LayoutMismatchError(
+            "; ".join(differences) + ": start both workers with the same model and options"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+
 from quire.kvtransfer.push import PushSummary
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -22,7 +23,10 @@ class TransferMetrics:
             "quire_kv_transfer_seconds", "Push, from open to commit.", buckets=_SECONDS, registry=registry
         )
         self._credit_wait = Histogram(
-            "quire_kv_credit_wait_seconds", "Part of a push spent waiting.", buckets=_SECONDS, registry=registry
+            "quire_kv_credit_wait_seconds",
+            "Part of a push spent waiting.",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.failures = Counter(
             "quire_kv_transfer_failures_total", "Pushes that failed.", ["reason"], registry=registry

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 
 import grpc
 import grpc.aio
+
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.frame import Frame
@@ -51,7 +52,7 @@ class ChannelPool:
     async def close(self) -> None:
         """Close all channels."""
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(None)
         self._channels.clear()
 
 
@@ -153,7 +154,7 @@ class BlockPush:
             response = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise await self._failure() from error
-        if response is grpc.aio.EOF:
+        if not isinstance(response, pb.PushResponse):  # the end of the stream
             raise await self._failure()
         return response
 

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 import grpc
+
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferError
 from quire.kvtransfer.frame import Frame
@@ -53,7 +54,7 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
         self._sink = sink
         self._metrics = metrics
 
-    async def Push(  # noqa: N802
+    async def Push(
         self,
         request_iterator: AsyncIterator[pb.PushRequest],
         context: grpc.aio.ServicerContext[pb.PushRequest, pb.PushResponse],

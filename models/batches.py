@@ -7,10 +7,10 @@ from random import Random
 from typing import NamedTuple
 
 import torch
+from tokenizers import Tokenizer
 
 from quire.models.conversations import conversation, recital, small_talk
 from quire.models.notes import VALUES, Message
-from tokenizers import Tokenizer
 
 VALUE_WEIGHT = 1.0
 """Of a value in an answer: what the model is for."""
@@ -33,7 +33,7 @@ class Stage(NamedTuple):
     @property
     def tokens(self) -> int:
         """About how many tokens such a conversation has: 8 for a note, 20 for a question and its answer."""
-        return 5 * self.questions if self.recital else 8 * self.facts + 20 * self.questions + 8
+        return 4 * self.questions if self.recital else 8 * self.facts + 20 * self.questions + 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def conversation(rng: Random, num_facts: int, num_questions: int, *, plain: floa
 
 
 def recital(rng: Random, num_facts: int, num_statements: int) -> list[tuple[str, bool]]:
-    """Make a text without turns that states a few notes again and again, mostly as ``lantern is 417.``
+    """Make a text without turns that states a few notes again and again, shortly: ``lantern is 417.``
 
     It teaches to look an item up with a fifth of the tokens that questions take.
 
@@ -82,12 +82,11 @@ def recital(rng: Random, num_facts: int, num_statements: int) -> list[tuple[str,
         The statements in order, and of each whether it repeats an earlier one.
     """
     notes = sample_notes(rng, num_facts)
-    terse = rng.random() < 0.7
     seen: set[str] = set()
     statements = []
     for _ in range(num_statements):
         note = rng.choice(notes)
-        statements.append((f" {note.item} is {note.value}." if terse else f" {note}", note.item in seen))
+        statements.append((f" {note.item} is {note.value}.", note.item in seen))
         seen.add(note.item)
     return statements
 
@@ -109,7 +108,9 @@ def _ask_order(rng: Random, notes: list[Note], count: int) -> Iterator[Note]:
 def _turns(users: list[str], asked: list[Note]) -> list[Message]:
     """Pair what the user says with the answers."""
     pairs = zip(users, asked, strict=True)
-    return [turn for user, note in pairs for turn in (Message("user", user), Message("assistant", answer(note)))]
+    return [
+        turn for user, note in pairs for turn in (Message("user", user), Message("assistant", answer(note)))
+    ]
 
 
 def _decorate(rng: Random, body: str) -> str:

@@ -1,6 +1,6 @@
 """Train the demo model on a CPU, from few notes to many.
 
-    python -m quire.models.train --minutes 60 --threads 2 --out models/demo --checkpoints /tmp/demo-train
+python -m quire.models.train --minutes 60 --threads 2 --out models/demo --checkpoints /tmp/demo-train
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from random import Random
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from quire.models.batches import Batch, Batches, Stage
 from quire.models.notes import HELD_OUT_SEEDS
 from quire.models.train_tokenizer import BOS, CONTEXT, END, PAD
-from tokenizers import Tokenizer
 
 STAGES = (
     Stage(4, 32, recital=True),
@@ -89,8 +90,59 @@ def make_model(tokenizer: Tokenizer, arguments: argparse.Namespace) -> LlamaForC
     )
     model = LlamaForCausalLM(config)
     # Wide enough that a copied token stands out among the logits from the start.
-    torch.nn.init.normal_(model.model.embed_tokens.weight, std=arguments.embedding_init)
+    embedding = model.model.embed_tokens.weight
+    torch.nn.init.normal_(embedding, std=arguments.embedding_init)
+    for layer in model.model.layers:
+        start_as_lookup(layer.self_attn, arguments.head_dim)
+    if arguments.look_back:
+        start_with_look_back(model)
     return model
+
+
+@torch.no_grad()
+def start_with_look_back(model: LlamaForCausalLM) -> None:
+    """Let the first layer's heads begin by looking one and two tokens back, whatever the tokens are.
+
+    A note is found by its item but its value stands two tokens later, so the value must first learn which item it
+    belongs to. All embeddings get a common part; the queries and keys of the first layer see nothing else, in the
+    fastest rotary pairs, turned so that they agree at the wanted distance.
+    """
+    config = model.config
+    width, half = config.hidden_size, config.head_dim // 2
+    embedding = model.model.embed_tokens.weight
+    common = torch.nn.functional.normalize(torch.randn(width), dim=0)
+    embedding -= torch.outer(embedding @ common, common)
+    embedding += common * embedding.norm(dim=1).mean()
+    frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
+    fast = 3
+    attention = model.model.layers[0].self_attn
+    keys = attention.k_proj.weight.unflatten(0, (-1, config.head_dim))
+    queries = attention.q_proj.weight.unflatten(0, (-1, config.head_dim))
+    keys *= 0.1
+    queries *= 0.1
+    for key in keys:
+        key[:fast] += common * 0.8
+    for index, query in enumerate(queries):
+        # A query at position p meets a key at p - back when both are turned to the same angle.
+        angles = -frequencies[:fast] * (1 + index % 2)
+        query[:fast] += torch.outer(angles.cos(), common) * 0.8
+        query[half : half + fast] += torch.outer(angles.sin(), common) * 0.8
+
+
+@torch.no_grad()
+def start_as_lookup(attention: LlamaAttention, head_dim: int) -> None:
+    """Let attention begin by finding tokens like the present one and copying what it finds.
+
+    Queries start equal to keys, and the output projection as the transpose of the values. From random weights
+    both have to be found by chance before either is of use, which costs most of the training.
+    """
+    keys = attention.k_proj.weight.unflatten(0, (-1, head_dim))
+    values = attention.v_proj.weight.unflatten(0, (-1, head_dim))
+    for head in (*keys, *values):
+        torch.nn.init.orthogonal_(head)
+    groups = attention.num_key_value_groups
+    attention.q_proj.weight.copy_(keys.repeat_interleave(groups, 0).flatten(0, 1))
+    attention.o_proj.weight.copy_(values.repeat_interleave(groups, 0).flatten(0, 1).T / (4 * groups))
 
 
 def make_optimizers(model: LlamaForCausalLM, arguments: argparse.Namespace) -> list[torch.optim.Optimizer]:
@@ -193,7 +245,10 @@ def train(arguments: argparse.Namespace) -> Iterator[Progress]:
         progress.record(stage, value_loss, right)
         progress.seconds = time.perf_counter() - started
         yield progress
-        if progress.seconds - saved_at > 60 * arguments.save_every or progress.seconds > 60 * arguments.minutes:
+        if (
+            progress.seconds - saved_at > 60 * arguments.save_every
+            or progress.seconds > 60 * arguments.minutes
+        ):
             saved_at = progress.seconds
             save(arguments.checkpoints, model, optimizers, progress)
             if arguments.export:
@@ -216,10 +271,14 @@ def save(
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     demo = Path(__file__).parent / "demo"
     parser.add_argument("--out", type=Path, default=demo, help="folder with the tokenizer, to export to")
-    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), help="folder for checkpoints")
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path("checkpoints"), help="folder for checkpoints"
+    )
     parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
     parser.add_argument("--fresh-optimizer", action="store_true", help="resume the weights alone")
     parser.add_argument("--export", action=argparse.BooleanOptionalAction, default=True)
@@ -237,12 +296,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--theta", type=float, default=1e6)
     parser.add_argument("--init", type=float, default=0.02)
     parser.add_argument("--embedding-init", type=float, default=0.06)
+    parser.add_argument("--look-back", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--muon", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--muon-lr", type=float, default=2e-3)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=50, help="steps")
-    parser.add_argument("--decay", type=float, default=0.3, help="share of the time over which the rate falls")
-    parser.add_argument("--plain", type=float, default=0.5, help="share of conversations in the simplest form")
+    parser.add_argument(
+        "--decay", type=float, default=0.3, help="share of the time over which the rate falls"
+    )
+    parser.add_argument(
+        "--plain", type=float, default=0.5, help="share of conversations in the simplest form"
+    )
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """Make the demo model's tokenizer: byte-level BPE that has every word of the language as one token.
 
-    python -m quire.models.train_tokenizer --out models/demo
+python -m quire.models.train_tokenizer --out models/demo
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import json
 import re
 from pathlib import Path
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from quire.models.conversations import FILLERS, NOTED, SMALL_TALK, UNKNOWN
 from quire.models.notes import ATTRIBUTES, ITEMS, QUESTIONS, VALUES, Note
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BOS = "<|bos|>"
 END = "<|end|>"
@@ -101,7 +102,9 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 def main() -> None:
     """Make the tokenizer and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "demo", help="folder to write to")
     arguments = parser.parse_args()
     tokenizer = train_tokenizer()

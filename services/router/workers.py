@@ -62,7 +62,7 @@ class StaticMembership:
 
 def worker_stub(channel: grpc.aio.Channel) -> worker_pb2_grpc.WorkerServiceStub:
     """Return the worker's service over a channel."""
-    return worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+    return worker_pb2_grpc.WorkerServiceStub(channel)
 
 
 @dataclass(eq=False, slots=True)

@@ -37,7 +37,9 @@ class Promise:
 
     def fail(self, reason: str) -> None:
         """End the request: its blocks will not come."""
-        self.updates.put_nowait(Aborted(f"the prompt's blocks did not arrive: {reason}", reason="KV_TRANSFER_FAILED"))
+        self.updates.put_nowait(
+            Aborted(f"the prompt's blocks did not arrive: {reason}", reason="KV_TRANSFER_FAILED")
+        )
 
 
 class Tickets:
@@ -97,7 +99,11 @@ class Tickets:
                 allocated.set_result(None)
 
         engine_id = promise.sequence.request_id
-        await self._engine.call(lambda e: e.reserve(engine_id, lambda: loop.call_soon_threadsafe(settle)))
+
+        def on_reserved() -> None:
+            loop.call_soon_threadsafe(settle)
+
+        await self._engine.call(lambda e: e.reserve(engine_id, on_reserved))
         await allocated
 
 

@@ -46,7 +46,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     # --- prefill ------------------------------------------------------------------------------------------
 
-    async def Prefill(  # noqa: N802
+    async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         """Compute a prompt, push its blocks, draw its first token."""
@@ -90,7 +90,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     # --- decode -------------------------------------------------------------------------------------------
 
-    async def Decode(  # noqa: N802
+    async def Decode(
         self, request: worker_pb2.DecodeRequest, context: Any
     ) -> AsyncIterator[worker_pb2.DecodeResponse]:
         """Generate from a prompt whose blocks are pushed here, or computed here."""
@@ -139,9 +139,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     # --- the rest -----------------------------------------------------------------------------------------
 
-    async def Abort(  # noqa: N802
-        self, request: worker_pb2.AbortRequest, context: Any
-    ) -> worker_pb2.AbortResponse:
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         """End requests and wait until nothing of them is left."""
         tasks = [task for request_id in request.request_ids for task in self._handlers.get(request_id, ())]
         for task in tasks:
@@ -150,15 +148,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.wait(tasks)
         return worker_pb2.AbortResponse()
 
-    async def GetWorkerInfo(  # noqa: N802
+    async def GetWorkerInfo(
         self, request: worker_pb2.GetWorkerInfoRequest, context: Any
     ) -> worker_pb2.GetWorkerInfoResponse:
         """Describe this worker."""
         return self._identity.to_proto()
 
-    async def GetLoad(  # noqa: N802
-        self, request: worker_pb2.GetLoadRequest, context: Any
-    ) -> worker_pb2.GetLoadResponse:
+    async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
         """Count this worker's requests and blocks."""
         return await self._engine.call(load)
 

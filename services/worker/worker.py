@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 import torch
 from prometheus_client import CollectorRegistry
+
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory
@@ -70,7 +71,9 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
             grpc_server(
                 [
                     Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, WORKER_SERVICE),
-                    Service(kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, KV_SERVICE),
+                    Service(
+                        kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, KV_SERVICE
+                    ),
                 ],
                 host=config.host,
                 port=config.port,
@@ -142,7 +145,9 @@ def _publisher(config: WorkerConfig) -> BlockPublisher | None:
 def _warm_up(engine: Engine) -> None:
     """Run one prompt, so that no request waits for a kernel to be compiled."""
     length = min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 2)
-    prompt = Sequence("warm-up", [0] * length, length, SamplingParams(max_tokens=2, ignore_eos=True), b"warm-up")
+    prompt = Sequence(
+        "warm-up", [0] * length, length, SamplingParams(max_tokens=2, ignore_eos=True), b"warm-up"
+    )
     engine.add(prompt)
     while not engine.is_idle:
         engine.step()

@@ -12,12 +12,16 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from quire.client import AsyncClient
 from quire.models.random_model import make_random_model
 from quire.protos import worker_pb2 as pb
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
-from transformers import AutoModelForCausalLM
+
+# Threads that spin beside the workers' would slow both down many times over.
+torch.set_num_threads(1)
 
 NUM_NEW = 64
 QUIET_SECONDS = 20.0

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.local_stack import RunningStack
 
@@ -37,9 +38,7 @@ async def test_every_prompt_twice(
 
 
 @pytest.mark.parametrize("budget", [16, 100])
-async def test_prefill_in_chunks(
-    budget: int, start_stack: StartStack, expected: Expected, e2e: Any
-) -> None:
+async def test_prefill_in_chunks(budget: int, start_stack: StartStack, expected: Expected, e2e: Any) -> None:
     with start_stack("llama", max_num_seqs=16, max_num_batched_tokens=budget) as stack:
         async with e2e.connected(stack) as (client, workers):
             prompt = e2e.make_prompt(250)

@@ -6,7 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
 from quire.models.random_model import make_random_model
+
+# Threads that spin beside the workers' would slow both down many times over.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

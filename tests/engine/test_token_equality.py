@@ -9,12 +9,13 @@ from random import Random
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import load_model
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import SamplingParams, Sequence
-from transformers import AutoModelForCausalLM
 
 BLOCK_SIZE = 16
 NUM_NEW = 64
@@ -29,7 +30,9 @@ def hash_block(parent: bytes, tokens: list[int]) -> bytes:
 def make_engine(model: Path, *, budget: int = 512, num_blocks: int = 512, max_num_seqs: int = 64) -> Engine:
     loaded = load_model(str(model), "float32", torch.device("cpu"))
     memory = KvMemory(loaded.kv_shape(BLOCK_SIZE), num_blocks, torch.device("cpu"))
-    config = SchedulerConfig(BLOCK_SIZE, max_num_seqs=min(max_num_seqs, budget), max_num_batched_tokens=budget)
+    config = SchedulerConfig(
+        BLOCK_SIZE, max_num_seqs=min(max_num_seqs, budget), max_num_batched_tokens=budget
+    )
     return Engine(loaded, memory, config, hash_block)
 
 

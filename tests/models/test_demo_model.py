@@ -1,0 +1,104 @@
+"""The bundled checkpoint: its tokenizer, its chat template, and what it answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from quire.models.evaluate import DEMO, answers, load
+from quire.models.notes import held_out
+from quire.models.train_tokenizer import SPECIAL_TOKENS, train_tokenizer, whole_tokens
+from tokenizers import Tokenizer
+
+CONVERSATIONS = [
+    [{"role": "user", "content": " the code of the lantern is 417. what is the code of the lantern? \n"}],
+    [
+        {"role": "system", "content": "the code of the lantern is 417."},
+        {"role": "user", "content": "what is the code of the lantern?"},
+        {"role": "assistant", "content": "the code of the lantern is 417."},
+        {"role": "user", "content": "Ünïcode 🏮"},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    torch.set_num_threads(2)
+    return load(DEMO, torch.float32)
+
+
+def config() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((DEMO / "config.json").read_text())
+    return loaded
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives(text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_words_of_the_language_are_one_token(tokenizer: Tokenizer) -> None:
+    assert [text for text in whole_tokens() if len(tokenizer.encode(text).ids) != 1] == []
+
+
+def test_tokenizer_can_be_made_again(tokenizer: Tokenizer) -> None:
+    assert train_tokenizer().to_str() == tokenizer.to_str()
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_plain_jinja_renders_as_transformers_does(
+    messages: list[dict[str, str]], tokenizer: Tokenizer
+) -> None:
+    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
+    template = ImmutableSandboxedEnvironment().from_string(settings["chat_template"])
+    rendered = template.render(messages=messages, bos_token=settings["bos_token"], add_generation_prompt=True)
+    reference = AutoTokenizer.from_pretrained(DEMO)
+    assert rendered == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    assert tokenizer.encode(rendered, add_special_tokens=False).ids == expected
+
+
+def test_ids_agree_between_the_files(tokenizer: Tokenizer) -> None:
+    generation = json.loads((DEMO / "generation_config.json").read_text())
+    assert config()["vocab_size"] == tokenizer.get_vocab_size()
+    assert generation["eos_token_id"] == config()["eos_token_id"] == tokenizer.token_to_id("<|end|>")
+    assert [tokenizer.id_to_token(index) for index in range(len(SPECIAL_TOKENS))] == list(SPECIAL_TOKENS)
+
+
+def test_heads_share_keys_and_the_file_is_small() -> None:
+    assert config()["num_key_value_heads"] < config()["num_attention_heads"]
+    assert (DEMO / "model.safetensors").stat().st_size < 6_000_000
+
+
+@pytest.mark.parametrize(
+    ("num", "facts", "turns", "right"), [(40, 20, 1, 39), (20, 20, 4, 19), (20, 125, 1, 18)]
+)
+def test_answers_held_out_notes(
+    num: int, facts: int, turns: int, right: int, checkpoint: tuple[PreTrainedModel, PreTrainedTokenizerFast]
+) -> None:
+    examples = held_out(num, facts, seed=7, num_turns=turns)
+    found = answers(*checkpoint, examples)
+    assert sum(got == example.expected for got, example in zip(found, examples, strict=True)) >= right
+
+
+def test_checkpoint_is_bfloat16() -> None:
+    header = Path(DEMO / "model.safetensors").read_bytes()[:20000].decode("latin-1")
+    assert '"dtype":"BF16"' in header
+    assert '"dtype":"F32"' not in header
