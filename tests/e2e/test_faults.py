@@ -1,0 +1,159 @@
+"""What breaks, and what must hold all the same: right tokens or an error, and nothing held afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from random import Random
+from typing import Any
+
+import grpc
+import pytest
+from quire.client import AsyncClient, InvalidRequest, NotFound, QuireError
+from quire.kvindex.redis_index import RedisIndex, reader_client
+from quire.protos import worker_pb2
+from quire.services.local_stack import RunningStack
+from quire.services.redis_process import RedisProcess
+
+StartStack = Callable[..., AbstractContextManager[RunningStack]]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
+WAIT_SECONDS = 30.0
+
+NUM_DISCONNECTS = 200
+
+
+async def test_two_hundred_disconnects_leave_nothing_behind(stack: RunningStack, e2e: Any) -> None:
+    random = Random(5)
+
+    async def leave_early(client: AsyncClient, index: int) -> None:
+        prompt = e2e.make_prompt(random.randint(1, 200), seed=index % 7)
+        stream = client.stream(prompt, **GREEDY)
+        try:
+            async with asyncio.timeout(random.uniform(0.0, 0.3)):
+                async for _ in stream:
+                    if random.random() < 0.05:
+                        break
+        except TimeoutError:
+            pass
+        finally:
+            await stream.aclose()
+
+    async with e2e.connected(stack) as (client, workers):
+        limit = asyncio.Semaphore(16)
+
+        async def one(index: int) -> None:
+            async with limit:
+                await leave_early(client, index)
+
+        await asyncio.gather(*(one(index) for index in range(NUM_DISCONNECTS)))
+        await e2e.quiet(workers)
+        assert len((await client.generate(e2e.make_prompt(40), **GREEDY)).token_ids) == 64
+
+
+BAD_REQUESTS: list[tuple[str, Any, dict[str, Any]]] = [
+    ("token_ids", [], {}),
+    ("text", "", {}),
+    ("token_ids.* 511 ", [5] * 512, {}),
+    (r"token_ids.ids\[1\].* 320", [5, 100_000], {}),
+    ("max_tokens", [5], {"max_tokens": 0}),
+    ("max_tokens", [5], {"max_tokens": -1}),
+    ("max_tokens", [5], {"max_tokens": 2**31 - 1}),
+    ("temperature", [5], {"temperature": -1.0}),
+    ("temperature", [5], {"temperature": math.nan}),
+    ("top_p", [5], {"top_p": 0.0}),
+    ("top_p", [5], {"top_p": 2.0}),
+]
+
+
+@pytest.mark.parametrize(("field", "prompt", "options"), BAD_REQUESTS)
+async def test_bad_requests_name_the_field(
+    field: str, prompt: Any, options: dict[str, Any], stack: RunningStack, e2e: Any
+) -> None:
+    async with e2e.connected(stack) as (client, workers):
+        with pytest.raises(InvalidRequest, match=field):
+            await client.generate(prompt, **options)
+        await e2e.quiet(workers)
+
+
+async def test_unknown_names_and_garbage(stack: RunningStack, e2e: Any) -> None:
+    async with e2e.connected(stack) as (client, workers):
+        with pytest.raises(NotFound, match="no-such-model"):
+            await client.generate([5], model="no-such-model")
+        with pytest.raises(QuireError):
+            await client.generate("x" * (10 << 20))
+        async with grpc.aio.insecure_channel(stack.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                await channel.unary_unary("/quire.v1.GenerationService/Nonsense")(b"")
+            assert unknown.value.code() == grpc.StatusCode.UNIMPLEMENTED
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary("/quire.v1.GenerationService/Generate")(b"\xff\xfe garbage")
+        host, port = stack.address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"\x00\xffGET / HTTP/9\r\n\r\n" * 50)
+        writer.close()
+        assert len((await client.generate([5, 6, 7], **GREEDY)).token_ids) == 64
+        await e2e.quiet(workers)
+
+
+async def test_a_killed_prefill_worker_is_replaced_by_the_decode_worker(
+    start_stack: StartStack, expected: Any, e2e: Any
+) -> None:
+    with start_stack("llama") as stack:
+        async with e2e.connected(stack) as (client, _):
+            stack.workers["prefill-0"].process.kill()
+            prompt = e2e.make_prompt(60)
+            assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
+
+
+async def test_a_stream_survives_its_decode_worker(start_stack: StartStack, expected: Any, e2e: Any) -> None:
+    with start_stack("llama", num_decode=2) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            prompt = e2e.make_prompt(60)
+            tokens: list[int] = []
+            has_killed = False
+            async for delta in client.stream(prompt, **GREEDY):
+                tokens += delta.token_ids
+                if len(tokens) >= 8 and not has_killed:
+                    has_killed = True
+                    await _kill_busy_worker(stack, workers)
+            assert tokens == expected("llama", prompt)
+
+
+async def _kill_busy_worker(stack: RunningStack, workers: dict[str, Any]) -> None:
+    for name in ("decode-0", "decode-1"):
+        if (await workers[name].GetLoad(worker_pb2.GetLoadRequest())).used_blocks:
+            stack.workers[name].process.kill()
+
+
+async def test_redis_may_go_and_come_back(start_stack: StartStack, expected: Any, e2e: Any) -> None:
+    redis = RedisProcess(password="known")
+    try:
+        with start_stack("llama", redis_url=redis.url) as stack:
+            async with e2e.connected(stack) as (client, workers):
+                prompt = e2e.make_prompt(64)
+                tokens = expected("llama", prompt)
+                assert list((await client.generate(prompt, **GREEDY)).token_ids) == tokens
+                redis.stop()
+                assert list((await client.generate(prompt, **GREEDY)).token_ids) == tokens
+                redis = RedisProcess(port=redis.port, password="known")
+                await _wait_for_blocks(redis.url)
+                assert list((await client.generate(prompt, **GREEDY)).token_ids) == tokens
+                await e2e.quiet(workers)
+    finally:
+        redis.stop()
+
+
+async def _wait_for_blocks(url: str) -> None:
+    """Wait until both workers have joined and published their blocks again, by themselves."""
+    client = reader_client(url)
+    index = RedisIndex(client)
+    try:
+        async with asyncio.timeout(WAIT_SECONDS):
+            while len(await index.members()) < 2 or not [
+                key async for key in client.scan_iter("{quire}:b:*")
+            ]:
+                await asyncio.sleep(0.05)
+    finally:
+        await client.aclose()
