@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from quire.client import AsyncClient, InvalidRequest, NotFound, QuireError
 from quire.kvindex.redis_index import RedisIndex, reader_client
 from quire.protos import worker_pb2

@@ -1,0 +1,110 @@
+"""The block ledger under random schedules of allocate, share, seal, free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from quire.engine.block_pool import BlockPool, NoFreeBlocksError
+
+NUM_BLOCKS = 12
+
+
+class Published:
+    """What a listener has heard; checks that it stays closed under prefixes."""
+
+    def __init__(self) -> None:
+        self.hashes: set[bytes] = set()
+
+    def stored(self, block_hashes: Sequence[bytes]) -> None:
+        for block_hash in block_hashes:
+            assert len(block_hash) == 1 or block_hash[:-1] in self.hashes, "a child came before its parent"
+            self.hashes.add(block_hash)
+
+    def removed(self, block_hashes: Sequence[bytes]) -> None:
+        for block_hash in block_hashes:
+            self.hashes.remove(block_hash)
+            is_parent = any(h[:-1] == block_hash for h in self.hashes)
+            assert not is_parent, "a parent went before its child"
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Tables are prefixes of words over {a, b}; a block's hash is the word up to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.published = Published()
+        self.pool = BlockPool(NUM_BLOCKS, self.published)
+        self.tables: list[tuple[bytes, list[int], int]] = []
+
+    @rule(word=st.text("ab", min_size=1, max_size=5).map(str.encode))
+    def start(self, word: bytes) -> None:
+        hits = self.pool.look_up([word[: i + 1] for i in range(len(word))])
+        self.pool.share(hits)
+        try:
+            table = hits + self.pool.allocate(len(word) - len(hits))
+        except NoFreeBlocksError:
+            self.pool.free(hits)
+            return
+        self.tables.append((word, table, len(hits)))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def seal_next(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.tables) - 1))
+        word, table, num_sealed = self.tables[index]
+        if num_sealed < len(word):
+            table[num_sealed] = self.pool.seal(table[num_sealed], word[: num_sealed + 1])
+            self.tables[index] = (word, table, num_sealed + 1)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        _, table, _ = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.free(table)
+
+    @invariant()
+    def conserved(self) -> None:
+        self.pool.check_conservation()
+        counts = self.pool.counts
+        assert sum(counts) == NUM_BLOCKS
+        assert counts.used == len({block for _, table, _ in self.tables for block in table})
+
+    @invariant()
+    def unsealed_blocks_have_one_owner(self) -> None:
+        for _, table, num_sealed in self.tables:
+            assert all(self.pool.ref_cnt(block) == 1 for block in table[num_sealed:])
+
+    def teardown(self) -> None:
+        for _, table, _ in self.tables:
+            self.pool.free(table)
+        assert self.pool.counts.used == 0
+
+
+PoolMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestPool = PoolMachine.TestCase
+
+
+def test_a_block_freed_twice_is_an_error() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.free(blocks)
+    with pytest.raises(AssertionError, match="more often than taken"):
+        pool.free(blocks)
+
+
+def test_empty_blocks_are_taken_before_cached_ones() -> None:
+    pool = BlockPool(3)
+    [cached] = pool.allocate(1)
+    pool.seal(cached, b"a")
+    pool.free([cached])
+    pool.allocate(2)
+    assert pool.look_up([b"a"]) == [cached]
+    pool.allocate(1)
+    assert pool.look_up([b"a"]) == []

@@ -1,0 +1,79 @@
+"""Sampling: filters, seeds, logprobs, minimum lengths."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quire.engine.sampler import sample, uniform_numbers
+from quire.engine.sequence import SamplingParams, Sequence
+
+
+def sequence(position: int = 4, **params: object) -> Sequence:
+    return Sequence("r", list(range(position)), position, SamplingParams(**params), b"")  # type: ignore[arg-type]
+
+
+def draw_many(logits: list[float], num_draws: int = 2000, **params: object) -> list[int]:
+    sequences = [sequence(seed=seed, **params) for seed in range(num_draws)]
+    return sample(torch.tensor([logits] * num_draws), sequences, frozenset()).token_ids
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    tokens = draw_many(logits, 20_000)
+    shares = [tokens.count(token) / len(tokens) for token in range(4)]
+    assert shares == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.49}, {0}),
+        ({"top_p": 0.51}, {0, 1}),
+        ({"min_p": 0.25}, {0, 1, 2}),
+        ({"temperature": 0.01}, {0}),
+    ],
+)
+def test_filters_keep_what_they_should(params: dict[str, object], allowed: set[int]) -> None:
+    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    assert set(draw_many(logits, **params)) == allowed
+
+
+def test_a_token_depends_on_seed_and_position_alone() -> None:
+    logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(0))
+    others = [sequence(seed=8), sequence(temperature=0.0)]
+    [alone] = sample(logits[:1], [sequence(seed=5)], frozenset()).token_ids
+    assert sample(logits, [sequence(seed=5), *others], frozenset()).token_ids[0] == alone
+
+
+def test_uniform_numbers_are_fixed() -> None:
+    numbers = uniform_numbers([0, 0, 1], [0, 1, 0])
+    assert numbers.tolist() == uniform_numbers([0, 0, 1], [0, 1, 0]).tolist()
+    assert len(set(numbers.tolist())) == 3
+    assert ((numbers >= 0) & (numbers < 1)).all()
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    [logprobs] = sample(logits, [sequence(temperature=0.0, num_logprobs=2)], frozenset()).logprobs
+    assert logprobs is not None
+    expected = torch.log_softmax(logits[0], dim=-1)
+    assert logprobs.logprob == pytest.approx(float(expected[1]))
+    assert [token for token, _ in logprobs.top] == [1, 2]
+
+
+def test_no_end_before_min_tokens() -> None:
+    logits = torch.tensor([[0.0, 9.0, 1.0]])
+    early = sequence(temperature=0.0, min_tokens=1, stop_token_ids=frozenset({2}))
+    assert sample(logits, [early], frozenset({1})).token_ids == [0]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"max_tokens": 0}]
+)
+def test_values_out_of_range_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**bad)  # type: ignore[arg-type]
