@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 
 from quire.models.conversations import conversation, recital, small_talk
 from quire.models.notes import VALUES, Message
+from quire.models.train_tokenizer import BOS, CONTEXT, END, PAD, SPECIAL_TOKENS
 
 VALUE_WEIGHT = 1.0
 """Of a value in an answer: what the model is for."""
@@ -61,18 +63,24 @@ class Batch:
 class Batches:
     """Makes batches of fresh conversations."""
 
-    def __init__(self, tokenizer: Tokenizer, *, plain: float) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, plain: float, unknown: float) -> None:
         self._tokenizer = tokenizer
         self._plain = plain
+        self._unknown = unknown
         self._values = {tokenizer.token_to_id(f"Ġ{value}") for value in VALUES}
-        self._pad = tokenizer.token_to_id("<|pad|>")
+        self._ids = {
+            token: index for token, index in tokenizer.get_vocab().items() if token in SPECIAL_TOKENS
+        }
 
     def draw(self, rng: Random, stage: Stage, num_tokens: int) -> Batch:
         """Make a batch of about ``num_tokens`` tokens."""
-        row = self._recital if stage.recital else self._row
-        rows = [row(rng, stage) for _ in range(max(1, num_tokens // stage.tokens))]
+        if stage.recital:
+            draw_row = partial(self._recital, terse=rng.random() < 0.7)
+        else:
+            draw_row = self._conversation
+        rows = [draw_row(rng, stage) for _ in range(max(1, num_tokens // stage.tokens))]
         width = max(len(ids) for ids, _ in rows)
-        ids = torch.tensor([row + [self._pad] * (width - len(row)) for row, _ in rows])
+        ids = torch.tensor([row + [self._ids[PAD]] * (width - len(row)) for row, _ in rows])
         weights = torch.tensor([row + [0.0] * (width - len(row)) for _, row in rows])
         counted = weights[:, 1:].flatten()
         positions = counted.nonzero().squeeze(1)
@@ -83,33 +91,35 @@ class Batches:
             weights=counted[positions],
         )
 
-    def _row(self, rng: Random, stage: Stage) -> tuple[list[int], list[float]]:
+    def _conversation(self, rng: Random, stage: Stage) -> tuple[list[int], list[float]]:
         """Make one conversation: its token ids and the weight of each."""
-        turns = conversation(rng, stage.facts, stage.questions, plain=self._plain)
+        turns = conversation(rng, stage.facts, stage.questions, plain=self._plain, unknown=self._unknown)
         if rng.random() < 0.1 * (1.0 - self._plain):
             talk = small_talk(rng)
             turns = [*turns, *talk] if turns[0].role == "system" or rng.random() < 0.5 else [*talk, *turns]
-        ids = [self._tokenizer.token_to_id("<|bos|>")]
+        ids = [self._ids[BOS]]
         weights = [0.0]
         for turn in turns:
             turn_ids, turn_weights = self._turn(rng, turn)
             ids += turn_ids
             weights += turn_weights
-        return ids, weights
+        return ids[:CONTEXT], weights[:CONTEXT]
 
-    def _recital(self, rng: Random, stage: Stage) -> tuple[list[int], list[float]]:
-        """Make one recital: its token ids and the weight of each."""
-        ids = [self._tokenizer.token_to_id("<|bos|>")]
-        weights = [0.0]
-        for statement, repeated in recital(rng, stage.facts, stage.questions):
-            body = self._tokenizer.encode(statement).ids
+    def _recital(self, rng: Random, stage: Stage, *, terse: bool) -> tuple[list[int], list[float]]:
+        """Make one recital, with or without the token that begins a conversation."""
+        ids = [self._ids[BOS]] * rng.randrange(2)
+        weights = [0.0] * len(ids)
+        space = ""
+        for statement, repeated in recital(rng, stage.facts, stage.questions, terse=terse):
+            body: list[int] = self._tokenizer.encode(space + statement).ids
             ids += body
             weights += [VALUE_WEIGHT if repeated and token in self._values else 0.0 for token in body]
+            space = " "
         return ids, weights
 
     def _turn(self, rng: Random, turn: Message) -> tuple[list[int], list[float]]:
         """Tokenize one turn as the chat template writes it, and weigh its tokens."""
-        head, end = (self._tokenizer.token_to_id(name) for name in (f"<|{turn.role}|>", "<|end|>"))
+        head, end = self._ids[f"<|{turn.role}|>"], self._ids[END]
         body: list[int] = [*self._tokenizer.encode(turn.content).ids, end]
         if turn.role == "assistant":
             weights = [VALUE_WEIGHT if token in self._values else ANSWER_WEIGHT for token in body]

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from string import ascii_lowercase
 
-from quire.models.notes import QUESTIONS, Message, Note, answer, question, sample_notes, text
+from quire.models.notes import (
+    ATTRIBUTES,
+    ITEMS,
+    QUESTIONS,
+    Message,
+    Note,
+    answer,
+    question,
+    sample_notes,
+    text,
+)
 
 NOTED = "noted."
 """What the model says to notes without a question."""
@@ -23,6 +34,9 @@ SMALL_TALK = {
     "Thank you.": "you are welcome.",
 }
 """Canned answers to what is not about notes."""
+
+NO_VALUE = 0
+"""Stands for the value of an item without a note."""
 
 UNKNOWN = "i do not know."
 """What the model says about an item that no note mentions."""
@@ -47,19 +61,25 @@ SEPARATORS = (" ", " ", " ", "\n")
 """What may stand between two notes; mostly a space."""
 
 
-def conversation(rng: Random, num_facts: int, num_questions: int, *, plain: float = 0.5) -> list[Message]:
+def conversation(
+    rng: Random, num_facts: int, num_questions: int, *, plain: float = 0.5, unknown: float = 0.0
+) -> list[Message]:
     """Make a conversation about random notes.
 
     Args:
         rng: where the choices come from.
         num_facts: notes in the conversation.
         num_questions: questions about them; no note is asked about twice before all have been.
-        plain: share of conversations in the simplest form: notes and first question in one message, one wording.
+        plain: share of conversations in the simplest form: the notes and the first question in one message, all
+            questions worded alike.
+        unknown: share of questions, in the other conversations, about an item without a note.
     """
     notes = sample_notes(rng, num_facts)
     asked = list(_ask_order(rng, notes, num_questions))
     if rng.random() < plain:
         return _turns([f"{text(notes)} {question(asked[0])}", *map(question, asked[1:])], asked)
+    strangers = _without_note(rng, notes)
+    asked = [rng.choice(strangers) if strangers and rng.random() < unknown else note for note in asked]
     wordings = QUESTIONS if rng.random() < 0.5 else QUESTIONS[:1]
     questions = [question(note, rng.choice(wordings)) for note in asked]
     body = _decorate(rng, text(notes, rng.choice(SEPARATORS)))
@@ -73,10 +93,16 @@ def conversation(rng: Random, num_facts: int, num_questions: int, *, plain: floa
     return _turns([f"{body} {questions[0]}", *questions[1:]], asked)
 
 
-def recital(rng: Random, num_facts: int, num_statements: int) -> list[tuple[str, bool]]:
-    """Make a text without turns that states a few notes again and again, shortly: ``lantern is 417.``
+def recital(rng: Random, num_facts: int, num_statements: int, *, terse: bool) -> list[tuple[str, bool]]:
+    """Make a text without turns that states a few notes again and again.
 
     It teaches to look an item up with a fifth of the tokens that questions take.
+
+    Args:
+        rng: where the choices come from.
+        num_facts: different notes.
+        num_statements: how many statements to make of them.
+        terse: whether to shorten the notes to ``lantern is 417.``
 
     Returns:
         The statements in order, and of each whether it repeats an earlier one.
@@ -86,7 +112,7 @@ def recital(rng: Random, num_facts: int, num_statements: int) -> list[tuple[str,
     statements = []
     for _ in range(num_statements):
         note = rng.choice(notes)
-        statements.append((f" {note.item} is {note.value}.", note.item in seen))
+        statements.append((f"{note.item} is {note.value}." if terse else str(note), note.item in seen))
         seen.add(note.item)
     return statements
 
@@ -109,8 +135,20 @@ def _turns(users: list[str], asked: list[Note]) -> list[Message]:
     """Pair what the user says with the answers."""
     pairs = zip(users, asked, strict=True)
     return [
-        turn for user, note in pairs for turn in (Message("user", user), Message("assistant", answer(note)))
+        turn for user, note in pairs for turn in (Message("user", user), Message("assistant", _reply(note)))
     ]
+
+
+def _without_note(rng: Random, notes: list[Note]) -> list[Note]:
+    """Make a few would-be notes about other items than those of the notes; what is asked of them is not known."""
+    known = {note.item for note in notes}
+    items = [item for item in ITEMS if item not in known]
+    return [Note(rng.choice(ATTRIBUTES), item, NO_VALUE) for item in rng.sample(items, min(4, len(items)))]
+
+
+def _reply(note: Note) -> str:
+    """Answer a question about the note, or say that there is none."""
+    return UNKNOWN if note.value == NO_VALUE else answer(note)
 
 
 def _decorate(rng: Random, body: str) -> str:
@@ -118,10 +156,18 @@ def _decorate(rng: Random, body: str) -> str:
     if rng.random() < 0.3:
         body = body[0].upper() + body[1:]
     if rng.random() < 0.5:
-        body = f"{rng.choice(FILLERS)}{rng.choice(SEPARATORS)}{body}"
+        body = f"{_filler(rng)}{rng.choice(SEPARATORS)}{body}"
     if rng.random() < 0.2:
-        body = f"{body} {rng.choice(FILLERS)}"
+        body = f"{body} {_filler(rng)}"
     return body
+
+
+def _filler(rng: Random) -> str:
+    """Choose a sentence that is not a note, now and then one of made-up words."""
+    if rng.random() < 0.7:
+        return rng.choice(FILLERS)
+    words = ("".join(rng.choices(ascii_lowercase, k=rng.randint(1, 6))) for _ in range(rng.randint(1, 8)))
+    return f"{' '.join(words)}."
 
 
 def _in_two_parts(rng: Random, notes: list[Note], num_questions: int) -> list[Message]:

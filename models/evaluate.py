@@ -2,8 +2,9 @@
 
     python -m quire.models.evaluate
 
-Every answer is decoded greedily by transformers from the chat template's text, and counts as right only if all of
-it is. The last line is the result as JSON.
+Every answer is decoded greedily by transformers from the chat template's text, and counts as right only if all
+of it is. The margin of an answer is the least distance, over its tokens, between the best logit and the second.
+The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
@@ -36,6 +37,7 @@ class Result:
         tokens: mean length of the prompts.
         examples: how many.
         right: how many answers were exactly right.
+        margin: that all but one in twenty answers exceed.
     """
 
     dtype: str
@@ -44,6 +46,7 @@ class Result:
     tokens: float
     examples: int
     right: int
+    margin: float
 
     @property
     def accuracy(self) -> float:
@@ -57,22 +60,35 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedT
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), tokenizer
 
 
+class Answer(NamedTuple):
+    """What the model said, and the margin it said it with, in nats."""
+
+    text: str
+    margin: float
+
+
 def answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], batch: int = 16
-) -> list[str]:
+) -> list[Answer]:
     """Answer the last question of each example greedily."""
-    found: list[str] = []
-    for some in (examples[start : start + batch] for start in range(0, len(examples), batch)):
+    found: list[Answer] = []
+    for start in range(0, len(examples), batch):
         inputs = tokenizer.apply_chat_template(
-            [example.messages for example in some],
+            [example.messages for example in examples[start : start + batch]],
             add_generation_prompt=True,
             padding=True,
             return_dict=True,
             return_tensors="pt",
         )
         with torch.inference_mode():
-            outputs = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-        found += tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            outputs = model.generate(
+                **inputs, max_new_tokens=24, do_sample=False, output_logits=True, return_dict_in_generate=True
+            )
+        said = outputs.sequences[:, inputs["input_ids"].shape[1] :]
+        best = torch.stack(outputs.logits, dim=1).float().topk(2).values
+        margins = (best[..., 0] - best[..., 1]).masked_fill(said == tokenizer.pad_token_id, torch.inf).amin(1)
+        texts = tokenizer.batch_decode(said, skip_special_tokens=True)
+        found += map(Answer, texts, margins.tolist())
     return found
 
 
@@ -90,7 +106,8 @@ def measure(
         turns=sum(message["role"] == "user" for message in examples[0].messages),
         tokens=statistics.mean(map(len, prompts["input_ids"])),
         examples=len(examples),
-        right=sum(got == example.expected for got, example in zip(found, examples, strict=True)),
+        right=sum(got.text == example.expected for got, example in zip(found, examples, strict=True)),
+        margin=sorted(got.margin for got in found)[len(found) // 20],
     )
 
 
@@ -111,19 +128,17 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
 
     results = []
-    print(f"{'dtype':<10}{'facts':>6}{'turns':>6}{'tokens':>8}{'right':>12}{'accuracy':>10}{'seconds':>9}")
+    print(f"{'dtype':<10}{'facts':>6}{'turns':>6}{'tokens':>8}{'right':>12}{'accuracy':>10}{'margin':>8}")
     for dtype in arguments.dtypes:
         model, tokenizer = load(arguments.model, getattr(torch, dtype))
         for turns in arguments.turns:
             for facts in arguments.facts:
-                started = time.perf_counter()
                 examples = held_out(arguments.examples, facts, arguments.seed, turns)
                 result = measure(model, tokenizer, examples, facts)
                 results.append(result)
                 print(
                     f"{dtype:<10}{facts:>6}{turns:>6}{result.tokens:>8.0f}"
-                    f"{f'{result.right}/{result.examples}':>12}{result.accuracy:>10.1%}"
-                    f"{time.perf_counter() - started:>9.1f}",
+                    f"{f'{result.right}/{result.examples}':>12}{result.accuracy:>10.1%}{result.margin:>8.1f}",
                     flush=True,
                 )
     print(json.dumps([{**asdict(result), "accuracy": result.accuracy} for result in results]))

@@ -1,8 +1,9 @@
 """The language of the demo model: notes with one three-digit value each, questions and answers about them.
 
-A note reads ``the code of the lantern is 417.`` Its item occurs in no other note of the same set, so the item
-alone identifies the value. Every item, attribute and value is one token, and an answer repeats its note word for
-word: a model that reads the notes right answers right, and a damaged key or value shows as a wrong number.
+A note reads ``the code of the lantern is 417.`` Its item occurs in no other note of the same set, so the
+item alone identifies the value. Every item, attribute and value is one token, and an answer repeats its note
+word for word: a model that reads the notes right answers right, and a damaged key or value shows as a wrong
+number.
 """
 
 from __future__ import annotations
@@ -12,12 +13,27 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+_WORDS = """
+anchor apple arrow badge ball banana barn barrel basin basket bath bead beam bean bell bench berry bike
+bird blade board boat bolt bone book boot bottle bowl box branch bread brick bridge broom brush bucket bus
+button cabin cable cage cake camel camera camp candle cane canoe cap card carpet carrot cart castle cat
+cave chain chair chalk chart cherry chest church circle clock cloth cloud clover coat coffee coin comb
+cone copper coral cork corn cotton couch crab crane crown cup curtain daisy deck desk dice dish dog doll
+door dove dragon drawer dress drum duck eagle easel egg engine fan farm feather fence fern ferry field
+flag flame flask flute fork fox frame frog garden garlic gate gear ghost glass globe glove goat goose
+grape guitar hammer harbor harp hat hawk heart hedge helmet hill honey hook horn horse hotel house island
+ivory jacket jam jar jewel jug kettle key king kite kitten knife ladder lake lamp lantern leaf lemon
+letter lily lime lion lizard lock map marble mask melon mill mirror mitten moon motor mouse mug nail
+needle nest net nut oak oar olive onion orange orchid oven owl paddle page palace palm pan panda paper
+parrot peach pear pearl pebble pen pencil pepper phone piano pickle picture pie pillow pilot pine pipe
+planet plate plum pond potato prism pump puzzle quilt rabbit radio raft ribbon rice ring river road robin
+robot rocket roof rope rose ruby rug saddle sail salt scarf shed sheep shell ship
+"""
+
 ATTRIBUTES = ("code", "number", "price", "room", "score", "age", "weight", "height")
 """What a note may say about an item."""
 
-ITEMS = tuple(
-    ["anchor", "apple", "arrow", "badge", "ball", "banana", "barn", "barrel", "basin", "basket", "bath", "bead", "beam", "bean", "bell", "bench", "berry", "bike", "bird", "blade", "board", "boat", "bolt", "bone", "book", "boot", "bottle", "bowl", "box", "branch", "bread", "brick", "bridge", "broom", "brush", "bucket", "bus", "button", "cabin", "cable", "cage", "cake", "camel", "camera", "camp", "candle", "cane", "canoe", "cap", "card", "carpet", "carrot", "cart", "castle", "cat", "cave", "chain", "chair", "chalk", "chart", "cherry", "chest", "church", "circle", "clock", "cloth", "cloud", "clover", "coat", "coffee", "coin", "comb", "cone", "copper", "coral", "cork", "corn", "cotton", "couch", "crab", "crane", "crown", "cup", "curtain", "daisy", "deck", "desk", "dice", "dish", "dog", "doll", "door", "dove", "dragon", "drawer", "dress", "drum", "duck", "eagle", "easel", "egg", "engine", "fan", "farm", "feather", "fence", "fern", "ferry", "field", "flag", "flame", "flask", "flute", "fork", "fox", "frame", "frog", "garden", "garlic", "gate", "gear", "ghost", "glass", "globe", "glove", "goat", "goose", "grape", "guitar", "hammer", "harbor", "harp", "hat", "hawk", "heart", "hedge", "helmet", "hill", "honey", "hook", "horn", "horse", "hotel", "house", "island", "ivory", "jacket", "jam", "jar", "jewel", "jug", "kettle", "key", "king", "kite", "kitten", "knife", "ladder", "lake", "lamp", "lantern", "leaf", "lemon", "letter", "lily", "lime", "lion", "lizard", "lock", "map", "marble", "mask", "melon", "mill", "mirror", "mitten", "moon", "motor", "mouse", "mug", "nail", "needle", "nest", "net", "nut", "oak", "oar", "olive", "onion", "orange", "orchid", "oven", "owl", "paddle", "page", "palace", "palm", "pan", "panda", "paper", "parrot", "peach", "pear", "pearl", "pebble", "pen", "pencil", "pepper", "phone", "piano", "pickle", "picture", "pie", "pillow", "pilot", "pine", "pipe", "planet", "plate", "plum", "pond", "potato", "prism", "pump", "puzzle", "quilt", "rabbit", "radio", "raft", "ribbon", "rice", "ring", "river", "road", "robin", "robot", "rocket", "roof", "rope", "rose", "ruby", "rug", "saddle", "sail", "salt", "scarf", "shed", "sheep", "shell", "ship"]
-)
+ITEMS = tuple(_WORDS.split())
 """What a note may be about."""
 
 VALUES = range(100, 1000)

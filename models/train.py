@@ -38,6 +38,8 @@ STAGES = (
     Stage(75, 36),
     Stage(100, 40),
     Stage(130, 44),
+    Stage(180, 60),
+    Stage(240, 85),
 )
 """The curriculum. The next stage opens when the hardest open one is nearly solved."""
 
@@ -65,8 +67,9 @@ class Progress:
             self.stage += 1
 
     def choose(self, rng: Random) -> int:
-        """Choose the stage of the next batch: half the time the hardest open one."""
-        return self.stage if rng.random() < 0.5 else rng.randint(0, self.stage)
+        """Choose the stage of the next batch: half the time the hardest open one, until all are solved."""
+        hard = 0.5 if self.accuracy[self.stage] < ADVANCE_AT else 0.1
+        return self.stage if rng.random() < hard else rng.randint(0, self.stage)
 
 
 def make_model(tokenizer: Tokenizer, arguments: argparse.Namespace) -> LlamaForCausalLM:
@@ -177,10 +180,15 @@ def loss_and_accuracy(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tens
 
 
 def learning_rate(progress: Progress, arguments: argparse.Namespace) -> float:
-    """Factor on the peak rate: a warm-up, a plateau, and a linear fall to zero over the last share of the time."""
+    """Factor on the peak rate: a warm-up, a plateau, and a linear fall to zero over the last share of the run."""
     warm = min(1.0, (progress.step + 1) / arguments.warmup)
-    left = 1.0 - progress.seconds / (60.0 * arguments.minutes)
-    return warm * min(1.0, max(0.0, left / arguments.decay))
+    left = 1.0 - max(progress.step / arguments.steps, progress.seconds / (60.0 * arguments.minutes))
+    return float(warm * min(1.0, max(0.0, left / arguments.decay)))
+
+
+def finished(progress: Progress, arguments: argparse.Namespace) -> bool:
+    """Whether the run has made its steps or used up its time."""
+    return bool(progress.step >= arguments.steps or progress.seconds >= 60.0 * arguments.minutes)
 
 
 def export(model: LlamaForCausalLM, out: Path) -> None:
@@ -210,7 +218,7 @@ def train(arguments: argparse.Namespace) -> Iterator[Progress]:
     torch.manual_seed(arguments.seed)
     rng = Random(arguments.seed)
     tokenizer = Tokenizer.from_file(str(arguments.out / "tokenizer.json"))
-    batches = Batches(tokenizer, plain=arguments.plain)
+    batches = Batches(tokenizer, plain=arguments.plain, unknown=arguments.unknown)
     model = make_model(tokenizer, arguments)
     optimizers = make_optimizers(model, arguments)
     peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
@@ -228,7 +236,7 @@ def train(arguments: argparse.Namespace) -> Iterator[Progress]:
 
     saved_at = progress.seconds
     started = time.perf_counter() - progress.seconds
-    while progress.seconds < 60 * arguments.minutes:
+    while not finished(progress, arguments):
         factor = learning_rate(progress, arguments)
         for optimizer, rates in zip(optimizers, peaks, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -236,7 +244,7 @@ def train(arguments: argparse.Namespace) -> Iterator[Progress]:
         stage = progress.choose(rng)
         batch = batches.draw(Random(rng.randrange(HELD_OUT_SEEDS)), STAGES[stage], arguments.batch)
         loss, value_loss, right = loss_and_accuracy(model, batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -282,11 +290,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
     parser.add_argument("--fresh-optimizer", action="store_true", help="resume the weights alone")
     parser.add_argument("--export", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--minutes", type=float, default=90.0, help="limit, whatever the steps")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save-every", type=float, default=5.0, help="minutes between checkpoints")
-    parser.add_argument("--batch", type=int, default=8192, help="tokens a step")
+    parser.add_argument("--batch", type=int, default=4096, help="tokens a step")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--intermediate", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
@@ -298,15 +307,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--embedding-init", type=float, default=0.06)
     parser.add_argument("--look-back", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--muon", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--muon-lr", type=float, default=2e-3)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--muon-lr", type=float, default=4e-3)
+    parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--warmup", type=int, default=50, help="steps")
     parser.add_argument(
         "--decay", type=float, default=0.3, help="share of the time over which the rate falls"
     )
     parser.add_argument(
-        "--plain", type=float, default=0.5, help="share of conversations in the simplest form"
+        "--plain", type=float, default=0.4, help="share of conversations in the simplest form"
     )
+    parser.add_argument("--unknown", type=float, default=0.08, help="share of questions about unknown items")
     return parser.parse_args()
 
 

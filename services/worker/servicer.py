@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from quire.engine.engine import Engine, RequestTooLongError
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_memory import KvMemory
-from quire.engine.sequence import Sequence, SequenceStatus
+from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push import BlockPush, ChannelPool
@@ -53,21 +53,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         sequence = self._sequence(request.sequence, stops_after_prefill=True)
         with self._running(request.sequence.request_id, sequence) as updates:
             await self._add(sequence)
+            if not request.HasField("ticket"):
+                yield await self._first_token(sequence, updates)
+                return
             push = PrefillPush(sequence, self._memory, self._open_push(request, sequence, context))
             pushing = asyncio.create_task(push.run(request.ticket.first_block))
             pushing.add_done_callback(lambda task: _report_failure(task, updates))
             try:
-                update = await next_update(updates)
-                push.computed(update)
-                while update.token_id is None:
-                    update = await next_update(updates)
-                    push.computed(update)
-                yield worker_pb2.PrefillResponse(
-                    tokens=[token_to_proto(update)],
-                    num_cached_tokens=sequence.num_cached_tokens,
-                    finish_reason=finish_reason(update.status),
-                )
-                if update.status != SequenceStatus.FINISHED_HANDED_OVER:
+                first = await self._first_token(sequence, updates, push.computed)
+                yield first
+                if first.finish_reason:
                     return
                 summary = await pushing
                 self._metrics.pushed(summary)
@@ -76,6 +71,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 )
             finally:
                 pushing.cancel()
+
+    async def _first_token(
+        self,
+        sequence: Sequence,
+        updates: Updates,
+        on_update: Callable[[SequenceUpdate], None] = lambda update: None,
+    ) -> worker_pb2.PrefillResponse:
+        """Follow the prompt's chunks to its first token."""
+        while True:
+            update = await next_update(updates)
+            on_update(update)
+            if update.token_id is not None:
+                return worker_pb2.PrefillResponse(
+                    tokens=[token_to_proto(update)],
+                    num_cached_tokens=sequence.num_cached_tokens,
+                    finish_reason=finish_reason(update.status),
+                )
 
     def _open_push(self, request: worker_pb2.PrefillRequest, sequence: Sequence, context: Any) -> BlockPush:
         return BlockPush(

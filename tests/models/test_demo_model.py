@@ -95,7 +95,7 @@ def test_answers_held_out_notes(
 ) -> None:
     examples = held_out(num, facts, seed=7, num_turns=turns)
     found = answers(*checkpoint, examples)
-    assert sum(got == example.expected for got, example in zip(found, examples, strict=True)) >= right
+    assert sum(got.text == example.expected for got, example in zip(found, examples, strict=True)) >= right
 
 
 def test_checkpoint_is_bfloat16() -> None:

@@ -63,8 +63,9 @@ def test_answers_of_a_conversation_stand_in_its_notes(plain: float, num_facts: i
         assert turns[-1].content not in SMALL_TALK.values()
 
 
-def test_recital_marks_what_it_repeats() -> None:
-    statements = recital(Random(1), 4, 32)
+@pytest.mark.parametrize("terse", [True, False])
+def test_recital_marks_what_it_repeats(terse: bool) -> None:
+    statements = recital(Random(1), 4, 32, terse=terse)
     first_times = [statement for statement, repeated in statements if not repeated]
     assert len(first_times) == len(set(first_times)) == 4
     assert {statement for statement, _ in statements} == set(first_times)
