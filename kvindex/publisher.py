@@ -19,6 +19,7 @@ FLUSH_SECONDS = 0.005
 """How long to gather blocks for one publish."""
 
 MAX_BACKOFF_SECONDS = 2.0
+CANCEL_SECONDS = 0.1
 
 
 class BlockPublisher:
@@ -64,9 +65,10 @@ class BlockPublisher:
 
     async def close(self) -> None:
         """Leave the index first, so that no router sends more work here."""
-        if self._task is not None:
+        while self._task is not None and not self._task.done():
+            # Again and again: redis-py has been seen to take a cancellation for a broken connection.
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait([self._task], timeout=CANCEL_SECONDS)
         with contextlib.suppress(RedisError, OSError):
             await self._lease.leave()
 
