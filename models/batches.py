@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 
 from quire.models.conversations import conversation, recital, small_talk
+from quire.models.curriculum import Stage
 from quire.models.notes import VALUES, Message
 from quire.models.train_tokenizer import BOS, CONTEXT, END, PAD, SPECIAL_TOKENS
 
@@ -22,20 +22,6 @@ TEXT_WEIGHT = 0.05
 """Of a token of the user's text that is drawn to be predicted too."""
 TEXT_SHARE = 0.05
 """Share of the user's tokens that are drawn; the head is computed at weighted positions only."""
-
-
-class Stage(NamedTuple):
-    """How much one conversation of a batch holds."""
-
-    facts: int
-    questions: int
-    """Or, in a recital, statements."""
-    recital: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """About how many tokens such a conversation has: 8 for a note, 20 for a question and its answer."""
-        return 4 * self.questions if self.recital else 8 * self.facts + 20 * self.questions + 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +60,8 @@ class Batches:
 
     def draw(self, rng: Random, stage: Stage, num_tokens: int) -> Batch:
         """Make a batch of about ``num_tokens`` tokens."""
-        if stage.recital:
-            draw_row = partial(self._recital, terse=rng.random() < 0.7)
-        else:
-            draw_row = self._conversation
+        recital_row = partial(self._recital, terse=rng.random() < 0.7)
+        draw_row = recital_row if stage.recital else self._conversation
         rows = [draw_row(rng, stage) for _ in range(max(1, num_tokens // stage.tokens))]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [self._ids[PAD]] * (width - len(row)) for row, _ in rows])

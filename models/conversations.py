@@ -70,8 +70,8 @@ def conversation(
         rng: where the choices come from.
         num_facts: notes in the conversation.
         num_questions: questions about them; no note is asked about twice before all have been.
-        plain: share of conversations in the simplest form: the notes and the first question in one message, all
-            questions worded alike.
+        plain: share of conversations in the simplest form: the notes and the first question in one message,
+            all questions worded alike.
         unknown: share of questions, in the other conversations, about an item without a note.
     """
     notes = sample_notes(rng, num_facts)
@@ -140,7 +140,7 @@ def _turns(users: list[str], asked: list[Note]) -> list[Message]:
 
 
 def _without_note(rng: Random, notes: list[Note]) -> list[Note]:
-    """Make a few would-be notes about other items than those of the notes; what is asked of them is not known."""
+    """Make a few notes without a value, about other items than those of the notes."""
     known = {note.item for note in notes}
     items = [item for item in ITEMS if item not in known]
     return [Note(rng.choice(ATTRIBUTES), item, NO_VALUE) for item in rng.sample(items, min(4, len(items)))]

@@ -2,9 +2,9 @@
 
     python -m quire.models.evaluate
 
-Every answer is decoded greedily by transformers from the chat template's text, and counts as right only if all
-of it is. The margin of an answer is the least distance, over its tokens, between the best logit and the second.
-The last line is the result as JSON.
+Every answer is decoded greedily by transformers from the chat template's text, and counts as right only if
+all of it is. The margin of an answer is the least distance, over its tokens, between the best logit and the
+second. The last line is the result as JSON.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from quire.models.evaluate import DEMO, answers, load
 from quire.models.notes import held_out
 from quire.models.train_tokenizer import SPECIAL_TOKENS, train_tokenizer, whole_tokens
-from tokenizers import Tokenizer
 
 CONVERSATIONS = [
     [{"role": "user", "content": " the code of the lantern is 417. what is the code of the lantern? \n"}],
@@ -36,7 +36,6 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def checkpoint() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    torch.set_num_threads(2)
     return load(DEMO, torch.float32)
 
 

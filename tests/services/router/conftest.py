@@ -251,7 +251,7 @@ class Cluster:
         assert self.running is not None
         workers = self.running.workers
         async with asyncio.timeout(5):
-            while len(workers.live("prefill") + workers.live("decode")) != num_workers:  # noqa: ASYNC110
+            while len(workers.live("prefill") + workers.live("decode")) != num_workers:
                 await asyncio.sleep(0.005)
 
     def metric(self, name: str, **labels: str) -> float:

@@ -1,0 +1,31 @@
+"""Write the demo model as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM
+
+
+def export(model: LlamaForCausalLM, out: Path) -> None:
+    """Write the model in bfloat16 beside its tokenizer; each file is replaced at once."""
+    config = model.config
+    rounded = LlamaForCausalLM(config)
+    rounded.load_state_dict(model.state_dict())
+    rounded.to(torch.bfloat16)
+    rounded.config.dtype = torch.bfloat16
+    rounded.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        do_sample=False,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent) as folder:
+        rounded.save_pretrained(folder)
+        for path in Path(folder).iterdir():
+            path.chmod(0o644)
+            os.replace(path, out / path.name)
