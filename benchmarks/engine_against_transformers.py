@@ -17,15 +17,16 @@ from random import Random
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import load_model
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import SamplingParams, Sequence
 from quire.kvindex.block_hash import block_hash
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 BLOCK_SIZE = 16
 PHASES = ("schedule", "prepare", "forward", "sample", "process")
@@ -34,9 +35,7 @@ PHASES = ("schedule", "prepare", "forward", "sample", "process")
 def make_prompts(num: int, length: int, vocab_size: int) -> list[list[int]]:
     """Return random prompts of lengths from half of ``length`` to ``length``."""
     random = Random(0)
-    return [
-        random.choices(range(10, vocab_size), k=random.randint(length // 2, length)) for _ in range(num)
-    ]
+    return [random.choices(range(10, vocab_size), k=random.randint(length // 2, length)) for _ in range(num)]
 
 
 def run_engine(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
@@ -125,7 +124,11 @@ def main() -> None:
     console = Console()
     console.print(table, steps)
     rates = {name: num_tokens / value for name, value in seconds.items()}
-    print(json.dumps({"bench": "engine_against_transformers", **vars(arguments), "tok_s": rates, "phases": phases}))
+    print(
+        json.dumps(
+            {"bench": "engine_against_transformers", **vars(arguments), "tok_s": rates, "phases": phases}
+        )
+    )
 
 
 if __name__ == "__main__":
