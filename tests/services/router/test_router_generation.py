@@ -182,7 +182,8 @@ async def test_a_lost_decode_continues_elsewhere_without_repetition(pair: Any, f
     assert text_of(responses) == TEXT
     assert ids_of(responses) == pair.script.answer
     assert responses[-1].usage.retries == 1
-    assert responses[-1].usage.blocks_shipped == 6
+    # The prefill worker's account of the lost attempt may come before the loss or too late to be counted.
+    assert responses[-1].usage.blocks_shipped in (3, 6)
     (other,) = [w for w in callers(pair, "decode") if w is not chosen]
     sequence = other.calls[0].sequence
     prompt = (await stub.Tokenize(pb.TokenizeRequest(text="say"))).token_ids
