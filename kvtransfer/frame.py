@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -34,14 +34,24 @@ def digest(block_hash: bytes, payload: bytes) -> int:
     return xxh3_64_intdigest(payload, seed=int.from_bytes(block_hash[:8], "little"))
 
 
-def to_proto(frame: Frame) -> kvtransfer_pb2.BlockFrame:
-    """Return the wire form, with its digest."""
-    return kvtransfer_pb2.BlockFrame(
-        index=frame.index,
-        block_hash=frame.block_hash,
-        digest=digest(frame.block_hash, frame.payload),
-        payload=frame.payload,
-    )
+def blocks_per_message(block_bytes: int) -> int:
+    """Return how many blocks fill a message of about ``MESSAGE_BYTES``, one at least."""
+    return max(1, MESSAGE_BYTES // block_bytes)
+
+
+def to_proto(frames: Iterable[Frame]) -> kvtransfer_pb2.PushRequest:
+    """Return the message that carries the frames, with their digests."""
+    request = kvtransfer_pb2.PushRequest()
+    # Frames are made in place: a message that is put into another is copied, payload and all.
+    add = request.frames.frames.add
+    for frame in frames:
+        add(
+            index=frame.index,
+            block_hash=frame.block_hash,
+            digest=digest(frame.block_hash, frame.payload),
+            payload=frame.payload,
+        )
+    return request
 
 
 def from_proto(message: kvtransfer_pb2.BlockFrame) -> Frame:
@@ -50,19 +60,8 @@ def from_proto(message: kvtransfer_pb2.BlockFrame) -> Frame:
     Raises:
         DigestMismatchError: a byte of the payload or of the hash changed on the way.
     """
-    if digest(message.block_hash, message.payload) != message.digest:
-        raise DigestMismatchError(f"block {message.index} arrived with bytes that do not match its digest")
-    return Frame(message.index, message.block_hash, message.payload)
-
-
-def messages(frames: Iterable[Frame], block_bytes: int) -> Iterator[list[Frame]]:
-    """Group frames into messages of about ``MESSAGE_BYTES``, one block at least."""
-    per_message = max(1, MESSAGE_BYTES // block_bytes)
-    group: list[Frame] = []
-    for frame in frames:
-        group.append(frame)
-        if len(group) == per_message:
-            yield group
-            group = []
-    if group:
-        yield group
+    # Each access to a bytes field copies it.
+    frame = Frame(message.index, message.block_hash, message.payload)
+    if digest(frame.block_hash, frame.payload) != message.digest:
+        raise DigestMismatchError(f"block {frame.index} arrived with bytes that do not match its digest")
+    return frame

@@ -17,7 +17,7 @@ class TransferMetrics:
             "quire_kv_blocks_transferred_total", "KV blocks moved.", ["direction"], registry=registry
         )
         size = Counter("quire_kv_transfer_bytes_total", "KV bytes moved.", ["direction"], registry=registry)
-        self.received_blocks, self.received_bytes = blocks.labels("received"), size.labels("received")
+        self._received_blocks, self._received_bytes = blocks.labels("received"), size.labels("received")
         self._sent_blocks, self._sent_bytes = blocks.labels("sent"), size.labels("sent")
         self._seconds = Histogram(
             "quire_kv_transfer_seconds", "Push, from open to commit.", buckets=_SECONDS, registry=registry
@@ -28,8 +28,11 @@ class TransferMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.failures = Counter(
-            "quire_kv_transfer_failures_total", "Pushes that failed.", ["reason"], registry=registry
+        self._failures = Counter(
+            "quire_kv_transfer_failures_total",
+            "Pushes that failed at the receiver.",
+            ["reason"],
+            registry=registry,
         )
 
     def pushed(self, summary: PushSummary) -> None:
@@ -38,3 +41,12 @@ class TransferMetrics:
         self._sent_bytes.inc(summary.num_bytes)
         self._seconds.observe(summary.seconds)
         self._credit_wait.observe(summary.credit_wait_seconds)
+
+    def received(self, num_bytes: int) -> None:
+        """Count a block that was checked and written."""
+        self._received_blocks.inc()
+        self._received_bytes.inc(num_bytes)
+
+    def failed(self, reason: str) -> None:
+        """Count a push that ended without commit."""
+        self._failures.labels(reason).inc()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -12,7 +14,7 @@ import grpc
 import grpc.aio
 
 from quire.kvtransfer import frame as frames
-from quire.kvtransfer.errors import PushFailedError
+from quire.kvtransfer.errors import ProtocolError, PushFailedError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout
 from quire.protos import kvtransfer_pb2 as pb
@@ -22,19 +24,34 @@ CHANNEL_OPTIONS = [
     # One message carries whole blocks; a 70B model's has 5 MiB, so the default of 4 MiB would refuse it.
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.max_send_message_length", 256 << 20),
-    # Find a peer that vanished without closing its connection.
+    # Find a peer that vanished without closing its connection, also while no credit lets data flow.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # The default back-off grows to two minutes: a restarted receiver would stay unreachable as long.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
 
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
 class PushSummary(NamedTuple):
-    """What a push moved and where its time went."""
+    """What a push moved and where its time went.
+
+    Attributes:
+        seconds: from open to the receiver's acknowledgement.
+        credit_wait_seconds: part of it in which blocks were ready and there was no credit.
+        send_seconds: part of it in which a message was being handed to the network.
+    """
 
     num_blocks: int
     num_bytes: int
     seconds: float
     credit_wait_seconds: float
+    send_seconds: float
 
 
 class ChannelPool:
@@ -80,6 +97,7 @@ class BlockPush:
         self._stub = kvtransfer_pb2_grpc.KvTransferServiceStub(channel)
         self._timeout = timeout
         self._block_bytes = layout.block_bytes
+        self._blocks_per_message = frames.blocks_per_message(layout.block_bytes)
         self._open = pb.PushOpen(
             ticket_id=ticket.ticket_id,
             receiver_epoch=ticket.receiver_epoch,
@@ -89,14 +107,19 @@ class BlockPush:
             first_block=ticket.first_block,
             num_blocks=num_blocks,
         )
-        self._credit = 0
+        self._responses: asyncio.Queue[pb.PushResponse | None] = asyncio.Queue()
+        self._refused: pb.PushRefused | None = None
+        self._num_left = num_blocks - ticket.first_block
         self._num_sent = 0
-        self._wait_seconds = 0.0
+        self._credit = 0
+        self._credit_wait_seconds = 0.0
+        self._send_seconds = 0.0
 
     async def __aenter__(self) -> Self:
         self._start = perf_counter()
         self._call = self._stub.Push(timeout=self._timeout)
-        await self._write(pb.PushRequest(open=self._open))
+        self._reading = asyncio.create_task(self._read_responses())
+        self._writing = self._start_write(pb.PushRequest(open=self._open))
         return self
 
     async def __aexit__(
@@ -104,21 +127,35 @@ class BlockPush:
     ) -> None:
         # A call that has ended ignores this; one that has not is taken back at the receiver.
         self._call.cancel()
+        self._reading.cancel()
+        self._writing.cancel()
+        await asyncio.gather(self._reading, self._writing, return_exceptions=True)
 
     async def send(self, blocks: Iterable[Frame]) -> None:
-        """Send blocks in order, waiting for credit where there is none.
+        """Send blocks in order; return when the last message is on its way, within the credit.
+
+        ``blocks`` may be lazy: it is read in a thread, no further ahead of the credit than one block.
 
         Raises:
+            ProtocolError: there are more blocks than the push was opened for.
             PushFailedError: the receiver refused, vanished or ran out of time.
         """
-        for group in frames.messages(blocks, self._block_bytes):
-            while self._credit < len(group):
-                self._credit += await self._next_credit()
-            # Copying and digesting megabytes would hold up the event loop.
-            message = await asyncio.to_thread(_frames_message, group)
-            await self._write(message)
-            self._credit -= len(group)
-            self._num_sent += len(group)
+        pending = iter(blocks)
+        while True:
+            count = min(self._blocks_per_message, max(1, self._credit))
+            # Copying and digesting megabytes would hold up the event loop; meanwhile the last message leaves.
+            message = await asyncio.to_thread(frames.to_proto, islice(pending, count))
+            num_blocks = len(message.frames.frames)
+            if not num_blocks:
+                return
+            if num_blocks > self._num_left:
+                raise ProtocolError(f"more blocks than the {self._open.num_blocks} of the push")
+            await self._wait_for_credit()
+            await self._writing
+            self._writing = self._start_write(message)
+            self._credit -= num_blocks
+            self._num_left -= num_blocks
+            self._num_sent += num_blocks
 
     async def commit(self, first_token_id: int) -> PushSummary:
         """End the push and wait until the receiver has admitted the sequence.
@@ -126,41 +163,61 @@ class BlockPush:
         Raises:
             PushFailedError: the receiver refused, vanished or ran out of time.
         """
+        await self._writing
         await self._write(pb.PushRequest(commit=pb.PushCommit(first_token_id=first_token_id)))
-        while (await self._read()).WhichOneof("message") != "committed":
+        while (await self._response()).WhichOneof("message") != "committed":
             pass
+        # Let the receiver end the call; to cancel it now would show there as an error.
+        await self._reading
         return PushSummary(
-            self._num_sent,
-            self._num_sent * self._block_bytes,
-            perf_counter() - self._start,
-            self._wait_seconds,
+            num_blocks=self._num_sent,
+            num_bytes=self._num_sent * self._block_bytes,
+            seconds=perf_counter() - self._start,
+            credit_wait_seconds=self._credit_wait_seconds,
+            send_seconds=self._send_seconds,
         )
 
-    async def _next_credit(self) -> int:
+    async def _wait_for_credit(self) -> None:
         start = perf_counter()
-        response = await self._read()
-        self._wait_seconds += perf_counter() - start
-        return response.credit.num_blocks
+        while not self._credit:
+            self._credit += (await self._response()).credit.num_blocks
+        self._credit_wait_seconds += perf_counter() - start
+
+    def _start_write(self, message: pb.PushRequest) -> asyncio.Task[None]:
+        return asyncio.create_task(self._write(message))
 
     async def _write(self, message: pb.PushRequest) -> None:
+        start = perf_counter()
         try:
             await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             # A stream that the receiver has ended refuses writes; its status says why it did.
             raise await self._failure() from error
+        self._send_seconds += perf_counter() - start
 
-    async def _read(self) -> pb.PushResponse:
-        try:
-            response = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise await self._failure() from error
-        if not isinstance(response, pb.PushResponse):  # the end of the stream
+    async def _read_responses(self) -> None:
+        """Queue what the receiver says, and at its end None.
+
+        It must be read all the time: a call has no status before every message ahead of it was read, so a
+        write that fails would wait for its error as long as a credit lies there.
+        """
+        with suppress(grpc.aio.AioRpcError):
+            # Iteration reads to the end; ``read`` would stop at a failed write and miss the refusal.
+            async for response in self._call:
+                if response.WhichOneof("message") == "refused":
+                    self._refused = response.refused
+                self._responses.put_nowait(response)
+        self._responses.put_nowait(None)
+
+    async def _response(self) -> pb.PushResponse:
+        response = await self._responses.get()
+        if response is None or self._refused is not None:
+            self._responses.put_nowait(None)  # for whoever asks again
             raise await self._failure()
         return response
 
     async def _failure(self) -> PushFailedError:
+        await asyncio.wait([self._reading])
+        if self._refused is not None:
+            return PushFailedError(_STATUS_CODES[self._refused.status_code], self._refused.message)
         return PushFailedError(await self._call.code(), await self._call.details() or "")
-
-
-def _frames_message(group: list[Frame]) -> pb.PushRequest:
-    return pb.PushRequest(frames=pb.PushFrames(frames=[frames.to_proto(frame) for frame in group]))

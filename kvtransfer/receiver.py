@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Protocol
@@ -9,15 +10,16 @@ from typing import Protocol
 import grpc
 
 from quire.kvtransfer import frame as frames
-from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferError
+from quire.kvtransfer.credit import CreditWindow
+from quire.kvtransfer.errors import ProtocolError, SenderGoneError, StaleEpochError, TransferError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout, require_equal
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
-CREDIT_BYTES = 64 << 20
-"""Bytes of a push that may be on their way at once."""
+WINDOW_BYTES = 64 << 20
+"""Bytes of one push that may be on their way at once."""
 
 
 class Reservation(Protocol):
@@ -30,7 +32,7 @@ class Reservation(Protocol):
         """Admit the sequence: every block has been written."""
 
     def abort(self, reason: str) -> None:
-        """Give the blocks back; idempotent, and nothing after a commit."""
+        """Give the blocks back, unless the sequence was admitted; called at most once."""
 
 
 class BlockSink(Protocol):
@@ -50,9 +52,12 @@ class BlockSink(Protocol):
 class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
     """Serves pushes into one sink."""
 
-    def __init__(self, sink: BlockSink, metrics: TransferMetrics) -> None:
+    def __init__(
+        self, sink: BlockSink, metrics: TransferMetrics, *, window_bytes: int = WINDOW_BYTES
+    ) -> None:
         self._sink = sink
         self._metrics = metrics
+        self._window_blocks = window_bytes // sink.layout.block_bytes
 
     async def Push(
         self,
@@ -64,62 +69,77 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
             async with aclosing(self._receive(request_iterator)) as responses:
                 async for response in responses:
                     yield response
-        except TransferError as error:
-            self._metrics.failures.labels(reason=type(error).__name__).inc()
-            await context.abort(error.code, str(error))
+        except (asyncio.CancelledError, GeneratorExit):
+            self._metrics.failed(SenderGoneError.reason)
+            raise
+        except Exception as error:
+            failure = _as_transfer_error(error)
+            self._metrics.failed(failure.reason)
+            refused = pb.PushRefused(status_code=failure.code.value[0], message=str(failure))
+            yield pb.PushResponse(refused=refused)
+            if failure is not error:
+                raise  # a defect: the server logs it
+            await context.abort(failure.code, str(failure))
 
     async def _receive(self, requests: AsyncIterator[pb.PushRequest]) -> AsyncGenerator[pb.PushResponse]:
-        first = await anext(requests)
-        if first.WhichOneof("message") != "open":
-            raise ProtocolError("a push begins with open")
-        opening = first.open
-        if opening.receiver_epoch != self._sink.epoch:
-            raise StaleEpochError("the receiver has restarted since the ticket was issued")
-        require_equal(self._sink.layout, KvLayout.from_proto(opening.layout))
-        reservation = await self._sink.open(opening)
-        reason = "the sender went away before it committed"
-        try:
-            async with aclosing(self._fill(reservation, opening, requests)) as responses:
-                async for response in responses:
-                    yield response
-        except TransferError as error:
-            reason = str(error)
-            raise
-        finally:
-            reservation.abort(reason)
-
-    async def _fill(
-        self, reservation: Reservation, opening: pb.PushOpen, requests: AsyncIterator[pb.PushRequest]
-    ) -> AsyncGenerator[pb.PushResponse]:
         """Grant credit, write what comes, and admit the sequence when it is whole."""
-        window = max(2, CREDIT_BYTES // self._sink.layout.block_bytes)
-        expected, granted = opening.first_block, opening.first_block
-        while True:
-            if granted < opening.num_blocks and granted - expected <= window // 2:
-                credit = min(window, opening.num_blocks - granted)
-                granted += credit
-                yield pb.PushResponse(credit=pb.PushCredit(num_blocks=credit))
-            request = await anext(requests, None)
-            if request is None:
-                raise ProtocolError("the push ended without commit")
-            if request.WhichOneof("message") == "commit":
-                break
-            for message in request.frames.frames:
-                expected = self._write(reservation, message, expected, granted)
-        if expected != opening.num_blocks:
-            raise ProtocolError(f"{expected} of {opening.num_blocks} blocks had arrived at commit")
-        await reservation.commit(request.commit.first_token_id)
-        count = opening.num_blocks - opening.first_block
-        yield pb.PushResponse(committed=pb.PushCommitted(num_blocks=count))
+        opening = await self._accept(requests)
+        reservation = await self._sink.open(opening)
+        try:
+            window = CreditWindow(opening.first_block, opening.num_blocks, self._window_blocks)
+            while True:
+                if credit := window.grant():
+                    yield pb.PushResponse(credit=pb.PushCredit(num_blocks=credit))
+                request = await _next(requests)
+                if request.WhichOneof("message") == "commit":
+                    break
+                self._write(request, window, reservation)
+            if window.num_missing:
+                raise ProtocolError(
+                    f"{window.num_missing} of {opening.num_blocks} blocks were missing at commit"
+                )
+            await reservation.commit(request.commit.first_token_id)
+        except BaseException as error:
+            reservation.abort(str(_as_transfer_error(error)))
+            raise
+        num_received = opening.num_blocks - opening.first_block
+        yield pb.PushResponse(committed=pb.PushCommitted(num_blocks=num_received))
 
-    def _write(self, reservation: Reservation, message: pb.BlockFrame, expected: int, granted: int) -> int:
-        """Write one block and return the index of the next; a block that came before changes nothing."""
-        if message.index < expected:
-            return expected
-        if message.index > expected or message.index >= granted:
-            raise ProtocolError(f"block {message.index} came where block {expected} of {granted} was due")
-        frame = frames.from_proto(message)
-        reservation.write(frame)
-        self._metrics.received_blocks.inc()
-        self._metrics.received_bytes.inc(len(frame.payload))
-        return expected + 1
+    async def _accept(self, requests: AsyncIterator[pb.PushRequest]) -> pb.PushOpen:
+        request = await _next(requests)
+        if request.WhichOneof("message") != "open":
+            raise ProtocolError("a push begins with open")
+        if request.open.receiver_epoch != self._sink.epoch:
+            raise StaleEpochError("the receiver has restarted since the ticket was issued")
+        require_equal(self._sink.layout, KvLayout.from_proto(request.open.layout))
+        return request.open
+
+    def _write(self, request: pb.PushRequest, window: CreditWindow, reservation: Reservation) -> None:
+        if request.WhichOneof("message") != "frames":
+            raise ProtocolError("after open come frames and one commit")
+        for message in request.frames.frames:
+            if not window.take(message.index):
+                continue
+            frame = frames.from_proto(message)
+            if len(frame.payload) != self._sink.layout.block_bytes:
+                raise ProtocolError(
+                    f"block {frame.index} has {len(frame.payload)} bytes, not {self._sink.layout.block_bytes}"
+                )
+            reservation.write(frame)
+            self._metrics.received(len(frame.payload))
+
+
+async def _next(requests: AsyncIterator[pb.PushRequest]) -> pb.PushRequest:
+    request = await anext(requests, None)
+    if request is None:
+        raise SenderGoneError("the sender went away before it committed")
+    return request
+
+
+def _as_transfer_error(error: BaseException) -> TransferError:
+    """Name any end of a push but a commit: the call's cancellation is the sender's doing."""
+    if isinstance(error, TransferError):
+        return error
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return SenderGoneError("the sender went away before it committed")
+    return TransferError(f"the receiver failed: {error!r}")

@@ -21,6 +21,7 @@ from quire.kvindex.block_hash import block_hash
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.malloc import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push import ChannelPool
 from quire.kvtransfer.receiver import KvTransferServicer
@@ -48,6 +49,7 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
     worker_id = config.worker_id or f"{config.role}-{secrets.token_hex(4)}"
     configure_logging(config.log_level, process=worker_id)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    keep_freed_buffers()
     model = await asyncio.to_thread(load_model, config.model_path, config.dtype, torch.device("cpu"))
     memory = _allocate(config, model)
     identity = _identify(config, worker_id, model, memory)

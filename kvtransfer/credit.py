@@ -1,0 +1,49 @@
+"""How many blocks a sender may have on their way, and which one is due."""
+
+from __future__ import annotations
+
+from quire.kvtransfer.errors import ProtocolError
+
+
+class CreditWindow:
+    """The receiver's account of one push of blocks ``[first_block, num_blocks)``.
+
+    Invariant: at most ``size`` blocks are granted and not yet taken. A sender that has used up its credit is
+    always granted more, so a push never stalls for want of it.
+    """
+
+    def __init__(self, first_block: int, num_blocks: int, size: int) -> None:
+        self._first_block = first_block
+        self._num_blocks = num_blocks
+        self._size = max(1, size)
+        self._due = first_block
+        self._granted = first_block
+
+    @property
+    def num_missing(self) -> int:
+        """Blocks that have not been taken."""
+        return self._num_blocks - self._due
+
+    def grant(self) -> int:
+        """Return the credit to give now: none until half of the window is used, so that grants are few."""
+        num_open = self._granted - self._due
+        if num_open > self._size // 2:
+            return 0
+        credit = min(self._size - num_open, self._num_blocks - self._granted)
+        self._granted += credit
+        return credit
+
+    def take(self, index: int) -> bool:
+        """Take the block that is due; return False for one that was taken before.
+
+        Raises:
+            ProtocolError: the block is not part of the push, leaves a gap, or exceeds the credit.
+        """
+        if self._first_block <= index < self._due:
+            return False
+        if index != self._due or index >= self._granted:
+            raise ProtocolError(
+                f"block {index} came where block {self._due} was due, with credit up to block {self._granted}"
+            )
+        self._due += 1
+        return True
