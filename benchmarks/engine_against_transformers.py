@@ -1,6 +1,7 @@
 """Output tokens per second of the engine and of transformers, same model, same requests, same threads.
 
     python -m quire.benchmarks.engine_against_transformers --model models/demo
+    python -m quire.benchmarks.engine_against_transformers --model random-100m --output-len 32
 
 ``generate`` runs one static batch, padded on the left; ``generate_batch`` is transformers' own continuous
 batching. The ceiling of all three is the forward pass: the share of it in an engine step is shown. The last
@@ -13,13 +14,21 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
@@ -79,11 +88,27 @@ def run_generate_batch(model: Any, prompts: list[list[int]], max_tokens: int) ->
     assert len(outputs) == len(prompts)
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds and the result of the second of two runs."""
-    run()
+def make_100m_model(folder: str) -> str:
+    """Save a random Llama of about 100 million parameters; return the folder."""
+    config = LlamaConfig(
+        vocab_size=16384,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=14,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def timed(run: Callable[[list[list[int]]], Any], prompts: list[list[int]]) -> tuple[float, Any]:
+    """Return the seconds and the result of a run over all prompts, after one over two of them."""
+    run(prompts[:2])
     start = time.perf_counter()
-    result = run()
+    result = run(prompts)
     return time.perf_counter() - start, result
 
 
@@ -98,22 +123,33 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    loaded = load_model(arguments.model, arguments.dtype, torch.device("cpu"))
+    with TemporaryDirectory() as folder:
+        path = make_100m_model(folder) if arguments.model == "random-100m" else arguments.model
+        seconds, phases = measure(path, arguments)
+    report(arguments, seconds, phases)
+
+
+def measure(path: str, arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+    """Run the three; return the seconds of each and those of the phases of an engine step."""
+    loaded = load_model(path, arguments.dtype, torch.device("cpu"))
     prompts = make_prompts(arguments.num_requests, arguments.input_len, loaded.vocab_size)
     memory = KvMemory(loaded.kv_shape(BLOCK_SIZE), 4096, torch.device("cpu"))
     limits = SchedulerConfig(BLOCK_SIZE, arguments.num_requests, 512)
 
-    def fresh_engine_run() -> dict[str, float]:
+    def fresh_engine_run(prompts: list[list[int]]) -> dict[str, float]:
         return run_engine(Engine(loaded, memory, limits, block_hash), prompts, arguments.output_len)
 
     seconds: dict[str, float] = {}
-    seconds["quire"], phases = timed(fresh_engine_run)
+    seconds["quire"], phases = timed(fresh_engine_run, prompts)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=loaded.dtype, attn_implementation="sdpa").eval()
     for name, run in (("generate", run_generate), ("generate_batch", run_generate_batch)):
-        attention = "sdpa" if name == "generate" else "paged|sdpa"
-        model = AutoModelForCausalLM.from_pretrained(
-            arguments.model, dtype=loaded.dtype, attn_implementation=attention
-        ).eval()
-        seconds[name], _ = timed(lambda run=run, model=model: run(model, prompts, arguments.output_len))  # type: ignore[misc]
+        call = partial(run, model, max_tokens=arguments.output_len)
+        seconds[name], _ = timed(lambda prompts, call=call: call(prompts=prompts), prompts)  # type: ignore[misc]
+    return seconds, phases
+
+
+def report(arguments: argparse.Namespace, seconds: dict[str, float], phases: dict[str, float]) -> None:
+    """Print the tables and the line of JSON."""
     num_tokens = arguments.num_requests * arguments.output_len
     table = Table("", "output tok/s", "quire is faster by", title=f"{arguments.model}, {arguments.dtype}")
     for name, value in seconds.items():

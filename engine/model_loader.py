@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from quire.engine import attention
 from quire.engine.kv_memory import KvShape
+from quire.engine.packed_linear import pack_linear_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,6 +67,7 @@ def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:
         attn_implementation=attention.IMPLEMENTATION,
     )
     module = module.to(device).eval().requires_grad_(False)
+    pack_linear_layers(module)
     num_heads = text_config.num_attention_heads
     return LoadedModel(
         module=module,

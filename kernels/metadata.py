@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-Array = np.ndarray[Any, np.dtype[Any]]
 
-
-class HostMetadata(NamedTuple):
-    """The same metadata as NumPy arrays, for kernels that run on the CPU."""
-
-    block_tables: Array
-    query_starts: Array
-    seq_lens: Array
-    slot_mapping: Array
-
-
-@dataclass(frozen=True)
-class AttentionMetadata:
+class AttentionMetadata(NamedTuple):
     """One step's sequences, packed without padding.
 
     ::
@@ -42,13 +27,3 @@ class AttentionMetadata:
     query_starts: torch.Tensor
     seq_lens: torch.Tensor
     slot_mapping: torch.Tensor
-
-    @cached_property
-    def host(self) -> HostMetadata:
-        """NumPy views, made once for all layers of a step."""
-        return HostMetadata(
-            self.block_tables.numpy(),
-            self.query_starts.numpy(),
-            self.seq_lens.numpy(),
-            self.slot_mapping.numpy(),
-        )

@@ -16,6 +16,7 @@ def paged_attention(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``ops.paged_attention``."""
     output = torch.empty_like(query)
@@ -35,6 +36,8 @@ def paged_attention(
             scores = logit_softcap * torch.tanh(scores / logit_softcap)
         position = torch.arange(seq_len - (last - first), seq_len)[:, None]
         key_position = torch.arange(seq_len)[None, :]
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.double()[:, None, None] * (key_position - position)
         hidden = key_position > position
         if sliding_window is not None:
             hidden |= key_position <= position - sliding_window

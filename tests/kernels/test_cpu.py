@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import cpu, ops, reference
+from quire.kernels import ops, reference
 from quire.kernels.metadata import AttentionMetadata
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 class Case(NamedTuple):
@@ -85,35 +85,99 @@ lengths = st.lists(
 ).map(lambda pairs: [(cached, new if cached + new else 1) for cached, new in pairs])
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+class Shape(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: torch.dtype
+    block_size: int
+    group: int
+    head_dim: int
+
+
+shapes = st.sampled_from(
+    [
+        Shape(torch.float32, 16, 2, 64),
+        Shape(torch.float32, 8, 1, 20),
+        Shape(torch.float32, 24, 3, 80),
+        Shape(torch.bfloat16, 16, 4, 48),
+        Shape(torch.float16, 128, 7, 32),
+    ]
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     lengths=lengths,
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    block_size=st.sampled_from([8, 16, 32]),
-    group=st.sampled_from([1, 2, 4]),
-    head_dim=st.sampled_from([32, 48, 64]),
+    shape=shapes,
     window=st.sampled_from([None, 1, 7, 24]),
     softcap=st.sampled_from([None, 5.0]),
     has_sinks=st.booleans(),
+    has_slopes=st.booleans(),
 )
 def test_equals_the_reference(
     lengths: list[tuple[int, int]],
-    dtype: torch.dtype,
-    block_size: int,
-    group: int,
-    head_dim: int,
+    shape: Shape,
     window: int | None,
     softcap: float | None,
     has_sinks: bool,
+    has_slopes: bool,
 ) -> None:
-    case = make_case(lengths, dtype=dtype, block_size=block_size, group=group, head_dim=head_dim)
-    sinks = torch.linspace(-1.0, 1.0, case.query.shape[1]) if has_sinks else None
-    compare(case, sliding_window=window, logit_softcap=softcap, sinks=sinks)
+    case = make_case(lengths, **shape._asdict())
+    num_heads = case.query.shape[1]
+    sinks = torch.linspace(-1.0, 1.0, num_heads) if has_sinks else None
+    slopes = torch.linspace(0.0, 0.5, num_heads) if has_slopes else None
+    compare(case, sliding_window=window, logit_softcap=softcap, sinks=sinks, alibi_slopes=slopes)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = make_case([(100, 3), (3, 40)])
+    compare(case._replace(query=case.query * 1000), logit_softcap=None)
+    compare(case._replace(query=case.query * 1000), logit_softcap=30.0)
 
 
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_use_threads", lambda work: True)
-    compare(make_case([(100, 33), (5, 1), (0, 40)]))
+    case = make_case([(100, 33), (5, 1), (0, 400)])
+    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
+    alone = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    together = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
+    assert torch.equal(alone, together)
+
+
+def test_a_row_does_not_depend_on_the_other_sequences() -> None:
+    case = make_case([(100, 1), (7, 1), (0, 9)])
+    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
+    batch = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
+    starts = case.metadata.query_starts.tolist()
+    for row in range(3):
+        first, last = starts[row], starts[row + 1]
+        metadata = AttentionMetadata(
+            case.metadata.block_tables[row : row + 1],
+            torch.tensor([0, last - first], dtype=torch.int32),
+            case.metadata.seq_lens[row : row + 1],
+            case.metadata.slot_mapping[first:last],
+        )
+        alone = ops.paged_attention(case.query[first:last], case.kv_layer, metadata, scale=0.2)
+        assert torch.equal(alone, batch[first:last])
+
+
+def test_a_sequence_with_nan_does_not_spoil_another() -> None:
+    case = make_case([(0, 40), (0, 20)])
+    case.value[38] = float("nan")
+    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
+    output = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
+    assert output[:40].isnan().any()
+    assert output[40:].isfinite().all()
+
+
+def test_operators_are_known_to_the_compiler() -> None:
+    case = make_case([(20, 3), (5, 1)])
+    arguments = (case.query, case.kv_layer, *case.metadata[:3])
+    case.kv_layer[case.kv_layer.isnan()] = 0.0  # the checks compare, and NaN is not equal to itself
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.quire.paged_attention, arguments, {"scale": 0.2}, test_utils=checks)
+    writes = (case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
+    torch.library.opcheck(torch.ops.quire.write_kv, writes, test_utils=checks)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +186,8 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda case: case._replace(query=case.query[:, :, :16]), "head_dim must be equal"),
         (lambda case: case._replace(query=case.query[:, :3]), "heads a multiple"),
         (lambda case: case._replace(query=case.query.bfloat16()), "they must be equal"),
+        (lambda case: case._replace(kv_layer=case.kv_layer.double()), "there are kernels for"),
+        (lambda case: case._replace(kv_layer=case.kv_layer.transpose(2, 3)), "must be contiguous"),
     ],
 )
 def test_wrong_shapes_are_refused(spoil: Callable[[Case], Case], message: str) -> None:

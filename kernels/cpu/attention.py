@@ -1,0 +1,404 @@
+"""Paged attention on the CPU.
+
+A program takes a tile, consecutive new tokens of one sequence, and one KV head: its rows are the tile's
+tokens times the query heads of the group, so that every key and value is read once for all of them. It walks
+the sequence's block table, a span of blocks at a time, with a running softmax (FlashAttention, Dao et al.,
+2022).
+
+Few rows, as in decode, are bound by memory: dot products straight from the blocks, with the next block
+prefetched. Many rows, as in prefill, are bound by arithmetic: keys are transposed and values widened into a
+tile that stays in the cache, and the work is two matrix products.
+
+A kernel is compiled for each (head_dim, block_size, group, dtype), since loops of constant length are
+unrolled; it is kept in Numba's cache on disk. Everything else is an argument.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
+
+from quire.kernels.cpu import threads
+from quire.kernels.cpu.intrinsics import (
+    FAST_MATH,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    add_product,
+    compiled,
+    exp,
+    fetch_and_increment,
+    pointer,
+    prefetch,
+    widen,
+)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+STORAGE = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+"""How Numba sees each dtype; ``widen`` knows them by these."""
+
+_SPAN = 64
+"""Keys at a time, at least one block: a running softmax is updated once for all of them."""
+_MAX_ROWS = 256
+_FEW_ROWS = 8
+"""Rows from which matrix products pay for their tiles."""
+_MIN_THREADED_WORK = 1 << 16
+"""Multiplications of a step below which waking threads costs more than it saves."""
+_CACHE_LINE = 64
+_LOWEST = np.float32(-1e30)
+"""Stands for minus infinity, whose differences are no numbers."""
+
+_ADDRESSES = (
+    "query",
+    "kv",
+    "output",
+    "block_tables",
+    "query_starts",
+    "seq_lens",
+    "tiles",
+    "sinks",
+    "slopes",
+    "next_program",
+)
+_INTEGERS = (
+    "num_programs",
+    "num_kv_heads",
+    "num_heads",
+    "table_width",
+    "block_stride",
+    "value_offset",
+    "head_stride",
+    "window",
+)
+_ARGUMENTS = np.dtype(
+    [(name, np.int64) for name in _ADDRESSES + _INTEGERS] + [("scale", np.float32), ("softcap", np.float32)],
+    align=True,
+)
+_ARGUMENTS_TYPE = from_dtype(_ARGUMENTS)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See ``ops.paged_attention``."""
+    num_tokens, num_heads, head_dim = query.shape
+    _, _, num_kv_heads, block_size, _ = kv_layer.shape
+    group = num_heads // num_kv_heads
+    num_new = np.diff(query_starts.numpy())
+    tiles = _tiles(query_starts.numpy(), num_new, _tile_tokens(group))
+    query32 = query.float().contiguous()
+    output = torch.empty((num_tokens, num_heads, head_dim))
+    sink_logits = np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.float().numpy()
+    slopes = np.zeros(num_heads, np.float32) if alibi_slopes is None else alibi_slopes.float().numpy()
+    block_stride, value_offset, head_stride = kv_layer.stride()[:3]
+    counter = np.zeros(1, np.int64)
+    addresses = (
+        query32.data_ptr(),
+        kv_layer.data_ptr(),
+        output.data_ptr(),
+        block_tables.data_ptr(),
+        query_starts.data_ptr(),
+        seq_lens.data_ptr(),
+        tiles.ctypes.data,
+        sink_logits.ctypes.data,
+        slopes.ctypes.data,
+        counter.ctypes.data,
+    )
+    integers = (
+        len(tiles) * num_kv_heads,
+        num_kv_heads,
+        num_heads,
+        block_tables.shape[1],
+        block_stride,
+        value_offset,
+        head_stride,
+        sliding_window or 0,
+    )
+    arguments = np.array([(*addresses, *integers, scale, logit_softcap or 0.0)], dtype=_ARGUMENTS)
+    kernel = _kernel(head_dim, block_size, group, STORAGE[kv_layer.dtype])
+    work = int(num_new @ seq_lens.numpy()) * num_heads * head_dim
+    num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
+    threads.run(kernel.address, arguments.ctypes.data, num_threads)
+    return output.to(query.dtype)
+
+
+def _tiles(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
+    """Cut the new tokens into runs of one sequence: int64 rows of (sequence, first token, last token + 1)."""
+    num_tiles = -(-num_new // max_tokens)
+    sequence = np.repeat(np.arange(len(num_tiles)), num_tiles)
+    place = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    tiles = np.empty((len(sequence), 3), np.int64)
+    tiles[:, 0] = sequence
+    tiles[:, 1] = query_starts[sequence] + place * max_tokens
+    tiles[:, 2] = np.minimum(tiles[:, 1] + max_tokens, query_starts[sequence + 1])
+    return tiles
+
+
+def _tile_tokens(group: int) -> int:
+    return max(1, _MAX_ROWS // group)
+
+
+@compiled
+def _read_rows(inputs: Array, query: Array, num_tokens: int, group: int, head_dim: int, scale: float) -> None:
+    for token in range(num_tokens):
+        for head in range(group):
+            for d in range(head_dim):
+                query[token * group + head, d] = inputs[token, head, d] * scale
+
+
+@compiled
+def _begin_rows(
+    sinks: Array, best: Array, weight: Array, total: Array, num_rows: int, group: int, head_dim: int
+) -> None:
+    for row in range(num_rows):
+        # A sink is a logit with no value: it takes part in the softmax and adds nothing.
+        sink = sinks[row % group]
+        best[row] = max(sink, _LOWEST)
+        weight[row] = 1.0 if sink > -np.inf else 0.0
+        for d in range(head_dim):
+            total[row, d] = 0.0
+
+
+@compiled
+def _write_rows(
+    total: Array, weight: Array, outputs: Array, num_tokens: int, group: int, head_dim: int
+) -> None:
+    for token in range(num_tokens):
+        for head in range(group):
+            row = token * group + head
+            inverse = np.float32(1.0) / weight[row]
+            for d in range(head_dim):
+                outputs[token, head, d] = total[row, d] * inverse
+
+
+@compiled
+def _prefetch(address: int, num_bytes: int) -> None:
+    for line in range(0, num_bytes, _CACHE_LINE):
+        prefetch(address + line)
+
+
+@compiled
+def _dot_products(
+    query: Array, num_rows: int, keys: Array, scores: Array, at: int, count: int, head_dim: int
+) -> None:
+    """Score the keys of one block, read as they are stored."""
+    for slot in range(count):
+        for row in range(num_rows):
+            dot = np.float32(0.0)
+            for d in range(head_dim):
+                dot += query[row, d] * widen(keys[slot, d])
+            scores[row, at + slot] = dot
+
+
+@compiled
+def _add_values(
+    scores: Array, num_rows: int, values: Array, total: Array, at: int, count: int, head_dim: int
+) -> None:
+    """Add the weighted values of one block, read as they are stored, four at a time."""
+    in_fours = count // 4 * 4
+    for row in range(num_rows):
+        for slot in range(0, in_fours, 4):
+            w0, w1 = scores[row, at + slot], scores[row, at + slot + 1]
+            w2, w3 = scores[row, at + slot + 2], scores[row, at + slot + 3]
+            for d in range(head_dim):
+                total[row, d] += (
+                    w0 * widen(values[slot, d])
+                    + w1 * widen(values[slot + 1, d])
+                    + w2 * widen(values[slot + 2, d])
+                    + w3 * widen(values[slot + 3, d])
+                )
+        for slot in range(in_fours, count):
+            weight = scores[row, at + slot]
+            for d in range(head_dim):
+                total[row, d] += weight * widen(values[slot, d])
+
+
+@compiled
+def _unpack(
+    block_keys: Array, block_values: Array, keys: Array, values: Array, at: int, count: int, head_dim: int
+) -> None:
+    """Put one block into the tiles: keys transposed, values as they are."""
+    for slot in range(count):
+        for d in range(head_dim):
+            keys[d, at + slot] = widen(block_keys[slot, d])
+    for slot in range(count):
+        for d in range(head_dim):
+            values[at + slot, d] = widen(block_values[slot, d])
+
+
+@compiled
+def _add_products(
+    total: Array, left: Array, right: Array, num_rows: int, depth: int, num_columns: int, width: int
+) -> None:
+    """Add ``left @ right``, tile by tile; the arrays have whole tiles of rows."""
+    strides = (np.int64(total.shape[1]), np.int64(left.shape[1]), np.int64(right.shape[1]))
+    for row in range(0, num_rows, TILE_ROWS):
+        for column in range(0, num_columns, width):
+            add_product(
+                np.int64(total[row:, column:].ctypes.data),
+                np.int64(left[row:].ctypes.data),
+                np.int64(right[:, column:].ctypes.data),
+                np.int64(depth),
+                strides,
+                width,
+            )
+
+
+@compiled
+def _bend_scores(scores: Array, row: int, span: int, softcap: float, slope: float, distance: int) -> None:
+    """Apply the soft-cap and ALiBi's slope; ``distance`` is from the row's position to the first key."""
+    if softcap > 0.0:
+        for slot in range(span):
+            x = scores[row, slot] / softcap
+            # tanh(|x|) = 2 / (1 + e^-2|x|) - 1
+            bent = np.float32(2.0) / (np.float32(1.0) + exp(np.float32(-2.0) * abs(x))) - np.float32(1.0)
+            scores[row, slot] = softcap * (bent if x >= 0.0 else -bent)
+    if slope != 0.0:
+        for slot in range(span):
+            scores[row, slot] += slope * np.float32(distance + slot)
+
+
+@compiled
+def _running_softmax(
+    scores: Array,
+    row: int,
+    low: int,
+    high: int,
+    best: Array,
+    weight: Array,
+    total: Array,
+    span: int,
+    head_dim: int,
+) -> None:
+    """Turn the scores [low, high) of a row into weights, the others into zero; keep the sums to scale."""
+    if low >= high:
+        for slot in range(span):
+            scores[row, slot] = 0.0
+        return
+    for slot in range(low):
+        scores[row, slot] = _LOWEST
+    for slot in range(high, span):
+        scores[row, slot] = _LOWEST
+    peak = best[row]
+    for slot in range(span):
+        peak = max(peak, scores[row, slot])
+    if peak > best[row]:
+        shrink = exp(best[row] - peak)
+        weight[row] *= shrink
+        for d in range(head_dim):
+            total[row, d] *= shrink
+        best[row] = peak
+    added = np.float32(0.0)
+    for slot in range(span):
+        share = exp(scores[row, slot] - peak)
+        scores[row, slot] = share
+        added += share
+    weight[row] += added
+
+
+@cache
+def _kernel(head_dim: int, block_size: int, group: int, storage: type[np.generic]) -> Any:
+    """Compile the loop that each thread runs: take the next program until there is none."""
+    span_blocks = max(1, _SPAN // block_size)
+    span = span_blocks * block_size
+    score_columns = -(-span // TILE_COLUMNS) * TILE_COLUMNS
+    value_columns = min(head_dim & -head_dim, TILE_COLUMNS)
+    max_rows = -(-_tile_tokens(group) * group // TILE_ROWS) * TILE_ROWS
+    item_bytes = np.dtype(storage).itemsize
+    block_bytes = block_size * head_dim * item_bytes
+    block_shape = (block_size, head_dim)
+
+    def kernel(arguments: Any) -> None:
+        args = carray(arguments, 1)[0]
+        num_heads, window = args.num_heads, args.window
+        query = np.zeros((max_rows, head_dim), np.float32)
+        total = np.empty((max_rows, head_dim), np.float32)
+        scores = np.zeros((max_rows, score_columns), np.float32)
+        keys = np.zeros((head_dim, score_columns), np.float32)
+        values = np.zeros((span, head_dim), np.float32)
+        best, weight = np.empty(max_rows, np.float32), np.empty(max_rows, np.float32)
+        while True:
+            program = np.int64(fetch_and_increment(args.next_program))
+            if program >= args.num_programs:
+                break
+            kv_head = program % args.num_kv_heads
+            tile = carray(pointer(args.tiles + 24 * (program // args.num_kv_heads), np.int64), (3,))
+            sequence, first, num_tokens = tile[0], tile[1], tile[2] - tile[1]
+            table_at = args.block_tables + 4 * sequence * args.table_width
+            table = carray(pointer(table_at, np.int32), (args.table_width,))
+            end = carray(pointer(args.query_starts + 4 * sequence, np.int32), (2,))[1]
+            seq_len = carray(pointer(args.seq_lens + 4 * sequence, np.int32), (1,))[0]
+            sinks = carray(pointer(args.sinks + 4 * kv_head * group, np.float32), (group,))
+            slopes = carray(pointer(args.slopes + 4 * kv_head * group, np.float32), (group,))
+            rows_at = 4 * (first * num_heads + kv_head * group) * head_dim
+            rows_shape = (num_tokens, num_heads, head_dim)
+            inputs = carray(pointer(args.query + rows_at, np.float32), rows_shape)
+            outputs = carray(pointer(args.output + rows_at, np.float32), rows_shape)
+            num_rows = num_tokens * group
+            has_few_rows = num_rows < _FEW_ROWS
+            _read_rows(inputs, query, num_tokens, group, head_dim, args.scale)
+            _begin_rows(sinks, best, weight, total, num_rows, group, head_dim)
+            # The sequence's last token has position seq_len - 1.
+            first_position = np.int64(seq_len) - (np.int64(end) - first)
+            last_position = first_position + num_tokens - 1
+            first_key = max(0, first_position - window + 1) if window > 0 else 0
+            head_at = args.kv + item_bytes * kv_head * args.head_stride
+            block_stride, value_offset = item_bytes * args.block_stride, item_bytes * args.value_offset
+            for at in range(first_key // span, last_position // span + 1):
+                base = at * span
+                # Slots past the last position hold what is not this sequence's: they are never read.
+                num_keys = min(span, last_position + 1 - base)
+                num_blocks = -(-num_keys // block_size)
+                for index in range(num_blocks):
+                    entry = at * span_blocks + index
+                    key_at = head_at + block_stride * np.int64(table[entry])
+                    block_keys = carray(pointer(key_at, storage), block_shape)
+                    block_values = carray(pointer(key_at + value_offset, storage), block_shape)
+                    slot = index * block_size
+                    count = min(block_size, num_keys - slot)
+                    if has_few_rows:
+                        _prefetch(key_at + value_offset, block_bytes)
+                        if entry < last_position // block_size:
+                            _prefetch(head_at + block_stride * np.int64(table[entry + 1]), block_bytes)
+                        _dot_products(query, num_rows, block_keys, scores, slot, count, head_dim)
+                    else:
+                        _unpack(block_keys, block_values, keys, values, slot, count, head_dim)
+                if not has_few_rows:
+                    # Else a NaN of an earlier sequence, times a weight of zero, would be a NaN.
+                    values[num_keys:] = 0.0
+                    scores[:num_rows] = 0.0
+                    _add_products(scores, query, keys, num_rows, head_dim, score_columns, TILE_COLUMNS)
+                for row in range(num_rows):
+                    position = first_position + row // group
+                    _bend_scores(scores, row, span, args.softcap, slopes[row % group], base - position)
+                    low = min(span, max(0, position - window + 1 - base)) if window > 0 else 0
+                    high = max(0, min(num_keys, position + 1 - base))
+                    _running_softmax(scores, row, low, high, best, weight, total, span, head_dim)
+                if has_few_rows:
+                    for index in range(num_blocks):
+                        block = np.int64(table[at * span_blocks + index])
+                        value_at = head_at + block_stride * block + value_offset
+                        block_values = carray(pointer(value_at, storage), block_shape)
+                        slot = index * block_size
+                        count = min(block_size, num_keys - slot)
+                        _add_values(scores, num_rows, block_values, total, slot, count, head_dim)
+                else:
+                    _add_products(total, scores, values, num_rows, span, head_dim, value_columns)
+            _write_rows(total, weight, outputs, num_tokens, group, head_dim)
+
+    signature = types.void(types.CPointer(_ARGUMENTS_TYPE))
+    return cfunc(signature, fastmath=FAST_MATH, error_model="numpy", cache=True)(kernel)

@@ -1,0 +1,42 @@
+"""Runs a kernel on the threads that torch's own operators use.
+
+Two pools on the same cores cost more than the kernels: after each operator OpenMP's threads spin for a while,
+and those of another pool (Numba's own, for one) wait for the cores. So a kernel is a C function, and torch's
+OpenMP library calls it once on each thread of the team that torch has made already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_ParallelCall = Callable[[int, int, int, int], None]
+
+
+def run(kernel_address: int, arguments_address: int, num_threads: int) -> None:
+    """Call ``void kernel(void *arguments)`` on each of ``num_threads`` threads and wait for all.
+
+    Without torch's GNU OpenMP (another platform's build of torch) it is called once, on this thread.
+    """
+    parallel = _gomp_parallel()
+    if parallel is None:
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address)(arguments_address)
+    else:
+        parallel(kernel_address, arguments_address, num_threads, 0)
+
+
+@cache
+def _gomp_parallel() -> _ParallelCall | None:
+    """Return ``GOMP_parallel`` of the library that torch has loaded, which is not always the system's."""
+    folder = Path(torch.__file__).parent
+    for library in (*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")):
+        function = ctypes.CDLL(str(library)).GOMP_parallel
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.restype = None
+        parallel: _ParallelCall = function
+        return parallel
+    return None

@@ -1,0 +1,184 @@
+"""Paged attention on GPUs: checks, scratch memory, and the launches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from quire.kernels.triton import checks, configs
+from quire.kernels.triton.attention_kernels import combine_kernel, decode_kernel, prefill_kernel
+from quire.kernels.triton.configs import AttentionConfig
+from quire.kernels.triton.quantization import KV_FORMATS
+
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+_MIN_WORKERS = 4
+"""Programs over the splits of one sequence, if the batch alone fills the device: one may be much longer."""
+_SPLITS_AT_ONCE = 16
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
+    max_new_tokens: int | None = None,
+    max_seq_len: int | None = None,
+) -> torch.Tensor:
+    """See ``ops.paged_attention``; nothing waits for the device, and a CUDA graph can hold it.
+
+    A sequence without new tokens is skipped, so that a fixed batch can be padded with such.
+
+    Args:
+        kv_scales: float32 ``[num_blocks, 2, num_kv_heads]``, with 8-bit blocks alone.
+        max_new_tokens: the most new tokens of a sequence, if the host knows: 1 saves the launch for prefill,
+            and None is never wrong.
+        max_seq_len: the longest sequence, if the host knows: less scratch memory than for full block tables.
+    """
+    checks.check_attention(
+        query, kv_layer, block_tables, query_starts, seq_lens, kv_scales, sinks, alibi_slopes
+    )
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    num_tokens, num_heads, head_dim = query.shape
+    num_seqs = seq_lens.shape[0]
+    if not num_tokens or not num_seqs:
+        return output
+    num_kv_heads, block_size = kv_layer.shape[2:4]
+    group = num_heads // num_kv_heads
+    kv_format = KV_FORMATS.get(kv_layer.dtype)
+    if num_seqs == 1:
+        max_new_tokens = num_tokens
+    launch = _Launch(
+        output=output,
+        inputs=(
+            query,
+            checks.as_storable(kv_layer),
+            kv_scales,
+            block_tables,
+            query_starts,
+            seq_lens,
+            sinks,
+            alibi_slopes,
+        ),
+        logits=(scale, sliding_window, logit_softcap),
+        strides=(
+            *output.stride()[:2],
+            *query.stride()[:2],
+            *kv_layer.stride()[:4],
+            *(kv_scales.stride() if kv_scales is not None else (0, 0, 0)),
+            block_tables.stride(0),
+        ),
+        constants={
+            "GROUP": group,
+            "BLOCK_SIZE": block_size,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": max(triton.next_power_of_2(head_dim), 32),
+            "KV_FORMAT": kv_format.name if kv_format else None,
+        },
+    )
+    if max_new_tokens != 1:
+        _prefill(launch, _find_config("prefill", query, kv_layer), num_tokens, num_seqs, num_kv_heads, group)
+    if num_seqs > 1 or num_tokens == 1:
+        longest = block_tables.shape[1] * block_size if max_seq_len is None else max_seq_len
+        _decode(launch, _find_config("decode", query, kv_layer), num_seqs, num_kv_heads, group, longest)
+    return output
+
+
+class _Launch(NamedTuple):
+    """What both kernels take."""
+
+    output: torch.Tensor
+    inputs: tuple[torch.Tensor | None, ...]
+    logits: tuple[float, int | None, float | None]
+    strides: tuple[int, ...]
+    constants: dict[str, int | str | None]
+
+
+def _prefill(
+    launch: _Launch, config: AttentionConfig, num_tokens: int, num_seqs: int, num_kv_heads: int, group: int
+) -> None:
+    block_m = max(config.block_m, triton.next_power_of_2(group))
+    # The most tiles that there can be: which are, the programs find out.
+    num_tiles = num_tokens // (block_m // group) + num_seqs
+    prefill_kernel[(num_tiles, num_kv_heads)](
+        launch.output,
+        *launch.inputs,
+        num_seqs,
+        *launch.logits,
+        *launch.strides,
+        **launch.constants,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _decode(
+    launch: _Launch, config: AttentionConfig, num_seqs: int, num_kv_heads: int, group: int, longest: int
+) -> None:
+    device, num_heads = launch.output.device, num_kv_heads * group
+    max_splits = configs.max_splits(num_kv_heads)
+    window = launch.logits[1]
+    if window is not None:
+        longest = min(longest, window + config.block_n)
+    num_slots = max(1, min(max_splits, triton.cdiv(longest, config.split_tokens)))
+    # Which split goes to which program changes with the batch; what a split computes does not.
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * configs.num_multiprocessors(device)
+    workers = min(num_slots, max(_MIN_WORKERS, triton.cdiv(programs, num_seqs * num_kv_heads)))
+    slots = (num_seqs, num_heads, num_slots if num_slots > 1 else 0)
+    block_d = launch.constants["BLOCK_D"]
+    partial_outputs = torch.empty((*slots, block_d), dtype=torch.float32, device=device)
+    partial_sums = torch.empty((*slots, 2), dtype=torch.float32, device=device)
+    cut = {"BLOCK_N": config.block_n, "SPLIT_TOKENS": config.split_tokens, "MAX_SPLITS": max_splits}
+    decode_kernel[(workers, num_kv_heads, num_seqs)](
+        launch.output,
+        partial_outputs,
+        partial_sums,
+        *launch.inputs,
+        *launch.logits,
+        num_slots,
+        *launch.strides,
+        **launch.constants,
+        **cut,
+        BLOCK_M=max(configs.MIN_ROWS, triton.next_power_of_2(group)),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if num_slots > 1:
+        _, _, _, _, query_starts, seq_lens, sinks, _ = launch.inputs
+        combine_kernel[(num_heads, num_seqs)](
+            launch.output,
+            partial_outputs,
+            partial_sums,
+            query_starts,
+            seq_lens,
+            sinks,
+            window,
+            num_slots,
+            *launch.strides[:2],
+            HEAD_DIM=launch.constants["HEAD_DIM"],
+            BLOCK_D=block_d,
+            **cut,
+            SPLITS_AT_ONCE=_SPLITS_AT_ONCE,
+            num_warps=4,
+        )
+
+
+def _find_config(kernel: configs.Kernel, query: torch.Tensor, kv_layer: torch.Tensor) -> AttentionConfig:
+    return configs.find_config(
+        kernel,
+        configs.arch_of(kv_layer.device),
+        configs.kv_bits_of(query, kv_layer),
+        kv_layer.shape[4],
+        kv_layer.shape[3],
+    )

@@ -1,0 +1,444 @@
+"""The Triton kernels of paged attention.
+
+A program's rows are consecutive new tokens of one sequence times the query heads that share a KV head, so one
+matrix product uses a key for all of them and K and V are read once per KV head. It walks the sequence's block
+table (PagedAttention, Kwon et al., 2023) some keys at a time with a running softmax (FlashAttention-2, Dao,
+2023). Logits are in base 2: ``exp2`` is what the hardware has.
+
+::
+
+    prefill          a program is a tile of new tokens; it walks all that they see
+    decode           a program is one new token; what it sees is cut into splits (Flash-Decoding, Dao et al., 2023)
+    combine          merges the splits of a token
+
+Tiles and splits are cut by position, and a sequence's splits follow from its own length: what is computed for
+a token does not depend on the batch around it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.quantization import decode_values
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _load_rows(base, rows, is_known, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Load vectors ``[rows, BLOCK_D]``, zero beyond head_dim and where nothing is known."""
+    d = tl.arange(0, BLOCK_D)
+    pointers = base + rows[:, None] + d[None, :]
+    if MASKED:
+        return tl.load(pointers, mask=is_known[:, None] & (d < HEAD_DIM)[None, :], other=0)
+    elif HEAD_DIM < BLOCK_D:
+        return tl.load(pointers, mask=(d < HEAD_DIM)[None, :], other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _soft_cap(logits, cap):
+    # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both infinities.
+    return cap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / cap)) + 1.0))
+
+
+@triton.jit
+def _attend(
+    query,
+    peak,
+    total,
+    output,
+    first,
+    last,
+    lowest,
+    position,
+    slopes,
+    table,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    stride_block,
+    stride_slot,
+    stride_scale_block,
+    scale,
+    window,
+    softcap,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend over the keys at ``first..last - 1`` and return the running softmax (peak, total, output).
+
+    ``first`` is a multiple of BLOCK_N. Without MASKED each row sees each key. Keys before ``lowest`` or from
+    ``last`` on are not even read: their slots may hold anything.
+    """
+    for start in range(first, last, BLOCK_N):
+        key_position = start + tl.arange(0, BLOCK_N)
+        is_known = (key_position >= lowest) & (key_position < last)
+        entries = table + key_position // BLOCK_SIZE
+        # A block id times a stride passes 2^31.
+        if MASKED:
+            block = tl.load(entries, mask=is_known, other=0).to(tl.int64)
+        else:
+            block = tl.load(entries).to(tl.int64)
+        rows = block * stride_block + (key_position % BLOCK_SIZE) * stride_slot
+
+        k = _load_rows(keys, rows, is_known, HEAD_DIM, BLOCK_D, MASKED)
+        k = decode_values(k, query.dtype, KV_FORMAT)
+        logits = tl.dot(query, tl.trans(k), input_precision="ieee")
+        if key_scales is not None:
+            key_scale = tl.load(key_scales + block * stride_scale_block, mask=is_known, other=0.0)
+            logits *= key_scale[None, :]
+        if softcap is None:
+            logits *= scale * LOG2_E
+        else:
+            logits = _soft_cap(logits * scale, softcap) * LOG2_E
+        if slopes is not None:
+            distance = key_position[None, :] - position[:, None]
+            logits += slopes[:, None] * LOG2_E * distance.to(tl.float32)
+        if MASKED:
+            is_seen = is_known[None, :] & (key_position[None, :] <= position[:, None])
+            if window is not None:
+                is_seen = is_seen & (key_position[None, :] > position[:, None] - window)
+            logits = tl.where(is_seen, logits, float("-inf"))
+
+        new_peak = tl.maximum(peak, tl.max(logits, axis=1))
+        # A row that has seen nothing yet has the peak -inf, and -inf - -inf is no number.
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+        weights = tl.exp2(logits - shift[:, None])
+        decay = tl.exp2(peak - shift)
+        total = total * decay + tl.sum(weights, axis=1)
+        peak = new_peak
+
+        v = _load_rows(values, rows, is_known, HEAD_DIM, BLOCK_D, MASKED)
+        if value_scales is not None:
+            value_scale = tl.load(value_scales + block * stride_scale_block, mask=is_known, other=0.0)
+            weights *= value_scale[None, :]
+            # Scaled weights may be too small for float16.
+            value_dtype: tl.constexpr = tl.bfloat16 if query.dtype == tl.float16 else query.dtype
+        else:
+            value_dtype: tl.constexpr = query.dtype
+        v = decode_values(v, value_dtype, KV_FORMAT)
+        output = tl.dot(weights.to(value_dtype), v, output * decay[:, None], input_precision="ieee")
+    return peak, total, output
+
+
+@triton.jit
+def _normalize(peak, total, output, sinks):
+    """Divide by the softmax's denominator, in which a sink takes part without a value."""
+    if sinks is not None:
+        sink = sinks * LOG2_E
+        top = tl.maximum(peak, sink)
+        decay = tl.exp2(peak - top)
+        total = total * decay + tl.exp2(sink - top)
+        output *= decay[:, None]
+    return output / total[:, None]
+
+
+@triton.jit
+def _find_sequence(query_starts, tile, num_seqs, BLOCK_Q: tl.constexpr):
+    """Return which sequence a tile belongs to, if sequence i's first tile is ``query_starts[i] // BLOCK_Q + i``.
+
+    That leaves room for all tiles of each sequence, and needs no list of tiles and so no word from the host.
+    """
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def prefill_kernel(
+    output,
+    query,
+    kv,
+    kv_scales,
+    block_tables,
+    query_starts,
+    seq_lens,
+    sinks,
+    alibi_slopes,
+    num_seqs,
+    scale,
+    window,
+    softcap,
+    stride_output_token,
+    stride_output_head,
+    stride_query_token,
+    stride_query_head,
+    stride_block,
+    stride_value,
+    stride_head,
+    stride_slot,
+    stride_scale_block,
+    stride_scale_value,
+    stride_scale_head,
+    stride_table,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+):
+    """Attend with the tiles of all sequences that have several new tokens: grid (tiles, KV heads)."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    # The last tiles see the most keys: they go first, so that none is left running alone.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = _find_sequence(query_starts, tile, num_seqs, BLOCK_Q)
+    start = tl.load(query_starts + sequence)
+    num_new = tl.load(query_starts + sequence + 1) - start
+    first_token = (tile - start // BLOCK_Q - sequence) * BLOCK_Q
+    if (num_new <= 1) | (first_token >= num_new):
+        return
+
+    row = tl.arange(0, BLOCK_M)
+    token = first_token + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    is_row = (row < BLOCK_Q * GROUP) & (token < num_new)
+    num_cached = tl.load(seq_lens + sequence) - num_new
+    first_position = num_cached + first_token
+    last = num_cached + tl.minimum(first_token + BLOCK_Q, num_new)
+    position = num_cached + tl.minimum(token, num_new - 1)
+
+    token_row = (start + token).to(tl.int64)
+    q = _load_rows(
+        query, token_row * stride_query_token + head * stride_query_head, is_row, HEAD_DIM, BLOCK_D, True
+    )
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
+    key_scales = None
+    value_scales = None
+    if kv_scales is not None:
+        key_scales = kv_scales + kv_head * stride_scale_head
+        value_scales = key_scales + stride_scale_value
+    table = block_tables + sequence.to(tl.int64) * stride_table
+    keys = kv + kv_head.to(tl.int64) * stride_head
+    values = keys + stride_value
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # first ──── masked_first ──── last
+    #   seen by all rows │ the diagonal; with a window each key is masked
+    if window is None:
+        lowest = 0
+        first = 0
+        masked_first = (first_position + 1) // BLOCK_N * BLOCK_N
+        peak, total, accumulator = _attend(
+            q, peak, total, accumulator, first, masked_first, lowest, position, slopes, table, keys, values,
+            key_scales, value_scales, stride_block, stride_slot, stride_scale_block, scale, window, softcap,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D, KV_FORMAT, MASKED=False,
+        )  # fmt: skip
+    else:
+        lowest = tl.maximum(first_position - window + 1, 0)
+        masked_first = lowest // BLOCK_N * BLOCK_N
+    peak, total, accumulator = _attend(
+        q, peak, total, accumulator, masked_first, last, lowest, position, slopes, table, keys, values,
+        key_scales, value_scales, stride_block, stride_slot, stride_scale_block, scale, window, softcap,
+        BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D, KV_FORMAT, MASKED=True,
+    )  # fmt: skip
+
+    head_sinks = None
+    if sinks is not None:
+        head_sinks = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
+    accumulator = _normalize(peak, total, accumulator, head_sinks)
+    d = tl.arange(0, BLOCK_D)
+    rows = token_row * stride_output_token + head * stride_output_head
+    tl.store(
+        output + rows[:, None] + d[None, :],
+        accumulator.to(output.dtype.element_ty),
+        mask=is_row[:, None] & (d < HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit
+def _cut(length, window, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return (lowest key that the last token sees, where its splits start, tokens per split, splits)."""
+    lowest = 0
+    if window is not None:
+        lowest = tl.maximum(length - window, 0)
+    first = lowest // BLOCK_N * BLOCK_N
+    split_tokens = tl.cdiv(tl.cdiv(length - first, MAX_SPLITS), SPLIT_TOKENS) * SPLIT_TOKENS
+    return lowest, first, split_tokens, tl.cdiv(length - first, split_tokens)
+
+
+@triton.jit
+def decode_kernel(
+    output,
+    partial_outputs,
+    partial_sums,
+    query,
+    kv,
+    kv_scales,
+    block_tables,
+    query_starts,
+    seq_lens,
+    sinks,
+    alibi_slopes,
+    scale,
+    window,
+    softcap,
+    num_slots,
+    stride_output_token,
+    stride_output_head,
+    stride_query_token,
+    stride_query_head,
+    stride_block,
+    stride_value,
+    stride_head,
+    stride_slot,
+    stride_scale_block,
+    stride_scale_value,
+    stride_scale_head,
+    stride_table,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+):
+    """Attend with the single new token of each sequence over its splits: grid (workers, KV heads, sequences).
+
+    A token with one split is finished here. Of others each split leaves its sum in ``partial_outputs``
+    ``[num_seqs, num_heads, num_slots, BLOCK_D]`` and its peak and total in ``partial_sums``
+    ``[num_seqs, num_heads, num_slots, 2]``.
+    """
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    token = tl.load(query_starts + sequence)
+    length = tl.load(seq_lens + sequence)
+    if (tl.load(query_starts + sequence + 1) - token != 1) | (length <= 0):
+        return
+    lowest, first, split_tokens, num_splits = _cut(length, window, SPLIT_TOKENS, MAX_SPLITS, BLOCK_N)
+    if tl.program_id(0) >= num_splits:
+        return
+
+    row = tl.arange(0, BLOCK_M)
+    is_row = row < GROUP
+    head = kv_head * GROUP + row
+    position = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
+    query += token.to(tl.int64) * stride_query_token
+    q = _load_rows(query, head * stride_query_head, is_row, HEAD_DIM, BLOCK_D, True)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
+    head_sinks = None
+    if sinks is not None:
+        head_sinks = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
+    key_scales = None
+    value_scales = None
+    if kv_scales is not None:
+        key_scales = kv_scales + kv_head * stride_scale_head
+        value_scales = key_scales + stride_scale_value
+    table = block_tables + sequence.to(tl.int64) * stride_table
+    keys = kv + kv_head.to(tl.int64) * stride_head
+    values = keys + stride_value
+    d = tl.arange(0, BLOCK_D)
+    num_heads = tl.num_programs(1) * GROUP
+    slot_of_head = (sequence.to(tl.int64) * num_heads + head) * num_slots
+
+    for split in range(tl.program_id(0), num_splits, tl.num_programs(0)):
+        split_first = first + split * split_tokens
+        peak, total, accumulator = _attend(
+            q,
+            tl.full([BLOCK_M], float("-inf"), tl.float32),
+            tl.zeros([BLOCK_M], tl.float32),
+            tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+            split_first, tl.minimum(split_first + split_tokens, length), lowest, position, slopes, table, keys,
+            values, key_scales, value_scales, stride_block, stride_slot, stride_scale_block, scale, window,
+            softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D, KV_FORMAT, MASKED=True,
+        )  # fmt: skip
+        if num_splits == 1:
+            accumulator = _normalize(peak, total, accumulator, head_sinks)
+            rows = token.to(tl.int64) * stride_output_token + head * stride_output_head
+            tl.store(
+                output + rows[:, None] + d[None, :],
+                accumulator.to(output.dtype.element_ty),
+                mask=is_row[:, None] & (d < HEAD_DIM)[None, :],
+            )
+        else:
+            slot = slot_of_head + split
+            tl.store(partial_sums + slot * 2, peak, mask=is_row)
+            tl.store(partial_sums + slot * 2 + 1, total, mask=is_row)
+            tl.store(
+                partial_outputs + slot[:, None] * BLOCK_D + d[None, :], accumulator, mask=is_row[:, None]
+            )
+
+
+@triton.jit
+def combine_kernel(
+    output,
+    partial_outputs,
+    partial_sums,
+    query_starts,
+    seq_lens,
+    sinks,
+    window,
+    num_slots,
+    stride_output_token,
+    stride_output_head,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
+):
+    """Merge the splits of each token that has several: grid (heads, sequences)."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    token = tl.load(query_starts + sequence)
+    length = tl.load(seq_lens + sequence)
+    if (tl.load(query_starts + sequence + 1) - token != 1) | (length <= 0):
+        return
+    _, _, _, num_splits = _cut(length, window, SPLIT_TOKENS, MAX_SPLITS, BLOCK_N)
+    if num_splits == 1:
+        return
+
+    d = tl.arange(0, BLOCK_D)
+    slot_of_head = (sequence.to(tl.int64) * tl.num_programs(0) + head) * num_slots
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    merged = tl.zeros([1, BLOCK_D], tl.float32)
+    for start in range(0, num_splits, SPLITS_AT_ONCE):
+        split = start + tl.arange(0, SPLITS_AT_ONCE)
+        is_split = split < num_splits
+        slot = slot_of_head + split
+        peaks = tl.load(partial_sums + slot * 2, mask=is_split, other=float("-inf"))
+        totals = tl.load(partial_sums + slot * 2 + 1, mask=is_split, other=0.0)
+        outputs = tl.load(
+            partial_outputs + slot[:, None] * BLOCK_D + d[None, :], mask=is_split[:, None], other=0.0
+        )
+        # Every split has a key that its token sees, so no peak is -inf.
+        new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
+        decay = tl.exp2(peak - new_peak)
+        weights = tl.exp2(peaks - new_peak)
+        total = total * decay + tl.sum(totals * weights, axis=0)
+        merged = merged * decay[:, None] + tl.sum(outputs * weights[:, None], axis=0)[None, :]
+        peak = new_peak
+
+    head_sinks = None
+    if sinks is not None:
+        head_sinks = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32)
+    merged = _normalize(peak, total, merged, head_sinks)
+    row = output + token.to(tl.int64) * stride_output_token + head * stride_output_head
+    tl.store(row + d[None, :], merged.to(output.dtype.element_ty), mask=(d < HEAD_DIM)[None, :])
