@@ -10,25 +10,25 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from quire.engine import attention
 from quire.engine.kv_memory import KvShape
+from quire.engine.model_check import UnsupportedModelError, check_paging, observe_attention
 from quire.engine.packed_linear import pack_linear_layers
 
+UNLIMITED = 1 << 20
+"""Most tokens of a model that does not limit them, such as one without positions."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class UnsupportedModelError(Exception):
-    """The model cannot be served; the message says what it has that paging does not cover."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run and the facts that the services need."""
 
-    module: torch.nn.Module
+    module: PreTrainedModel
     digest: str
     dtype: torch.dtype
     num_layers: int
@@ -61,37 +61,49 @@ def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     check_supported(text_config)
-    module = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype="auto" if dtype == "auto" else DTYPES[dtype],
-        attn_implementation=attention.IMPLEMENTATION,
-    )
-    module = module.to(device).eval().requires_grad_(False)
-    pack_linear_layers(module)
-    num_heads = text_config.num_attention_heads
+    module = _load_module(folder, dtype, device)
+    try:
+        heads = observe_attention(module)
+        check_paging(module, heads, text_config.vocab_size)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{config.model_type}: {error}") from error
     return LoadedModel(
         module=module,
         digest=digest(folder),
         dtype=module.dtype,
-        num_layers=text_config.num_hidden_layers,
-        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // num_heads,
-        max_position_embeddings=text_config.max_position_embeddings,
+        num_layers=heads.num_layers,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        max_position_embeddings=getattr(text_config, "max_position_embeddings", UNLIMITED),
         vocab_size=text_config.vocab_size,
         eos_token_ids=_eos_token_ids(folder, text_config),
     )
 
 
+def _load_module(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    try:
+        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto" if dtype == "auto" else DTYPES[dtype],
+            attn_implementation=attention.IMPLEMENTATION,
+        )
+    except (ImportError, KeyError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"transformers cannot load {folder} with paged attention: {error}"
+        ) from error
+    module = module.to(device).eval().requires_grad_(False)
+    pack_linear_layers(module)
+    return module
+
+
 def check_supported(config: Any) -> None:
-    """Raise UnsupportedModelError for what would run but give wrong tokens, or not run at all."""
+    """Raise UnsupportedModelError for what a short prompt would not show, or not as clearly."""
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: encoder-decoder models are not supported")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise UnsupportedModelError(f"{name}: layers of type {sorted(kinds)} keep no paged KV cache")
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModelError(f"{name}: latent attention has no per-head KV cache")
     rope_type = _rope_type(config)
     if rope_type in {"dynamic", "longrope"}:
         raise UnsupportedModelError(
@@ -108,7 +120,7 @@ def _rope_type(config: Any) -> str:
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
     has_generation_config = (folder / "generation_config.json").exists()
     source = GenerationConfig.from_pretrained(folder) if has_generation_config else config
-    eos = source.eos_token_id if source.eos_token_id is not None else config.eos_token_id
+    eos = source.eos_token_id if source.eos_token_id is not None else getattr(config, "eos_token_id", None)
     if eos is None:
         return frozenset()
     return frozenset(eos if isinstance(eos, list) else [eos])

@@ -20,6 +20,12 @@ class PackedLinear(torch.nn.Module):
         self._bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight in its usual layout, unpacked anew, for code that looks at it."""
+        weight: torch.Tensor = self._packed.to_dense()
+        return weight
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``inputs @ weight.T + bias``."""
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
