@@ -3,55 +3,95 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from random import Random
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quire.models.notes import Example, held_out
-from quire.services.local_stack import LocalStackConfig, local_stack
+from quire.models.notes import HELD_OUT_SEEDS, Example, held_out, question, sample_notes, text
+from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
 from quire.services.worker.app import demo_model_path
 
 NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 200, 20, 16
+NUM_CHATS, NUM_TURNS = 8, 8
+
+Messages = list[dict[str, str]]
 
 
-async def test_the_stack_answers_exactly_like_transformers(e2e: Any) -> None:
-    examples = held_out(NUM_EXAMPLES, NUM_FACTS)
+class Reference:
+    """The demo model through transformers, in its own dtype."""
+
+    def __init__(self) -> None:
+        folder = demo_model_path()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+    def answer(self, messages: Messages) -> list[int]:
+        """Return the greedy tokens of an answer, its end included."""
+        inputs = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = self._model.generate(**inputs, do_sample=False, max_new_tokens=MAX_TOKENS)
+        tokens: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
+        return tokens
+
+    def text(self, tokens: list[int]) -> str:
+        """Decode without the special tokens."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@pytest.fixture(scope="module")
+def demo_stack() -> Iterator[RunningStack]:
     with local_stack(LocalStackConfig(port=0, log_level="error")) as stack:
-        async with e2e.connected(stack) as (client, workers):
-            limit = asyncio.Semaphore(16)
+        yield stack
 
-            async def ask(example: Example) -> str:
-                async with limit:
-                    answer = await client.chat(list(example.messages), temperature=0.0, max_tokens=MAX_TOKENS)
-                    assert answer.usage.blocks_shipped > 0
-                    return str(answer.text)
 
-            answers = await asyncio.gather(*map(ask, examples))
-            await e2e.quiet(workers)
-    through_transformers = _answers_of_transformers(examples)
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+async def test_the_stack_answers_exactly_like_transformers(
+    demo_stack: RunningStack, reference: Reference, e2e: Any
+) -> None:
+    examples = held_out(NUM_EXAMPLES, NUM_FACTS)
+    async with e2e.connected(demo_stack) as (client, workers):
+        limit = asyncio.Semaphore(16)
+
+        async def ask(example: Example) -> str:
+            async with limit:
+                answer = await client.chat(list(example.messages), temperature=0.0, max_tokens=MAX_TOKENS)
+                assert answer.usage.blocks_shipped > 0
+                return str(answer.text)
+
+        answers = await asyncio.gather(*map(ask, examples))
+        await e2e.quiet(workers)
+    expected = [reference.text(reference.answer(example.messages)) for example in examples]
     num_right = sum(a == e.expected for a, e in zip(answers, examples, strict=True))
-    num_expected = sum(a == e.expected for a, e in zip(through_transformers, examples, strict=True))
-    assert num_right == num_expected
+    assert num_right == sum(a == e.expected for a, e in zip(expected, examples, strict=True))
     assert num_right >= 0.97 * NUM_EXAMPLES
 
 
-def _answers_of_transformers(examples: list[Example]) -> list[str]:
-    folder = demo_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    answers = []
-    for example in examples:
-        text = tokenizer.apply_chat_template(
-            list(example.messages), add_generation_prompt=True, tokenize=False
-        )
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            do_sample=False,
-            max_new_tokens=MAX_TOKENS,
-        )
-        new = output[0, inputs["input_ids"].shape[1] :]
-        answers.append(tokenizer.decode(new, skip_special_tokens=True))
-    return answers
+async def test_chats_of_eight_turns_equal_transformers_token_for_token(
+    demo_stack: RunningStack, reference: Reference, e2e: Any
+) -> None:
+    async with e2e.connected(demo_stack) as (client, workers):
+        for index in range(NUM_CHATS):
+            rng = Random(2 * HELD_OUT_SEEDS + index)
+            notes = sample_notes(rng, NUM_FACTS)
+            messages: Messages = []
+            num_tokens = 0
+            for turn in range(NUM_TURNS):
+                notes_first = f"{text(notes)} " if turn == 0 else ""
+                messages.append({"role": "user", "content": notes_first + question(rng.choice(notes))})
+                answer = await client.chat(messages, temperature=0.0, max_tokens=MAX_TOKENS)
+                expected = reference.answer(messages)
+                assert list(answer.token_ids) == expected
+                assert (answer.usage.cached_prompt_tokens > 0) == (turn > 0)
+                num_tokens += len(expected)
+                messages.append({"role": "assistant", "content": answer.text})
+            assert num_tokens >= 64
+        await e2e.quiet(workers)
