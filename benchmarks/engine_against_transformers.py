@@ -55,7 +55,7 @@ def run_engine(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dic
     steps: dict[str, list[float]] = {phase: [] for phase in PHASES}
     while not engine.is_idle:
         updates = engine.step()
-        if len(updates) == len(prompts) and all(update.token_id is not None for update in updates):
+        if len(updates) == len(prompts) and all(update.tokens for update in updates):
             for phase in PHASES:
                 steps[phase].append(getattr(engine.step_seconds, phase))
     return {phase: sorted(seconds)[len(seconds) // 2] for phase, seconds in steps.items() if seconds}

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import NamedTuple
 
+import torch
+
+from quire.engine.beam_search import BeamSearch, Hypothesis
 from quire.engine.block_pool import BlockListener, BlockPool, NoFreeBlocksError
+from quire.engine.group import SequenceGroup
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.model_runner import ModelRunner
-from quire.engine.sampler import SampledTokens, sample
-from quire.engine.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
-from quire.engine.sequence import HashBlock, Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.sampler import sample
+from quire.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
+from quire.engine.sequence import (
+    GeneratedToken,
+    HashBlock,
+    Sequence,
+    SequenceStatus,
+    SequenceUpdate,
+)
+from quire.engine.swap_cost import SwapCost
+from quire.engine.swap_space import SwapSpace
 
 
 class RequestTooLongError(ValueError):
@@ -30,8 +43,26 @@ class StepSeconds:
     process: float = 0.0
 
 
+class Drawn(NamedTuple):
+    """A sequence and the token that a step drew for it."""
+
+    sequence: Sequence
+    token: GeneratedToken
+
+
 class Engine:
-    """Runs sequences over paged KV blocks. Not thread-safe: one thread owns it."""
+    """Runs sequences over paged KV blocks. Not thread-safe: one thread owns it.
+
+    Args:
+        model: the model.
+        memory: its KV blocks.
+        config: limits of a step.
+        hash_block: names full blocks.
+        listener: hears which blocks are cached.
+        max_model_len: most tokens of a sequence; None means what model and pool allow.
+        swap_memory: host blocks for preempted groups; None means none.
+        clock: for the times of a step.
+    """
 
     def __init__(
         self,
@@ -41,14 +72,19 @@ class Engine:
         hash_block: HashBlock,
         listener: BlockListener | None = None,
         max_model_len: int | None = None,
+        swap_memory: KvMemory | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.model = model
         self.memory = memory
         self.pool = BlockPool(memory.num_blocks, listener)
-        self.scheduler = Scheduler(config, self.pool, hash_block)
-        self.runner = ModelRunner(model, memory)
-        self.sequences: dict[str, Sequence] = {}
+        self.swap_space = SwapSpace(swap_memory.num_blocks if swap_memory else 0)
+        self._swap_cost = SwapCost(memory.shape.block_bytes)
+        self.scheduler = Scheduler(
+            config, self.pool, hash_block, self.swap_space, self._swap_cost.prefers_swap
+        )
+        self.runner = ModelRunner(model, memory, swap_memory)
+        self.groups: dict[str, SequenceGroup] = {}
         self.step_seconds = StepSeconds()
         self._clock = clock
         capacity = memory.num_blocks * memory.shape.block_size
@@ -59,46 +95,69 @@ class Engine:
     @property
     def num_pinned_blocks(self) -> int:
         """Blocks that finished prefills hold until they are released."""
-        return sum(len(s.block_table) for s in self.sequences.values() if s.status.is_finished)
+        sequences = (s for group in self.groups.values() for s in group.sequences)
+        return sum(len(s.block_table) for s in sequences if s.status.is_finished)
 
     @property
     def is_idle(self) -> bool:
         """Whether a step would have nothing to do."""
         return not self.scheduler.running and not self.scheduler.waiting
 
-    # --- the life of a sequence ---------------------------------------------------------------------------
+    # --- the life of a request ----------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
-        """Take a sequence to compute here.
-
-        Raises:
-            RequestTooLongError: the sequence can never fit.
-        """
-        self._register(sequence)
-        self.scheduler.add(sequence)
-
-    def accept(self, sequence: Sequence) -> int:
-        """Take a sequence whose prompt is computed elsewhere; return how many of its blocks are held here.
-
-        The held blocks are referenced until the sequence ends.
+    def add(self, prompt: Sequence) -> None:
+        """Take a request to compute here.
 
         Raises:
-            RequestTooLongError: the sequence can never fit.
+            RequestTooLongError: it can never fit.
         """
-        self._register(sequence)
-        self.scheduler.stamp_arrival(sequence)
-        sequence.status = SequenceStatus.TRANSFERRING
-        self.scheduler.take_cached_prefix(sequence, max_tokens=sequence.num_tokens)
-        return len(sequence.block_table)
+        self.scheduler.add(self._register(prompt))
 
-    def _register(self, sequence: Sequence) -> None:
-        if sequence.num_tokens >= self.max_model_len:
+    def accept(self, prompt: Sequence) -> int:
+        """Take a request whose prompt is computed elsewhere; return how many of its blocks are held here.
+
+        The held blocks are referenced until the request ends. Several sequences draw their first tokens here,
+        from the prompt's last token, which is then computed here and not elsewhere.
+
+        Raises:
+            RequestTooLongError: it can never fit.
+        """
+        group = self._register(prompt)
+        self.scheduler.stamp_arrival(group)
+        prompt.status = SequenceStatus.TRANSFERRING
+        self.scheduler.take_cached_prefix(prompt, max_tokens=num_transferred_tokens(prompt))
+        return len(prompt.block_table)
+
+    def _register(self, prompt: Sequence) -> SequenceGroup:
+        if prompt.num_tokens >= self.max_model_len:
             raise RequestTooLongError(
-                f"{sequence.num_tokens} prompt tokens; this worker takes at most {self.max_model_len - 1}"
+                f"{prompt.num_tokens} prompt tokens; this worker takes at most {self.max_model_len - 1}"
             )
-        if sequence.request_id in self.sequences:
-            raise ValueError(f"request {sequence.request_id} is already here")
-        self.sequences[sequence.request_id] = sequence
+        if prompt.request_id in self.groups:
+            raise ValueError(f"request {prompt.request_id} is already here")
+        params = prompt.params
+        group = SequenceGroup(prompt, [prompt])
+        if params.beam is not None:
+            max_tokens = min(params.max_tokens, self.max_model_len - prompt.num_prompt_tokens)
+            group.beam = BeamSearch(params.beam, max_tokens, self._stop_token_ids(prompt))
+        self._check_fits(group)
+        self.groups[prompt.request_id] = group
+        return group
+
+    def _check_fits(self, group: SequenceGroup) -> None:
+        params, num_prompt = group.params, group.prompt.num_prompt_tokens
+        if params.num_sequences > self.scheduler.config.max_num_seqs:
+            raise RequestTooLongError(
+                f"{params.num_sequences} sequences of one request; "
+                f"this worker runs at most {self.scheduler.config.max_num_seqs} at once"
+            )
+        num_tokens = min(num_prompt + params.max_tokens, self.max_model_len)
+        num_blocks = self.scheduler.max_blocks(group, num_tokens)
+        if num_blocks > self.pool.num_blocks:
+            raise RequestTooLongError(
+                f"{params.num_sequences} sequences of up to {num_tokens} tokens take {num_blocks} blocks; "
+                f"this worker has {self.pool.num_blocks}: ask for fewer sequences or a lower max_tokens"
+            )
 
     def reserve(self, request_id: str, on_reserved: Callable[[], None]) -> None:
         """Call back, at once or later, when an accepted sequence has blocks for its whole prompt.
@@ -106,107 +165,217 @@ class Engine:
         All or nothing and first come first served, so no two transfers can each wait for the other's blocks.
 
         Raises:
-            KeyError: the sequence has ended.
+            KeyError: the request has ended.
         """
-        self.sequences[request_id]
+        self.groups[request_id]
         self._waiting_for_blocks[request_id] = on_reserved
         self._grant_blocks()
 
     def _grant_blocks(self) -> None:
         for request_id, on_reserved in list(self._waiting_for_blocks.items()):
             try:
-                self.scheduler.reserve(self.sequences[request_id])
+                self.scheduler.reserve(self.groups[request_id].prompt)
             except NoFreeBlocksError:
                 return
             del self._waiting_for_blocks[request_id]
             on_reserved()
 
-    def admit(self, request_id: str, first_token_id: int) -> SequenceUpdate:
-        """Start decoding an accepted sequence whose prompt's blocks have all been written."""
-        sequence = self.sequences[request_id]
-        sequence.num_computed_tokens = sequence.num_tokens
-        self.scheduler.seal(sequence)
-        sequence.token_ids.append(first_token_id)
-        status = self._status_after_token(sequence)
-        if status.is_finished:
-            self._finish(sequence, status)
+    def admit(self, request_id: str, first_token_id: int | None) -> SequenceUpdate:
+        """Start decoding an accepted request whose prompt's blocks have all been written.
+
+        Args:
+            first_token_id: the token that was drawn elsewhere; None if all are drawn here.
+        """
+        group = self.groups[request_id]
+        prompt = group.prompt
+        prompt.num_computed_tokens = num_transferred_tokens(prompt)
+        self.scheduler.seal(prompt)
+        if first_token_id is not None:
+            prompt.token_ids.append(first_token_id)
+            prompt.status = self._status_after_token(prompt)
+        if prompt.status.is_finished:
+            self._finish(prompt, prompt.status)
         else:
-            self.scheduler.add(sequence)
-        return SequenceUpdate(sequence, sequence.num_computed_tokens, None, None, sequence.status)
+            self.scheduler.add(group)
+        return SequenceUpdate(prompt, prompt.num_computed_tokens, [], prompt.status)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks; unknown and finished ones are no error."""
-        sequence = self.sequences.get(request_id)
-        if sequence is not None:
+        group = self.groups.pop(request_id, None)
+        if group is not None:
             self._waiting_for_blocks.pop(request_id, None)
-            self._finish(sequence, SequenceStatus.FINISHED_ABORTED)
+            self.scheduler.discard(group, SequenceStatus.FINISHED_ABORTED)
+            self._grant_blocks()
 
     release = abort
     """Give back the blocks of a finished prefill: the same as ending it."""
 
     def _finish(self, sequence: Sequence, status: SequenceStatus) -> None:
-        self.scheduler.finish(sequence, status)
-        if not sequence.block_table:
-            del self.sequences[sequence.request_id]
-        self._grant_blocks()
+        group = self.groups[sequence.request_id]
+        self.scheduler.finish(group, sequence, status)
+        if not group.holds_blocks and not group.sequences:
+            del self.groups[group.request_id]
 
     # --- one step -----------------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceUpdate]:
         """Compute one batch and return what it did for each sequence in it."""
         start = self._clock()
-        scheduled = self.scheduler.schedule()
+        schedule = self.scheduler.schedule()
         self.step_seconds.schedule = self._clock() - start
-        return self._process(scheduled, self._run(scheduled)) if scheduled else []
+        self._move_blocks(schedule)
+        if not schedule.sequences:
+            return []
+        logits = self._run(schedule.sequences)
+        start = self._clock()
+        updates = self._advance(schedule.sequences)
+        drawn = self._draw(schedule.sequences, logits)
+        sampled = self._clock()
+        updates += self._append(drawn)
+        updates += self._search(schedule.sequences, logits)
+        self._grant_blocks()
+        self.step_seconds.sample = sampled - start
+        self.step_seconds.process = self._clock() - sampled
+        return updates
 
-    def _run(self, scheduled: list[ScheduledSequence]) -> SampledTokens:
+    def _move_blocks(self, schedule: Schedule) -> None:
+        if not schedule.moves_blocks:
+            return
+        start = self._clock()
+        self.runner.move_blocks(schedule)
+        num_swapped = len(schedule.swap_out) + len(schedule.swap_in)
+        self._swap_cost.swapped(num_swapped, self._clock() - start)
+        self.swap_space.step_done()
+
+    def _run(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
         start = self._clock()
         arguments = self.runner.prepare(scheduled)
         prepared = self._clock()
         logits = self.runner.forward(arguments)
         computed = self._clock()
-        sampled = sample(logits, [s.sequence for s in scheduled], self.model.eos_token_ids)
         self.step_seconds.prepare = prepared - start
         self.step_seconds.forward = computed - prepared
-        self.step_seconds.sample = self._clock() - computed
-        return sampled
+        self._swap_cost.computed(sum(s.num_scheduled_tokens for s in scheduled), computed - prepared)
+        return logits
 
-    def _process(self, scheduled: list[ScheduledSequence], sampled: SampledTokens) -> list[SequenceUpdate]:
-        start = self._clock()
+    def _advance(self, scheduled: list[ScheduledSequence]) -> list[SequenceUpdate]:
+        """Note what has been computed, and report prompts that are not done or done without drawing."""
         updates = []
-        for row, (sequence, num_tokens) in enumerate(scheduled):
+        for sequence, num_tokens in scheduled:
             sequence.num_computed_tokens += num_tokens
             self.scheduler.seal(sequence)
-            num_computed = sequence.num_computed_tokens
-            if num_computed < sequence.num_tokens:
-                updates.append(SequenceUpdate(sequence, num_computed, None, None, sequence.status))
+            is_done = sequence.num_computed_tokens == sequence.num_tokens
+            if is_done and sequence.draws_tokens:
                 continue
-            token_id = sampled.token_ids[row]
-            sequence.token_ids.append(token_id)
-            status = self._status_after_token(sequence)
-            if status.is_finished:
-                self._finish(sequence, status)
-            else:
-                sequence.status = status
-            updates.append(SequenceUpdate(sequence, num_computed, token_id, sampled.logprobs[row], status))
-        self._grant_blocks()
-        self.step_seconds.process = self._clock() - start
+            if is_done:
+                self._finish(sequence, SequenceStatus.FINISHED_HANDED_OVER)
+            updates.append(SequenceUpdate(sequence, sequence.num_computed_tokens, [], sequence.status))
+        return updates
+
+    def _draw(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[Drawn]:
+        """Draw the next token of each sequence that has been computed to its end; fork the samples first."""
+        rows: list[int] = []
+        drawing: list[Sequence] = []
+        for row, (sequence, _) in enumerate(scheduled):
+            group = self.groups[sequence.request_id]
+            if sequence.num_computed_tokens < sequence.num_tokens or not sequence.draws_tokens or group.beam:
+                continue
+            # The prompt's last row gives the first token of every sample.
+            sequences = [sequence] if group.is_forked else group.fork_samples(self.pool)
+            rows += [row] * len(sequences)
+            drawing += sequences
+        if not drawing:
+            return []
+        if rows != list(range(len(logits))):
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        sampled = sample(logits, drawing, self.model.eos_token_ids)
+        return [
+            Drawn(sequence, GeneratedToken(token_id, logprobs))
+            for sequence, token_id, logprobs in zip(drawing, *sampled, strict=True)
+        ]
+
+    def _append(self, drawn: list[Drawn]) -> list[SequenceUpdate]:
+        """Append the drawn tokens and end what has ended."""
+        updates = []
+        for sequence, token in drawn:
+            num_computed = sequence.num_computed_tokens
+            sequence.token_ids.append(token.token_id)
+            sequence.status = self._status_after_token(sequence)
+            if sequence.status.is_finished:
+                self._finish(sequence, sequence.status)
+            updates.append(SequenceUpdate(sequence, num_computed, [token], sequence.status))
+        return updates
+
+    def _search(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[SequenceUpdate]:
+        """Advance each beam search whose beams have all been computed."""
+        rows = {id(sequence): row for row, (sequence, _) in enumerate(scheduled)}
+        names = dict.fromkeys(sequence.request_id for sequence, _ in scheduled)
+        updates = []
+        for group in (self.groups[name] for name in names if name in self.groups):
+            beams = group.sequences
+            if group.beam is None or any(s.num_computed_tokens < s.num_tokens for s in beams):
+                continue
+            outputs = [beam.token_ids[beam.num_prompt_tokens :] for beam in beams]
+            extensions = group.beam.advance(logits[[rows[id(beam)] for beam in beams]], outputs)
+            if group.beam.is_done:
+                updates += self._end_search(group, group.beam.hypotheses)
+                continue
+            group.is_forked = True
+            group.sequences = [
+                group.fork(beams[extension.parent], index, self.pool)
+                for index, extension in enumerate(extensions)
+            ]
+            for beam, extension in zip(group.sequences, extensions, strict=True):
+                beam.token_ids.append(extension.token_id)
+                beam.status = SequenceStatus.DECODING
+            for beam in beams:
+                group.free(beam, self.pool)
+        return updates
+
+    def _end_search(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> list[SequenceUpdate]:
+        """End a search: its answers come all at once, the best first."""
+        del self.groups[group.request_id]
+        self.scheduler.discard(group, SequenceStatus.FINISHED_STOPPED)
+        prompt = group.prompt.token_ids[: group.prompt.num_prompt_tokens]
+        updates = []
+        for index, (score, token_ids, is_stopped) in enumerate(hypotheses):
+            answer = replace(group.prompt, index=index, token_ids=prompt + token_ids, block_table=[])
+            answer.status = SequenceStatus.FINISHED_STOPPED if is_stopped else SequenceStatus.FINISHED_LENGTH
+            tokens = [GeneratedToken(token_id, None) for token_id in token_ids]
+            updates.append(SequenceUpdate(answer, answer.num_tokens, tokens, answer.status, score))
         return updates
 
     def _status_after_token(self, sequence: Sequence) -> SequenceStatus:
-        params, token_id = sequence.params, sequence.token_ids[-1]
-        if sequence.num_output_tokens >= params.min_tokens:
-            is_eos = token_id in self.model.eos_token_ids and not params.ignore_eos
-            if is_eos or token_id in params.stop_token_ids:
-                return SequenceStatus.FINISHED_STOPPED
+        params = sequence.params
+        may_stop = sequence.num_output_tokens >= params.min_tokens
+        if may_stop and sequence.token_ids[-1] in self._stop_token_ids(sequence):
+            return SequenceStatus.FINISHED_STOPPED
         if sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= self.max_model_len:
             return SequenceStatus.FINISHED_LENGTH
         if sequence.stops_after_prefill:
             return SequenceStatus.FINISHED_HANDED_OVER
         return SequenceStatus.DECODING
 
+    def _stop_token_ids(self, sequence: Sequence) -> frozenset[int]:
+        params = sequence.params
+        return (
+            params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.model.eos_token_ids
+        )
+
     def check_conservation(self) -> None:
-        """Raise AssertionError unless every used block belongs to a live sequence."""
+        """Raise AssertionError unless every block in use, here and on the host, belongs to a live group."""
         self.pool.check_conservation()
-        held = {block_id for s in self.sequences.values() for block_id in s.block_table}
+        groups = self.groups.values()
+        held = {block_id for group in groups for s in group.sequences for block_id in s.block_table}
         assert len(held) == self.pool.counts.used, f"{self.pool.counts.used - len(held)} blocks have leaked"
+        swapped = [host_id for group in groups if group.swapped for host_id in group.swapped.host_ids]
+        num_used = self.swap_space.num_blocks - self.swap_space.num_free
+        assert len(swapped) == len(set(swapped)) == num_used, "host blocks have leaked"
+
+
+def num_transferred_tokens(prompt: Sequence) -> int:
+    """Return how many of a request's prompt tokens are computed elsewhere.
+
+    All, if one sequence draws its first token there too. Several need the last token's logits where they are.
+    """
+    return prompt.num_tokens if prompt.params.num_sequences == 1 else prompt.num_tokens - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,3 +56,11 @@ class KvMemory:
             self._bytes[block_id].numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
         else:
             self._bytes[block_id].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+    def copy_from(self, source: KvMemory, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, given as (block of source, block of this), all at once."""
+        if not pairs:
+            return
+        ids = torch.tensor(pairs)
+        blocks = source._bytes[ids[:, 0].to(source._bytes.device)]
+        self._bytes[ids[:, 1].to(self._bytes.device)] = blocks.to(self._bytes.device)

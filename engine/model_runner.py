@@ -8,17 +8,25 @@ import torch
 from quire.engine.attention import PagedStep
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
-from quire.engine.scheduler import ScheduledSequence
+from quire.engine.scheduler import Schedule, ScheduledSequence
 from quire.kernels.metadata import AttentionMetadata
 
 
 class ModelRunner:
-    """Turns scheduled sequences into logits."""
+    """Turns scheduled sequences into logits; ``swap_memory`` holds the blocks of preempted groups."""
 
-    def __init__(self, model: LoadedModel, memory: KvMemory) -> None:
+    def __init__(self, model: LoadedModel, memory: KvMemory, swap_memory: KvMemory | None = None) -> None:
         self.model = model
         self.memory = memory
+        self._swap_memory = swap_memory
         self._device = memory.blocks.device
+
+    def move_blocks(self, schedule: Schedule) -> None:
+        """Copy blocks to and from host memory, then those that are about to be written."""
+        if self._swap_memory is not None:
+            self._swap_memory.copy_from(self.memory, schedule.swap_out)
+            self.memory.copy_from(self._swap_memory, schedule.swap_in)
+        self.memory.copy_from(self.memory, schedule.copies)
 
     def prepare(self, scheduled: list[ScheduledSequence]) -> dict[str, torch.Tensor | PagedStep]:
         """Pack the new tokens of all sequences into the arguments of one forward call."""

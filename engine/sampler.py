@@ -77,7 +77,9 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
     keep &= probs >= min_p[:, None] * probs[:, :1]
     cumulative = (probs * keep).cumsum(dim=-1)
-    uniform = torch.from_numpy(uniform_numbers([p.seed for p in params], [s.num_tokens for s in sequences]))
+    uniform = torch.from_numpy(
+        uniform_numbers([s.seed for s in sequences], [s.num_tokens for s in sequences])
+    )
     target = uniform.to(device)[:, None] * cumulative[:, -1:]
     rank = torch.searchsorted(cumulative, target, right=True).clamp(max=vocab_size - 1)
     return order.gather(1, rank)[:, 0]

@@ -1,27 +1,37 @@
 """Decides what each step computes: first come first served, under a token budget.
 
 There is no prefill phase and no decode phase. A sequence has tokens that are not computed yet: many for a
-new prompt, one for a sequence that decodes. Each step takes the oldest sequences first and computes as many
-of those tokens as the budget allows; a long prompt is thus prefilled in chunks beside running decodes.
+new prompt, one for a sequence that decodes. Each step takes the oldest groups first and computes as many of
+those tokens as the budget allows; a long prompt is thus prefilled in chunks beside running decodes.
+
+When blocks run out, the newest group gives up all of its own, and comes back when there is room for all of
+them: from host memory, or by computing them again, whichever is cheaper (PagedAttention, section 4.5).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.engine.block_pool import BlockPool, NoFreeBlocksError
+from quire.engine.block_pool import BlockPool
+from quire.engine.group import SequenceGroup, SwappedTables
 from quire.engine.sequence import HashBlock, Sequence, SequenceStatus
+from quire.engine.swap_space import SwapSpace
+
+PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step."""
+    """Limits of one step, and what becomes of a preempted group."""
 
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    preemption: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -32,6 +42,8 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), or a full batch cannot decode in one step"
             )
+        if self.preemption not in PREEMPTION_MODES:
+            raise ValueError(f"preemption must be one of {PREEMPTION_MODES}, got {self.preemption!r}")
 
 
 class ScheduledSequence(NamedTuple):
@@ -41,120 +53,321 @@ class ScheduledSequence(NamedTuple):
     num_scheduled_tokens: int
 
 
-class Scheduler:
-    """Moves sequences between waiting and running and gives them blocks."""
+@dataclass(slots=True)
+class Schedule:
+    """What one step does: moves blocks, in this order, and computes tokens.
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, hash_block: HashBlock) -> None:
+    Attributes:
+        swap_out: (block, host block) to copy to host memory.
+        swap_in: (host block, block) to copy back.
+        copies: (block, block) to copy before the second is written.
+        sequences: what to compute.
+    """
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether anything is to be copied."""
+        return bool(self.swap_out or self.swap_in or self.copies)
+
+
+class PreemptionCounts(NamedTuple):
+    """How often groups were preempted."""
+
+    swapped: int
+    recomputed: int
+
+
+class Scheduler:
+    """Moves groups between waiting and running and gives them blocks.
+
+    Args:
+        swap_space: host blocks for preempted groups; None means none.
+        prefers_swap: whether bringing (tokens, blocks) back from host memory beats computing them again.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        hash_block: HashBlock,
+        swap_space: SwapSpace | None = None,
+        prefers_swap: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True,
+    ) -> None:
         self.config = config
         self.pool = pool
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.num_preemptions = 0
+        self.waiting: deque[SequenceGroup] = deque()
+        self.running: list[SequenceGroup] = []
+        self.preemptions = PreemptionCounts(0, 0)
+        self._swap_space = swap_space or SwapSpace(0)
+        self._prefers_swap = prefers_swap
         self._hash_block = hash_block
         self._num_arrived = 0
+        self._max_tokens = config.max_num_batched_tokens
+        self._next = Schedule()
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often groups were preempted, either way."""
+        return sum(self.preemptions)
 
     # --- the queues ---------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence, or one whose blocks were computed elsewhere and are in its table."""
-        self.stamp_arrival(sequence)
-        self.waiting.append(sequence)
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a new group, or one whose blocks were computed elsewhere and are in its table."""
+        self.stamp_arrival(group)
+        self.waiting.append(group)
 
-    def stamp_arrival(self, sequence: Sequence) -> None:
-        """Give a sequence its place in the order; the first stamp holds."""
-        if not sequence.arrival:
+    def stamp_arrival(self, group: SequenceGroup) -> None:
+        """Give a group its place in the order; the first stamp holds."""
+        if not group.arrival:
             self._num_arrived += 1
-            sequence.arrival = self._num_arrived
+            group.arrival = self._num_arrived
 
-    def finish(self, sequence: Sequence, status: SequenceStatus) -> None:
+    def finish(self, group: SequenceGroup, sequence: Sequence, status: SequenceStatus) -> None:
         """End a sequence in any state and free its blocks, unless they wait to be released."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
         sequence.status = status
-        if not sequence.stops_after_prefill or status == SequenceStatus.FINISHED_ABORTED:
-            self.free_blocks(sequence)
+        if sequence.stops_after_prefill and status != SequenceStatus.FINISHED_ABORTED:
+            self._leave_queues(group)
+            return
+        group.free(sequence, self.pool)
+        group.sequences.remove(sequence)
+        if not group.sequences:
+            self._leave_queues(group)
 
-    def free_blocks(self, sequence: Sequence) -> None:
-        """Give the sequence's blocks back; what is full stays cached."""
-        self.pool.free(sequence.block_table)
-        sequence.block_table.clear()
+    def discard(self, group: SequenceGroup, status: SequenceStatus) -> None:
+        """End all sequences of a group and free what they hold, here and in host memory."""
+        self._leave_queues(group)
+        if group.swapped is not None:
+            self._swap_space.free(group.swapped.host_ids)
+            group.swapped = None
+        for sequence in group.sequences:
+            sequence.status = status
+            group.free(sequence, self.pool)
+        group.sequences.clear()
+
+    def _leave_queues(self, group: SequenceGroup) -> None:
+        if group in self.running:
+            self.running.remove(group)
+        elif group in self.waiting:
+            self.waiting.remove(group)
 
     # --- one step -----------------------------------------------------------------------------------------
 
-    def schedule(self) -> list[ScheduledSequence]:
+    def schedule(self) -> Schedule:
         """Choose the tokens of the next step and make sure their blocks exist."""
-        budget = self.config.max_num_batched_tokens
+        self._next = step = Schedule()
+        budget = self._max_tokens
         num_preemptions = self.num_preemptions
-        scheduled: list[ScheduledSequence] = []
         # Oldest first: a victim is always newer, so it is not among those already scheduled.
-        self.running.sort(key=lambda s: s.arrival)
-        for sequence in self.running[:]:
-            if sequence.status == SequenceStatus.PREEMPTED:
+        for group in self.running[:]:
+            if group not in self.running:
                 continue
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            if num_tokens and self._grow(sequence, sequence.num_computed_tokens + num_tokens):
-                scheduled.append(ScheduledSequence(sequence, num_tokens))
-                budget -= num_tokens
-        if self.num_preemptions != num_preemptions:
-            return scheduled  # blocks are short: admitting now would only preempt again
-        while self.waiting and budget and len(self.running) < self.config.max_num_seqs:
-            if not self._admit(self.waiting[0]):
-                break
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            scheduled.append(ScheduledSequence(sequence, num_tokens))
-            budget -= num_tokens
-        return scheduled
+            wanted = self._wanted(group, budget)
+            if wanted and self._make_room(group, wanted):
+                self._append(wanted)
+                step.sequences += wanted
+                budget -= sum(each.num_scheduled_tokens for each in wanted)
+        if self.num_preemptions == num_preemptions:  # else admitting would only preempt again
+            self._admit_waiting(budget)
+        return step
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Let the table hold ``num_tokens``, preempting newer sequences for blocks if it must."""
-        num_missing = self._blocks_for(num_tokens) - len(sequence.block_table)
-        while num_missing > self.pool.num_allocatable:
+    def _admit_waiting(self, budget: int) -> None:
+        num_slots = sum(group.num_slots for group in self.running)
+        for group in list(self.waiting):
+            num_slots += group.num_slots
+            if not budget or num_slots > self.config.max_num_seqs or not self._admit(group):
+                return
+            self.waiting.remove(group)
+            insort(self.running, group, key=lambda g: g.arrival)
+            wanted = self._wanted(group, budget)
+            self._next.sequences += wanted
+            budget -= sum(each.num_scheduled_tokens for each in wanted)
+
+    def _wanted(self, group: SequenceGroup, budget: int) -> list[ScheduledSequence]:
+        """Return what to compute of a group.
+
+        Beams advance together: all of their last tokens in one step, or none.
+        """
+        last_tokens = group.sequences if group.beam is not None and group.is_forked else []
+        is_together = all(s.num_tokens - s.num_computed_tokens == 1 for s in last_tokens)
+        if last_tokens and is_together and len(last_tokens) > budget:
+            return []
+        num_kept_back = 0 if is_together else 1
+        wanted = []
+        for sequence in self._started(group):
+            num_missing = sequence.num_tokens - sequence.num_computed_tokens - num_kept_back
+            num_tokens = min(num_missing, budget)
+            if num_tokens > 0:
+                wanted.append(ScheduledSequence(sequence, num_tokens))
+                budget -= num_tokens
+        return wanted
+
+    def _started(self, group: SequenceGroup) -> Iterator[Sequence]:
+        """Yield the sequences of a group that can be computed.
+
+        Those that compute everything again wait for the first to seal what they share with it, or each would
+        compute the prompt and hold blocks of its own for it.
+        """
+        first, *others = group.sequences
+        yield first
+        shared = first.num_prompt_tokens // self.config.block_size
+        for sequence in others:
+            if not sequence.block_table:
+                if first.num_sealed_blocks < shared:
+                    continue
+                self.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
+            yield sequence
+
+    def _make_room(self, group: SequenceGroup, wanted: list[ScheduledSequence]) -> bool:
+        """Preempt newer groups until there are blocks for the wanted tokens."""
+        while self._num_missing(wanted) > self.pool.num_allocatable:
             victim = self._newest_holder()
             if victim is None:
-                return False  # blocks of a transfer in flight come back or turn into a running sequence
+                return False  # blocks of a transfer in flight come back or turn into a running group
             self._preempt(victim)
-            if victim is sequence:
+            if victim is group:
                 return False
-        if num_missing > 0:
-            sequence.block_table += self.pool.allocate(num_missing)
         return True
 
-    def _newest_holder(self) -> Sequence | None:
-        """Return the newest sequence whose blocks can be taken and recomputed."""
-        holders = (s for s in (*self.running, *self.waiting) if s.block_table and not s.stops_after_prefill)
-        return max(holders, key=lambda s: s.arrival, default=None)
+    def _append(self, wanted: list[ScheduledSequence]) -> None:
+        """Extend the tables by the wanted tokens; copy shared blocks that are about to be written."""
+        for sequence, num_tokens in wanted:
+            if (shared := self._shared_block(sequence)) is not None:
+                [own] = self.pool.allocate(1)
+                self.pool.free([shared])
+                sequence.block_table[sequence.num_computed_tokens // self.config.block_size] = own
+                self._next.copies.append((shared, own))
+            num_needed = self._blocks_for(sequence.num_computed_tokens + num_tokens)
+            sequence.block_table += self.pool.allocate(max(0, num_needed - len(sequence.block_table)))
 
-    def _preempt(self, victim: Sequence) -> None:
-        """Take a sequence's blocks; it is computed again, from what is still cached, when it is resumed."""
-        self.num_preemptions += 1
-        self.free_blocks(victim)
-        victim.num_computed_tokens = victim.num_sealed_blocks = 0
-        victim.status = SequenceStatus.PREEMPTED
+    def _num_missing(self, wanted: list[ScheduledSequence]) -> int:
+        """Return how many blocks the wanted tokens take, copies of shared blocks included."""
+        num_new, writers = 0, Counter[int]()
+        for sequence, num_tokens in wanted:
+            num_needed = self._blocks_for(sequence.num_computed_tokens + num_tokens)
+            num_new += max(0, num_needed - len(sequence.block_table))
+            if (shared := self._shared_block(sequence)) is not None:
+                writers[shared] += 1
+        # The last of a block's owners may keep it.
+        copies = (min(count, self.pool.ref_cnt(block) - 1) for block, count in writers.items())
+        return num_new + sum(copies)
+
+    def _shared_block(self, sequence: Sequence) -> int | None:
+        """Return the block that the sequence writes next, if others read it."""
+        index = sequence.num_computed_tokens // self.config.block_size
+        if index >= len(sequence.block_table):
+            return None
+        block_id = sequence.block_table[index]
+        return block_id if self.pool.ref_cnt(block_id) > 1 else None
+
+    # --- preemption ---------------------------------------------------------------------------------------
+
+    def _newest_holder(self) -> SequenceGroup | None:
+        """Return the newest group whose blocks can be taken."""
+        holders = (group for group in (*self.running, *self.waiting) if group.is_preemptible)
+        return max(holders, key=lambda group: group.arrival, default=None)
+
+    def _preempt(self, victim: SequenceGroup) -> None:
+        """Take all blocks of a group."""
+        victim.set_status(SequenceStatus.PREEMPTED)
+        swapped, recomputed = self.preemptions
+        if self._swap_out(victim):
+            self.preemptions = PreemptionCounts(swapped + 1, recomputed)
+        else:
+            self.preemptions = PreemptionCounts(swapped, recomputed + 1)
+            for sequence in victim.sequences:
+                sequence.num_computed_tokens = 0
+        for sequence in victim.sequences:
+            sequence.num_sealed_blocks = 0
+            victim.free(sequence, self.pool)
         if victim in self.running:
             self.running.remove(victim)
-            self.waiting.appendleft(victim)
+            # Older than all that have not run yet, newer than those preempted before: still in order.
+            place = sum(group.arrival < victim.arrival for group in self.waiting)
+            self.waiting.insert(place, victim)
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its blocks: those of its cached prefix and new ones for the rest."""
-        if sequence.block_table:
-            # Its prompt was computed elsewhere; its first token may need one block more.
-            if not self._grow(sequence, sequence.num_tokens):
-                return False
-        else:
-            self.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
-            try:
-                self.reserve(sequence)
-            except NoFreeBlocksError:
-                self.free_blocks(sequence)
-                sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
-                return False
-        is_prefill = sequence.num_tokens - sequence.num_computed_tokens > 1
-        sequence.status = SequenceStatus.PREFILLING if is_prefill else SequenceStatus.DECODING
+    def _swap_out(self, victim: SequenceGroup) -> bool:
+        """Plan to copy a group's blocks to host memory, each once, if that is wanted and there is room."""
+        computed = [s.block_table[: self._blocks_for(s.num_computed_tokens)] for s in victim.sequences]
+        block_ids = list(dict.fromkeys(block_id for table in computed for block_id in table))
+        num_tokens = sum(s.num_computed_tokens for s in victim.sequences)
+        mode = self.config.preemption
+        if mode == "recompute" or len(block_ids) > self._swap_space.num_free:
+            return False
+        if mode == "auto" and not self._prefers_swap(num_tokens, len(block_ids)):
+            return False
+        host_ids = self._swap_space.allocate(len(block_ids))
+        self._next.swap_out += zip(block_ids, host_ids, strict=True)
+        place = {block_id: index for index, block_id in enumerate(block_ids)}
+        tables = [[place[block_id] for block_id in table] for table in computed]
+        victim.swapped = SwappedTables(host_ids, tables)
         return True
+
+    def _swap_in(self, group: SequenceGroup, swapped: SwappedTables) -> bool:
+        """Plan to copy a group's blocks back, if all fit and its next tokens too."""
+        if len(swapped.host_ids) > self.pool.num_allocatable:
+            return False
+        block_ids = self.pool.allocate(len(swapped.host_ids))
+        for sequence, table in zip(group.sequences, swapped.tables, strict=True):
+            sequence.block_table = [block_ids[place] for place in table]
+            self.pool.share(sequence.block_table)
+        self.pool.free(block_ids)
+        if self._num_missing(self._wanted(group, self._max_tokens)) > self.pool.num_allocatable:
+            for sequence in group.sequences:
+                group.free(sequence, self.pool)
+            return False
+        self._next.swap_in += zip(swapped.host_ids, block_ids, strict=True)
+        self._swap_space.free_after_step(swapped.host_ids)
+        group.swapped = None
+        return True
+
+    # --- admission ----------------------------------------------------------------------------------------
+
+    def _admit(self, group: SequenceGroup) -> bool:
+        """Give a waiting group its blocks: those in host memory or of its cached prefix, and new ones."""
+        if group.swapped is not None and not self._swap_in(group, group.swapped):
+            return False
+        if not group.holds_blocks and not self._begin(group.sequences[0]):
+            return False
+        wanted = self._wanted(group, self._max_tokens)
+        # Whoever is in this step already must not be preempted. Without anyone, groups that wait with the
+        # blocks of their prompts could each lack one more for ever.
+        has_room = self._num_missing(wanted) <= self.pool.num_allocatable
+        if not has_room and (self.running or not self._make_room(group, wanted)):
+            return False
+        self._append(wanted)
+        is_prefill = group.num_uncomputed_tokens > len(group.sequences)
+        group.set_status(SequenceStatus.PREFILLING if is_prefill else SequenceStatus.DECODING)
+        return True
+
+    def _begin(self, sequence: Sequence) -> bool:
+        """Give a sequence blocks for all its tokens, unless another is computing its next block now."""
+        self.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
+        num_missing = self._blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        if num_missing > self.pool.num_allocatable or self._is_being_computed(sequence):
+            self.pool.free(sequence.block_table)
+            sequence.block_table.clear()
+            sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
+            return False
+        sequence.block_table += self.pool.allocate(num_missing)
+        return True
+
+    def _is_being_computed(self, sequence: Sequence) -> bool:
+        """Whether a running sequence will soon seal the block that this one would compute next."""
+        index = len(sequence.block_table)
+        if index >= len(sequence.block_hashes):
+            return False
+        running = (other for group in self.running for other in group.sequences)
+        return any(
+            index < len(other.block_hashes) and other.block_hashes[index] == sequence.block_hashes[index]
+            for other in running
+            if other.num_sealed_blocks <= index
+        )
 
     def take_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
         """Start the table with the longest held prefix of at most ``max_tokens`` tokens.
@@ -189,6 +402,11 @@ class Scheduler:
             block_hash = sequence.block_hashes[index]
             sequence.block_table[index] = self.pool.seal(sequence.block_table[index], block_hash)
         sequence.num_sealed_blocks = num_full
+
+    def max_blocks(self, group: SequenceGroup, num_tokens: int) -> int:
+        """Return the most blocks that a group can hold when its sequences have ``num_tokens`` tokens each."""
+        shared = group.prompt.num_prompt_tokens // self.config.block_size
+        return shared + group.params.num_sequences * (self._blocks_for(num_tokens) - shared)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)

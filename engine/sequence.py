@@ -9,13 +9,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
 
 HashBlock = Callable[[bytes, list[int]], bytes]
 """Returns the hash of a full block from its parent's hash and its tokens."""
+
+
+MAX_SEQUENCES = 64
+"""Most sequences of one request."""
 
 
 class SequenceStatus(IntEnum):
@@ -38,8 +43,37 @@ class SequenceStatus(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class BeamParams:
+    """How to search for the most probable answers instead of drawing them; as in transformers.
+
+    Attributes:
+        width: beams, and answers.
+        length_penalty: an answer's score is its logprob divided by its length to this power.
+        early_stopping: True ends with ``width`` finished answers, False when the present beams are unlikely
+            to beat them, "never" when they cannot.
+
+    Raises:
+        ValueError: a value is outside its range; the message names the field and the limit.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.width <= MAX_SEQUENCES:
+            raise ValueError(f"beam.width must be from 2 to {MAX_SEQUENCES}, got {self.width}")
+        if not math.isfinite(self.length_penalty):
+            raise ValueError(f"beam.length_penalty must be finite, got {self.length_penalty}")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f"beam.early_stopping must be true, false or never, got {self.early_stopping}")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to draw tokens and when to stop.
+
+    Of ``n`` samples, number i draws what a request alone would draw with the seed ``seed + i``.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the limit.
@@ -55,6 +89,8 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    n: int = 1
+    beam: BeamParams | None = None
 
     def __post_init__(self) -> None:
         in_range = {
@@ -66,6 +102,7 @@ class SamplingParams:
             "max_tokens": self.max_tokens >= 1,
             "min_tokens": 0 <= self.min_tokens <= self.max_tokens,
             "num_logprobs": self.num_logprobs is None or 0 <= self.num_logprobs <= 20,
+            "n": 1 <= self.n <= MAX_SEQUENCES and (self.n == 1 or self.beam is None),
         }
         for name, is_good in in_range.items():
             if not is_good:
@@ -75,6 +112,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that decode side by side."""
+        return self.beam.width if self.beam else self.n
 
 
 class TokenLogprobs(NamedTuple):
@@ -98,10 +140,13 @@ class Sequence:
     params: SamplingParams
     root_hash: bytes
     stops_after_prefill: bool = False
-    """A prefill worker's sequence: it ends with its first token, and its blocks stay until released."""
+    """A prefill worker's sequence: it ends with its prompt, and its blocks stay until released."""
+    draws_tokens: bool = True
+    """False for a prefill worker's part of a request whose tokens are all drawn by the decode worker."""
 
+    index: int = 0
+    """Which of its request's sequences it is."""
     status: SequenceStatus = SequenceStatus.WAITING
-    arrival: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -118,6 +163,11 @@ class Sequence:
         """Generated tokens, those of earlier attempts included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def seed(self) -> int:
+        """The seed of this sequence's random numbers."""
+        return (self.params.seed + self.index) % 2**64
+
     def extend_hashes(self, block_size: int, hash_block: HashBlock) -> None:
         """Hash every full block of ``token_ids`` that has no hash yet."""
         for index in range(len(self.block_hashes), self.num_tokens // block_size):
@@ -125,12 +175,29 @@ class Sequence:
             tokens = self.token_ids[index * block_size : (index + 1) * block_size]
             self.block_hashes.append(hash_block(parent, tokens))
 
+    def copy(self, index: int) -> Sequence:
+        """Return a sequence that has come as far, over the same blocks."""
+        return replace(
+            self,
+            index=index,
+            token_ids=self.token_ids[:],
+            block_table=self.block_table[:],
+            block_hashes=self.block_hashes[:],
+        )
+
+
+class GeneratedToken(NamedTuple):
+    """A new token, and its logprobs if the request asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
 
 class SequenceUpdate(NamedTuple):
-    """What one step did for one sequence."""
+    """What one step did for one sequence; ``score`` is a beam search's, of an answer."""
 
     sequence: Sequence
     num_computed_tokens: int
-    token_id: int | None
-    logprobs: TokenLogprobs | None
+    tokens: list[GeneratedToken]
     status: SequenceStatus
+    score: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.sequence import SamplingParams, Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.sequence import GeneratedToken, SamplingParams, Sequence, SequenceStatus
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.errors import InvalidArgument
 
@@ -58,14 +58,14 @@ def sequence_from_proto(
     )
 
 
-def token_to_proto(update: SequenceUpdate) -> worker_pb2.SampledToken:
+def token_to_proto(token: GeneratedToken) -> worker_pb2.SampledToken:
     """Return the token that a step drew."""
-    token = worker_pb2.SampledToken(token_id=update.token_id)
-    if update.logprobs is not None:
-        token.logprobs.logprob = update.logprobs.logprob
-        for token_id, logprob in update.logprobs.top:
-            token.logprobs.top.add(token_id=token_id, logprob=logprob)
-    return token
+    message = worker_pb2.SampledToken(token_id=token.token_id)
+    if token.logprobs is not None:
+        message.logprobs.logprob = token.logprobs.logprob
+        for token_id, logprob in token.logprobs.top:
+            message.logprobs.top.add(token_id=token_id, logprob=logprob)
+    return message
 
 
 def finish_reason(status: SequenceStatus) -> inference_pb2.FinishReason:

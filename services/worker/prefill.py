@@ -40,13 +40,13 @@ class PrefillPush:
             while True:
                 update = await next_update(self._progress)
                 num_ready = update.num_computed_tokens // block_size
-                if update.token_id is not None:
+                if update.tokens:
                     # The last block goes too, full or not: nothing will be added to it here.
                     num_ready = -(-update.num_computed_tokens // block_size)
                 await push.send(map(self._frame, range(next_block, num_ready)))
                 next_block = max(next_block, num_ready)
-                if update.token_id is not None:
-                    return await push.commit(update.token_id)
+                if update.tokens:
+                    return await push.commit(update.tokens[0].token_id)
 
     def _frame(self, index: int) -> Frame:
         is_full = (index + 1) * self._memory.shape.block_size <= self._sequence.num_computed_tokens

@@ -82,9 +82,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         while True:
             update = await next_update(updates)
             on_update(update)
-            if update.token_id is not None:
+            if update.tokens:
                 return worker_pb2.PrefillResponse(
-                    tokens=[token_to_proto(update)],
+                    tokens=map(token_to_proto, update.tokens),
                     num_cached_tokens=sequence.num_cached_tokens,
                     finish_reason=finish_reason(update.status),
                 )
@@ -139,7 +139,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         while not status.is_finished:
             batch = await next_updates(updates)
             status = batch[-1].status
-            tokens = [token_to_proto(update) for update in batch if update.token_id is not None]
+            tokens = [token_to_proto(token) for update in batch for token in update.tokens]
             if not tokens and not status.is_finished:
                 continue
             if is_local:
@@ -203,17 +203,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 def load(engine: Engine) -> worker_pb2.GetLoadResponse:
     """Count an engine's requests and blocks; runs in its thread."""
     scheduler, counts = engine.scheduler, engine.pool.counts
-    unfinished = [s for s in engine.sequences.values() if not s.status.is_finished]
+    statuses = [s.status for group in engine.groups.values() for s in group.sequences]
     return worker_pb2.GetLoadResponse(
-        num_running=len(scheduler.running),
+        num_running=sum(len(group.sequences) for group in scheduler.running),
         num_waiting=len(scheduler.waiting),
-        num_transferring=sum(s.status == SequenceStatus.TRANSFERRING for s in unfinished),
+        num_transferring=statuses.count(SequenceStatus.TRANSFERRING),
         free_blocks=counts.free,
         cached_blocks=counts.cached,
         used_blocks=counts.used,
         pinned_blocks=engine.num_pinned_blocks,
         prefill_backlog_tokens=sum(
-            s.num_tokens - s.num_computed_tokens for s in (*scheduler.running, *scheduler.waiting)
+            group.num_uncomputed_tokens for group in (*scheduler.running, *scheduler.waiting)
         ),
     )
 

@@ -1,0 +1,117 @@
+"""Beam search as transformers does it (version 5), one step at a time.
+
+Each step extends every beam by every token, keeps the most probable, and sets aside those that ended. The
+details decide which answer wins, so they are transformers' own: what counts as a candidate, when an answer's
+score is divided by its length, and when the search ends.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from quire.engine.sequence import BeamParams
+
+_IMPOSSIBLE = -1.0e9
+
+
+class BeamExtension(NamedTuple):
+    """A beam of the next step: which beam it extends, and by which token."""
+
+    parent: int
+    token_id: int
+
+
+class Hypothesis(NamedTuple):
+    """A finished answer.
+
+    Attributes:
+        score: logprob divided by length to the power of the length penalty.
+        token_ids: generated tokens.
+        is_stopped: it ended by a stop token, not by its length.
+    """
+
+    score: float
+    token_ids: list[int]
+    is_stopped: bool
+
+
+class BeamSearch:
+    """The beams of one request.
+
+    Args:
+        params: width, length penalty, early stopping.
+        max_tokens: length at which an answer ends.
+        stop_token_ids: tokens that end an answer.
+    """
+
+    def __init__(self, params: BeamParams, max_tokens: int, stop_token_ids: frozenset[int]) -> None:
+        self._params = params
+        self._max_tokens = max_tokens
+        self._stops = stop_token_ids
+        self._num_candidates = max(2, 1 + len(stop_token_ids)) * params.width
+        self._scores = torch.zeros(1)
+        self._can_improve = True
+        self.hypotheses: list[Hypothesis] = []
+        """Finished answers, the best first."""
+        self.is_done = False
+
+    def advance(self, logits: torch.Tensor, outputs: list[list[int]]) -> list[BeamExtension]:
+        """Extend the beams by one token.
+
+        Args:
+            logits: ``[num_beams, vocab_size]``, of the beams in the order of the last step's extensions.
+            outputs: the tokens that each beam has generated.
+
+        Returns:
+            The beams of the next step, the best first; none if the search is over.
+        """
+        logprobs = torch.log_softmax(logits.float(), dim=-1).cpu() + self._scores[:, None]
+        vocab_size = logprobs.shape[-1]
+        count = min(self._num_candidates, logprobs.numel())
+        scores, places = logprobs.flatten().topk(count)
+        candidates = [BeamExtension(*divmod(place, vocab_size)) for place in places.tolist()]
+        length = len(outputs[0]) + 1
+        ends = [length >= self._max_tokens or each.token_id in self._stops for each in candidates]
+        running = scores + torch.tensor(ends) * _IMPOSSIBLE
+        best, order = running.topk(min(self._params.width, count))
+        self._finish(scores.tolist(), candidates, ends, outputs, length)
+        self._scores = best
+        self._update_is_done(float(best[0]), length, all(ends))
+        return [] if self.is_done else [candidates[place] for place in order.tolist()]
+
+    def _finish(
+        self,
+        scores: list[float],
+        candidates: list[BeamExtension],
+        ends: list[bool],
+        outputs: list[list[int]],
+        length: int,
+    ) -> None:
+        """Set aside the answers that ended among the ``width`` best candidates."""
+        if not self._can_improve or (self._is_full and self._params.early_stopping is True):
+            return
+        for score, candidate, is_end in zip(scores[: self._params.width], candidates, ends, strict=False):
+            if is_end:
+                tokens = [*outputs[candidate.parent], candidate.token_id]
+                is_stopped = candidate.token_id in self._stops
+                score /= length**self._params.length_penalty
+                self.hypotheses.append(Hypothesis(score, tokens, is_stopped))
+        self.hypotheses.sort(key=lambda each: each.score, reverse=True)
+        del self.hypotheses[self._params.width :]
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.hypotheses) == self._params.width
+
+    def _update_is_done(self, best_running: float, length: int, have_all_ended: bool) -> None:
+        """End when no beam can, or is likely to, beat the worst finished answer."""
+        params = self._params
+        if self._is_full:
+            looks_far = params.early_stopping == "never" and params.length_penalty > 0.0
+            final_length = self._max_tokens if looks_far else length
+            best_possible = best_running / final_length**params.length_penalty
+            self._can_improve = self._can_improve and best_possible > self.hypotheses[-1].score
+        is_enough = self._is_full and params.early_stopping is True
+        self.is_done = not self._can_improve or is_enough or have_all_ended
