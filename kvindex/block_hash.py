@@ -4,11 +4,12 @@
 
     root      = HMAC-SHA256(cluster secret, "quire-kv-1" | TLV(descriptor) | TLV(scope))   cut to 16 bytes
     hash[i]   = SHA-256(hash[i-1] | tokens of block i as little-endian uint32)             cut to 16 bytes
+    TLV       = tag (1 byte) | length (little-endian uint32) | bytes
 
 Equal hashes thus mean equal tokens, equal prefix, equal model and layout, and equal scope. Fixed-width tokens
-and length-prefixed fields make the encoding injective. The secret keeps a reader of the index from testing
-guessed prompts. A fast hash would do for speed, but its collisions can be made, and would serve one prompt's
-blocks to another.
+and tagged, length-prefixed fields make the encoding injective. The secret keeps a reader of the index from
+testing guessed prompts. A fast hash would do for speed, but its collisions can be made, and would serve one
+prompt's blocks to another.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ import hashlib
 import hmac
 import json
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 HASH_BYTES = 16
+LAYOUT_VERSION = 1
+"""Order of the values within a block; raised when blocks of before can no longer be read."""
+
+_DOMAIN = b"quire-kv-1"
+_DESCRIPTOR_TAG = 1
+_SCOPE_TAG = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,7 @@ class CacheDescriptor:
     block_size: int
     head_dim: int
     dtype: str
+    layout_version: int = LAYOUT_VERSION
 
     def to_bytes(self) -> bytes:
         """Return canonical JSON."""
@@ -41,29 +51,44 @@ class CacheDescriptor:
 
 def root_hash(descriptor: bytes, secret: bytes, scope: str) -> bytes:
     """Return the parent of every first block within a scope, such as a tenant."""
-    message = b"quire-kv-1" + _field(descriptor) + _field(scope.encode())
+    message = _DOMAIN + _field(_DESCRIPTOR_TAG, descriptor) + _field(_SCOPE_TAG, scope.encode())
     return hmac.digest(secret, message, "sha256")[:HASH_BYTES]
 
 
-def _field(value: bytes) -> bytes:
-    return struct.pack("<I", len(value)) + value
+def _field(tag: int, value: bytes) -> bytes:
+    return struct.pack("<BI", tag, len(value)) + value
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of one full block."""
-    tokens = struct.pack(f"<{len(token_ids)}I", *token_ids)
-    return hashlib.sha256(parent + tokens).digest()[:HASH_BYTES]
+    """Return the hash of one full block.
+
+    Raises:
+        OverflowError: a token id is no uint32.
+    """
+    return hashlib.sha256(parent + _encode(token_ids)).digest()[:HASH_BYTES]
 
 
 def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the hashes of all full blocks of a prompt."""
-    num_blocks = len(token_ids) // block_size
-    tokens = struct.pack(f"<{num_blocks * block_size}I", *token_ids[: num_blocks * block_size])
-    hashes, parent, width = [], root, 4 * block_size
-    for index in range(num_blocks):
-        parent = hashlib.sha256(parent + tokens[index * width : (index + 1) * width]).digest()[:HASH_BYTES]
+    """Return the hashes of all full blocks of a prompt.
+
+    Raises:
+        OverflowError: a token id is no uint32.
+    """
+    width = 4 * block_size
+    encoded = _encode(token_ids)
+    sha256, hashes, parent = hashlib.sha256, [], root
+    for start in range(0, len(encoded) - width + 1, width):
+        parent = sha256(parent + encoded[start : start + width]).digest()[:HASH_BYTES]
         hashes.append(parent)
     return hashes
+
+
+def _encode(token_ids: Sequence[int]) -> bytes:
+    """Return little-endian uint32, whatever the machine's order."""
+    tokens = array("I", token_ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()
 
 
 def fingerprint(descriptor: bytes, secret: bytes) -> str:

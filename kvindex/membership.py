@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+
+logger = logging.getLogger("quire.kvindex")
+
+_KINDS = {"str": str, "bool": bool}
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,10 +17,10 @@ class WorkerRecord:
     """A live worker.
 
     Attributes:
-        worker_id: unique name.
+        worker_id: unique name; two processes with one name end each other's leases without end.
         role: "prefill" or "decode".
         address: host:port of its gRPC services.
-        epoch: changes with each start of the process.
+        epoch: changes with each start of the process; the epoch of its index entries is another one.
         fingerprint: see ``block_hash.fingerprint``.
         is_draining: it finishes what it has and takes nothing new.
     """
@@ -32,12 +38,34 @@ class WorkerRecord:
 
     @classmethod
     def from_json(cls, stored: bytes) -> WorkerRecord:
-        """Read the stored form.
+        """Read the stored form; fields of a newer version are passed over.
 
         Raises:
             ValueError: it is malformed.
         """
+        values = json.loads(stored)
+        if not isinstance(values, dict):
+            raise ValueError("malformed worker record: not an object")
+        known = {field.name: field.type for field in fields(cls)}
+        values = {name: value for name, value in values.items() if name in known}
+        for name, value in values.items():
+            if type(value) is not _KINDS[str(known[name])]:
+                raise ValueError(f"malformed worker record: {name} is {value!r}")
         try:
-            return cls(**json.loads(stored))
+            record = cls(**values)
         except TypeError as error:
             raise ValueError(f"malformed worker record: {error}") from error
+        if record.role not in ("prefill", "decode"):
+            raise ValueError(f"malformed worker record: role is {record.role!r}")
+        return record
+
+
+def read_records(stored: Iterable[bytes]) -> list[WorkerRecord]:
+    """Read what can be read: one worker's nonsense must not hide the others."""
+    records = []
+    for each in stored:
+        try:
+            records.append(WorkerRecord.from_json(each))
+        except ValueError as error:
+            logger.warning("worker_record_malformed", extra={"fields": {"error": str(error)}})
+    return records

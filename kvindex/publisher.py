@@ -5,57 +5,85 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 
-from redis.exceptions import RedisError
-
+from quire.kvindex.index import UNREACHABLE, IndexFullError, IndexLease, LeaseLostError
 from quire.kvindex.membership import WorkerRecord
-from quire.kvindex.redis_index import LeaseLostError, WorkerLease
+from quire.kvindex.publish_ledger import PublishLedger
 
 logger = logging.getLogger("quire.kvindex")
 
 FLUSH_SECONDS = 0.005
 """How long to gather blocks for one publish."""
+FLUSH_BLOCKS = 512
+MAX_BLOCKS_PER_SECOND = 50_000
+"""So that workers that publish everything again leave Redis time for look-ups."""
 
+REJOIN_JITTER_SECONDS = 2.0
+"""Within which workers that lost their leases together begin to publish again."""
+MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
+FULL_SECONDS = 1.0
+"""How long to publish nothing to a full index."""
+
 CANCEL_SECONDS = 0.1
+CLOSE_SECONDS = 2.0
 
 
 class BlockPublisher:
     """Publishes what a pool stores and removes, in order, and holds the worker's lease.
 
-    ``stored`` and ``removed`` come from the engine's thread and only append to a queue. One task on the event
-    loop follows them. When Redis fails or forgets, it joins again with a new epoch and publishes everything
-    the worker holds: the index is right again without anybody's help.
+    ``stored`` and ``removed`` come from the engine's thread and only note the change. One task on the event
+    loop follows. When the index fails, forgets or falls too far behind, it joins again with a new epoch and
+    publishes everything the worker holds: the index is right again without anybody's help. The epoch is new
+    even after a mere timeout: a command whose answer was lost may still be carried out, after those that
+    follow it on another connection, and then counts for nothing.
+
+    Args:
+        lease: the worker's side of an index.
+        ledger: what is held and pending.
+        loop: where the task runs.
+        beat_seconds: how often to renew the lease.
+        rejoin_jitter_seconds: most time between joining again and publishing again.
+        uniform: returns numbers of [0, 1).
     """
 
-    def __init__(self, lease: WorkerLease, loop: asyncio.AbstractEventLoop, beat_seconds: float) -> None:
+    def __init__(
+        self,
+        lease: IndexLease,
+        ledger: PublishLedger,
+        loop: asyncio.AbstractEventLoop,
+        beat_seconds: float,
+        *,
+        rejoin_jitter_seconds: float = REJOIN_JITTER_SECONDS,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
         self._lease = lease
         self._loop = loop
         self._beat_seconds = beat_seconds
-        self._events: deque[tuple[bool, bytes]] = deque()
-        self._has_events = asyncio.Event()
-        # Insertion order has parents before children: a parent is stored first and removed last.
-        self._held: dict[bytes, None] = {}
+        self._rejoin_jitter_seconds = rejoin_jitter_seconds
+        self._uniform = uniform
+        self._ledger = ledger
+        self._has_changed = asyncio.Event()
+        self._is_full = False
         self._task: asyncio.Task[None] | None = None
 
     # --- from the engine's thread -------------------------------------------------------------------------
 
     def stored(self, block_hashes: Sequence[bytes]) -> None:
-        """Note blocks that became reusable."""
-        self._note(True, block_hashes)
+        """Note blocks that became reusable, parents before children."""
+        if self._ledger.stored(block_hashes):
+            self._wake()
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
-        """Note blocks that were evicted."""
-        self._note(False, block_hashes)
+        """Note blocks that were evicted, children before parents."""
+        if self._ledger.removed(block_hashes):
+            self._wake()
 
-    def _note(self, is_stored: bool, block_hashes: Sequence[bytes]) -> None:
-        was_empty = not self._events
-        self._events.extend((is_stored, block_hash) for block_hash in block_hashes)
-        if was_empty:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: the worker is ending
-                self._loop.call_soon_threadsafe(self._has_events.set)
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: the worker is ending
+            self._loop.call_soon_threadsafe(self._has_changed.set)
 
     # --- on the event loop --------------------------------------------------------------------------------
 
@@ -64,61 +92,73 @@ class BlockPublisher:
         self._task = self._loop.create_task(self._run(record))
 
     async def close(self) -> None:
-        """Leave the index first, so that no router sends more work here."""
+        """Leave the index first, so that no router sends more work here; then remove the blocks."""
         while self._task is not None and not self._task.done():
             # Again and again: redis-py has been seen to take a cancellation for a broken connection.
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CANCEL_SECONDS)
-        with contextlib.suppress(RedisError, OSError):
-            await self._lease.leave()
+        with contextlib.suppress(*UNREACHABLE):  # a TimeoutError is an OSError
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._lease.leave()
+                await self._lease.evict(self._ledger.leftovers())
 
     async def _run(self, record: WorkerRecord) -> None:
-        backoff = 0.1
+        backoff, jitter = MIN_BACKOFF_SECONDS, 0.0
         while True:
+            pause = 0.0
             try:
                 await self._lease.join(record)
-                logger.info("index_joined", extra={"fields": {"blocks": len(self._held)}})
-                await self._lease.publish(list(self._held))
-                backoff = 0.1
-                await self._follow()
+                self._ledger.restart()
+                logger.info("index_joined", extra={"fields": {"blocks": self._ledger.num_held}})
+                backoff = MIN_BACKOFF_SECONDS
+                await self._follow(self._loop.time() + jitter)
+                logger.warning("index_overtaken")
             except LeaseLostError:
                 logger.warning("index_lease_lost")
-            except (RedisError, OSError) as error:
+            except UNREACHABLE as error:
                 logger.warning("index_unreachable", extra={"fields": {"error": str(error)}})
-                await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+                pause, backoff = backoff, min(2 * backoff, MAX_BACKOFF_SECONDS)
+            self._ledger.stop()
+            await asyncio.sleep(pause)
+            jitter = self._rejoin_jitter_seconds * self._uniform()
 
-    async def _follow(self) -> None:
-        next_beat = self._loop.time() + self._beat_seconds
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(next_beat):
-                    await self._has_events.wait()
-            if self._loop.time() >= next_beat:
+    async def _follow(self, next_flush: float) -> None:
+        """Beat, sweep and flush, the next flush not before its time, until too many evictions wait."""
+        now = self._loop.time
+        next_beat = now() + self._beat_seconds
+        while self._ledger.is_following:
+            if not self._ledger.num_pending:
+                await self._wait_for_change(next_beat)
+                next_flush = max(next_flush, now() + FLUSH_SECONDS)
+            await asyncio.sleep(min(next_beat, next_flush) - now())
+            if now() >= next_beat:
                 await self._lease.beat()
-                next_beat = self._loop.time() + self._beat_seconds
-            if self._has_events.is_set():
-                await asyncio.sleep(FLUSH_SECONDS)
-                await self._flush()
+                await self._lease.sweep()
+                next_beat = now() + self._beat_seconds
+            if now() >= next_flush:
+                next_flush = now() + await self._flush()
 
-    async def _flush(self) -> None:
-        """Publish the net effect of what was noted: a block that came and went is never mentioned."""
-        self._has_events.clear()
-        before, new, gone = self._held, dict[bytes, None](), dict[bytes, None]()
-        while self._events:
-            is_stored, block_hash = self._events.popleft()
-            if is_stored:
-                if block_hash in gone:
-                    del gone[block_hash]
-                new[block_hash] = None
-            else:
-                new.pop(block_hash, None)
-                if block_hash in before:
-                    gone[block_hash] = None
-        for block_hash in gone:
-            del before[block_hash]
-        for block_hash in new:
-            before.pop(block_hash, None)
-            before[block_hash] = None
-        await self._lease.publish(list(new))
-        await self._lease.evict(list(gone))
+    async def _wait_for_change(self, deadline: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await self._has_changed.wait()
+        self._has_changed.clear()
+
+    async def _flush(self) -> float:
+        """Bring one batch to the index; return how long to wait with the next."""
+        gone = self._ledger.take_evictions(FLUSH_BLOCKS)
+        if gone:
+            await self._lease.evict(gone)
+        new = self._ledger.take_publications(FLUSH_BLOCKS)
+        if new:
+            try:
+                await self._lease.publish(new)
+            except IndexFullError as error:
+                # The lease still lives, and evictions make room: no reason to begin anew.
+                self._ledger.put_back(new)
+                if not self._is_full:
+                    logger.warning("index_full", extra={"fields": {"error": str(error)}})
+                self._is_full = True
+                return FULL_SECONDS
+            self._is_full = False
+        return max(FLUSH_SECONDS, (len(gone) + len(new)) / MAX_BLOCKS_PER_SECOND)

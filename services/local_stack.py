@@ -80,7 +80,6 @@ class RunningStack(NamedTuple):
     """A stack that answers."""
 
     address: str
-    redis_url: str
     router: Child
     workers: dict[str, Child]
     ready: dict[str, RunningWorker]
@@ -116,17 +115,17 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
     """
     with ExitStack() as stack:
         progress = stack.enter_context(_progress(console))
-        redis_url = config.redis_url
-        if redis_url is None:
+        router_redis = worker_redis = config.redis_url
+        if config.redis_url is None:
             redis = stack.enter_context(RedisProcess())
-            redis_url = redis.url
+            router_redis, worker_redis = redis.router_url, redis.worker_url
         secret = os.environ.get("QUIRE_CLUSTER_SECRET", "").encode() or secrets.token_bytes(32)
-        worker_configs = _worker_configs(config, redis_url, secret)
+        worker_configs = _worker_configs(config, worker_redis, secret)
         workers = stack.enter_context(_children(run_worker, worker_configs, config.stop_seconds))
         router_config = RouterConfig(
             host=config.host,
             port=config.port,
-            redis_url=redis_url,
+            redis_url=router_redis,
             cluster_secret=secret,
             metrics_port=config.metrics_port or 0,
             served_model_name=config.served_model_name,
@@ -142,13 +141,15 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
                 address = report
         progress.stop()
         _wait_until_joined(address, config)
-        yield RunningStack(address, redis_url, router, workers, ready)
+        yield RunningStack(address, router, workers, ready)
 
 
 # --- processes ----------------------------------------------------------------------------------------------
 
 
-def _worker_configs(config: LocalStackConfig, redis_url: str, secret: bytes) -> dict[str, WorkerConfig]:
+def _worker_configs(
+    config: LocalStackConfig, redis_url: str | None, secret: bytes
+) -> dict[str, WorkerConfig]:
     roles: list[Literal["prefill", "decode"]] = []
     roles += ["prefill"] * config.num_prefill
     roles += ["decode"] * config.num_decode

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+from contextlib import ExitStack
+from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 START_SECONDS = 10.0
+STOP_SECONDS = 5.0
+POLL_SECONDS = 0.02
+PORT_ATTEMPTS = 3
 
 
 class RedisNotStartedError(RuntimeError):
@@ -44,47 +53,54 @@ def find_redis_server() -> str:
 class RedisProcess:
     """A redis-server on a loopback port, without persistence; it ends with this process.
 
+    Router and workers get users of their own, which may do what the index needs and nothing else.
+
+    Linux ends it when the thread that made it ends, so make it in one that lasts.
+
     Args:
         port: where to listen; 0 takes a free one.
-        password: of its default user; None makes one.
+        password: what the users' passwords are made from; None makes one.
         max_memory: limit of its data; writes beyond it fail, since evicting entries would tear prefixes.
+
+
+    Raises:
+        RedisNotStartedError: it did not answer in time.
     """
 
     def __init__(self, port: int = 0, password: str | None = None, max_memory: str = "512mb") -> None:
-        self.port = port or _free_port()
         self._password = password or secrets.token_hex(16)
-        self._folder = tempfile.TemporaryDirectory(prefix="quire-redis-")
-        command = [find_redis_server(), "-"]
-        settings = {
-            "bind": "127.0.0.1",
-            "port": self.port,
-            "dir": self._folder.name,
-            "save": '""',
-            "appendonly": "no",
-            "maxmemory": max_memory,
-            "maxmemory-policy": "noeviction",
-            "requirepass": self._password,
-        }
-        self._log = Path(self._folder.name, "redis.log").open("wb")  # noqa: SIM115 - closed by stop
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            # Not in the terminal's group: Ctrl-C is for the stack, which ends its Redis last.
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
-        assert self._process.stdin is not None
-        # Over standard input, so that the password is in no process list.
-        self._process.stdin.write("".join(f"{k} {v}\n" for k, v in settings.items()).encode())
-        self._process.stdin.close()
-        self._wait_until_ready()
+        self._max_memory = max_memory
+        executable = find_redis_server()
+        # Between the look for a free port and its use, another process may take it.
+        for attempts_left in reversed(range(1 if port else PORT_ATTEMPTS)):
+            self.port = port or _free_port()
+            try:
+                self._start(executable)
+                return
+            except RedisNotStartedError:
+                if not attempts_left:
+                    raise
 
     @property
     def url(self) -> str:
-        """URL with the password."""
-        return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
+        """URL of the user who may do everything."""
+        return self._url("admin")
+
+    @property
+    def router_url(self) -> str:
+        """URL of the user who may read the index."""
+        return self._url("router")
+
+    @property
+    def worker_url(self) -> str:
+        """URL of the user who may write the index."""
+        return self._url("worker")
+
+    def _url(self, role: str) -> str:
+        return f"redis://quire-{role}:{self._role_password(role)}@127.0.0.1:{self.port}/0"
+
+    def _role_password(self, role: str) -> str:
+        return _sha256(f"{role}:{self._password}")
 
     @property
     def pid(self) -> int:
@@ -93,28 +109,69 @@ class RedisProcess:
 
     def stop(self) -> None:
         """End the server and remove its folder; idempotent."""
-        if self._process.poll() is None:
-            self._process.terminate()
-        self._process.wait()
-        self._log.close()
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._folder.cleanup()
 
+    def _start(self, executable: str) -> None:
+        with ExitStack() as undo:
+            self._folder = tempfile.TemporaryDirectory(prefix="quire-redis-")
+            undo.callback(self._folder.cleanup)
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [executable, "-"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # Not in the terminal's group: Ctrl-C is for the stack, which ends its Redis last.
+                    start_new_session=True,
+                    preexec_fn=end_with_parent,
+                )
+            undo.callback(self.stop)
+            assert self._process.stdin is not None
+            # Over standard input, so that the password is in no process list.
+            with self._process.stdin as stdin:
+                stdin.write(self._settings().encode())
+            self._wait_until_ready()
+            undo.pop_all()
+
+    def _settings(self) -> str:
+        settings = {
+            "bind": "127.0.0.1",
+            "port": self.port,
+            "dir": self._folder.name,
+            "save": '""',
+            "appendonly": "no",
+            "maxmemory": self._max_memory,
+            "maxmemory-policy": "noeviction",
+        }
+        users = files("quire.kvindex").joinpath("users.acl").read_text()
+        for role in ("admin", "router", "worker"):
+            users = users.replace(f"{role.upper()}_SHA256", _sha256(self._role_password(role)))
+        return "".join(f"{name} {value}\n" for name, value in settings.items()) + users
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._folder.name, "redis.log")
+
     def _wait_until_ready(self) -> None:
-        client = redis.Redis.from_url(self.url)
         deadline = time.monotonic() + START_SECONDS
-        try:
+        with redis.Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
             while True:
                 try:
                     client.ping()
                     return
-                except redis.ConnectionError as error:
+                except (redis.ConnectionError, redis.TimeoutError) as error:
                     if self._process.poll() is not None or time.monotonic() > deadline:
-                        log = Path(self._folder.name, "redis.log").read_text(errors="replace")
-                        self.stop()
-                        raise RedisNotStartedError(f"redis-server did not start: {log[-2000:]}") from error
-                    time.sleep(0.02)
-        finally:
-            client.close()
+                        log = self._log.read_text(errors="replace")[-2000:]
+                        raise RedisNotStartedError(
+                            f"redis-server did not answer on port {self.port}: {log}"
+                        ) from error
+                    time.sleep(POLL_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -126,9 +183,14 @@ class RedisProcess:
 
 
 def end_with_parent() -> None:
-    """Ask Linux to end this process when its parent dies, however it dies."""
+    """Ask Linux to end this process when its parent dies, however it dies; elsewhere do nothing."""
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _free_port() -> int:

@@ -1,5 +1,10 @@
 -- Begin a lease: from here on only entries with this epoch count. Returns the worker's slot.
+-- A worker keeps its slot while it lives, so that what it publishes again replaces its entries of before. Another
+-- process of the same name is fenced by the new epoch: its beat and its next publish fail.
+-- A full Redis refuses a script's first write if it takes memory, and no later one. The first write here takes
+-- none (slot 0 is nobody's), or no worker could join a full index, and a router would think it dead.
 -- KEYS: slots, lease prefix.  ARGV: worker id, epoch, record, ttl in ms.
+redis.call('DEL', KEYS[2] .. '0')
 local slot = redis.call('HGET', KEYS[1], ARGV[1])
 if not slot then
   slot = redis.call('HINCRBY', KEYS[1], '#next', 1)

@@ -1,24 +1,35 @@
--- Longest prefix of each live holder, in one round trip: binary search, since what a worker publishes is
--- closed under prefixes. A linear walk would hold Redis for milliseconds. Were the set not closed, the answer
--- would be a worse hint, never a wrong block: the owner decides.
--- KEYS: block prefix, lease prefix.  ARGV: packed 16-byte hashes.  Returns [lease record, depth, ...].
-local packed = ARGV[1]
+-- Longest prefix of each live holder, in one round trip. What a worker publishes is closed under prefixes, so
+-- "holds block i" is true up to its depth and false behind it: a whole match takes one probe, any other a
+-- binary search of 12 at most. A linear walk would hold Redis for milliseconds.
+--
+-- Races. A script runs alone, so all probes of one holder see one state. A worker may evict right after: the
+-- owner decides when its blocks are asked for. A dead worker's entries stay behind, and so may those of an
+-- earlier life, but their epoch is not the lease's. Were the set not closed, the answer would be a worse
+-- hint, never a wrong block.
+-- KEYS: block prefix, lease prefix.  ARGV: packed 16-byte hashes, most holders.
+-- Returns [lease record, depth, ...].
+local packed, max_holders = ARGV[1], tonumber(ARGV[2])
 local n = #packed / 16
 local function key(i) return KEYS[1] .. string.sub(packed, (i - 1) * 16 + 1, i * 16) end
 local answer = {}
 if n == 0 then return answer end
 local holders = redis.call('HGETALL', key(1))
 for h = 1, #holders, 2 do
+  if #answer == 2 * max_holders then break end
   local slot, epoch = holders[h], holders[h + 1]
   local lease = redis.call('HMGET', KEYS[2] .. slot, 'e', 'r')
   if lease[1] == epoch then
-    local low, high = 1, n  -- the holder has block `low`; the answer is in [low, high]
-    while low < high do
-      local middle = math.ceil((low + high) / 2)
-      if redis.call('HGET', key(middle), slot) == epoch then low = middle else high = middle - 1 end
+    local depth = n
+    if redis.call('HGET', key(n), slot) ~= epoch then
+      local low, high = 1, n - 1  -- the holder has block `low`, and none behind `high`
+      while low < high do
+        local middle = math.ceil((low + high) / 2)
+        if redis.call('HGET', key(middle), slot) == epoch then low = middle else high = middle - 1 end
+      end
+      depth = low
     end
     answer[#answer + 1] = lease[2]
-    answer[#answer + 1] = low
+    answer[#answer + 1] = depth
   end
 end
 return answer

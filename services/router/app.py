@@ -112,7 +112,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     )
     async with AsyncExitStack() as stack:
         sources = await stack.enter_async_context(
-            open_sources(config.redis_url, config.worker_addresses, config.cluster_secret, metrics)
+            open_sources(config.redis_url, config.worker_addresses, config.cluster_secret, metrics.registry)
         )
         workers = WorkerSet(sources.membership, expected_fingerprint=sources.expected_fingerprint)
         stack.push_async_callback(workers.close)

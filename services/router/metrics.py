@@ -16,7 +16,6 @@ E2E_BUCKETS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960, 1920, 7680),
 )
-LOOKUP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05)
 
 
 class RouterMetrics:
@@ -41,12 +40,6 @@ class RouterMetrics:
         self.decisions = _counter(registry, "router_decision", "Choices of a worker.", "role", "reason")
         self.prefill_retries = _counter(registry, "prefill_retries", "Attempts lost on the prefill worker.")
         self.decode_retries = _counter(registry, "decode_retries", "Attempts lost on the decode worker.")
-        self.index_failures = _counter(
-            registry, "prefix_index_lookup_failures", "Index look-ups that failed or were late."
-        )
-        self.index_seconds = _histogram(
-            registry, "prefix_index_lookup_seconds", "Time of an index look-up.", LOOKUP_BUCKETS
-        )
         self.time_to_first_token = _histogram(
             registry, "time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
         )

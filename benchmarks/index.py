@@ -1,0 +1,335 @@
+"""The prefix index with a million blocks, beside the design that comes to mind first.
+
+    python -m quire.benchmarks.index [--blocks 1000000] [--lookups 1000]
+
+It starts a Redis of its own. Prompts are 64k tokens, 4096 blocks of 16; of each, one worker holds all blocks
+and another one the first half. The obvious design sends one pipelined command for each block: HSET to
+publish, HKEYS to look up, keys in hexadecimal, worker names as fields; it hashes pickled (parent, tokens).
+The floor of a look-up is an empty script with the same argument; of publishing and memory Redis's own DEBUG
+POPULATE, which makes plain strings, with keys as long; of hashing one SHA-256 over all the bytes.
+
+A rebuild is measured from the moment at which the workers notice the flush, at their own pace of 50,000
+blocks a second each. In earnest they notice with the next change or beat, and begin within a jitter of 2 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import hashlib
+import json
+import logging
+import pickle
+import time
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from random import Random
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+
+from quire.kvindex.block_hash import block_hashes
+from quire.kvindex.membership import WorkerRecord
+from quire.kvindex.publish_ledger import PublishLedger
+from quire.kvindex.publisher import BlockPublisher
+from quire.kvindex.redis_index import PUBLISH_BLOCKS, RedisIndex, WorkerLease, publisher_client
+from quire.services.redis_process import RedisProcess
+
+BLOCK_SIZE = 16
+PROMPT_BLOCKS = 4096
+NUM_WORKERS = 8
+TTL_SECONDS = 10.0
+OBVIOUS_BLOCKS = 25 * PROMPT_BLOCKS
+OBVIOUS_LOOKUPS = 40
+WARM_UP = 20
+Prompt = list[bytes]
+
+
+class Row(NamedTuple):
+    """A line of the table; ``is_rate`` says that more is better."""
+
+    name: str
+    unit: str
+    measured: float
+    goal: float
+    obvious: float
+    floor: float | None = None
+    is_rate: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        return self.measured >= self.goal if self.is_rate else self.measured <= self.goal
+
+
+class Latency(NamedTuple):
+    """Milliseconds."""
+
+    p50: float
+    p99: float
+
+
+class Load(NamedTuple):
+    """What publishing so many entries took."""
+
+    entries_per_second: float
+    bytes_per_block: float
+
+
+class Stopwatch:
+    """Seconds of the block it is around."""
+
+    seconds = 0.0
+
+
+@contextmanager
+def stopwatch() -> Iterator[Stopwatch]:
+    watch, start = Stopwatch(), time.perf_counter()
+    yield watch
+    watch.seconds = time.perf_counter() - start
+
+
+def make_prompts(num_blocks: int, seed: int) -> list[Prompt]:
+    """Return prompts of random hashes."""
+    random = Random(seed)
+    return [
+        [random.randbytes(16) for _ in range(PROMPT_BLOCKS)]
+        for _ in range(max(1, num_blocks // PROMPT_BLOCKS))
+    ]
+
+
+def holders(number: int) -> tuple[int, int]:
+    """Return who holds all of a prompt, and who holds half."""
+    return number % NUM_WORKERS, (number + 1) % NUM_WORKERS
+
+
+def record(worker: int) -> WorkerRecord:
+    return WorkerRecord(f"prefill-{worker}", "prefill", f"127.0.0.1:{worker}", "epoch", "fingerprint")
+
+
+async def timed(call: Callable[[int], Awaitable[object]], repeats: int) -> Latency:
+    """Return the latency of calls one after another."""
+    milliseconds = []
+    for number in range(-WARM_UP, repeats):
+        with stopwatch() as watch:
+            await call(number)
+        if number >= 0:
+            milliseconds.append(1000 * watch.seconds)
+    return Latency(median(milliseconds), quantiles(milliseconds, n=100)[98])
+
+
+async def loaded(admin: Redis, num_blocks: int, load: Callable[[], Awaitable[int]]) -> Load:
+    """Return what a load that answers with its number of entries takes in time and memory."""
+    before = (await admin.info("memory"))["used_memory"]
+    with stopwatch() as watch:
+        num_entries = await load()
+    after = (await admin.info("memory"))["used_memory"]
+    return Load(num_entries / watch.seconds, (after - before) / num_blocks)
+
+
+# --- the index ----------------------------------------------------------------------------------------------
+
+
+async def publish(writer: Redis, prompts: Sequence[Prompt]) -> int:
+    """Publish from all workers at once, each in order; return the number of entries."""
+    held: list[list[Prompt]] = [[] for _ in range(NUM_WORKERS)]
+    for number, prompt in enumerate(prompts):
+        whole, half = holders(number)
+        held[whole].append(prompt)
+        held[half].append(prompt[: PROMPT_BLOCKS // 2])
+
+    async def live(worker: int) -> None:
+        lease = WorkerLease(writer, 3600.0)
+        await lease.join(record(worker))
+        for prompt in held[worker]:
+            await lease.publish(prompt)
+
+    await asyncio.gather(*map(live, range(NUM_WORKERS)))
+    return sum(len(prompt) for prompts in held for prompt in prompts)
+
+
+async def look_up_latency(reader: Redis, prompts: Sequence[Prompt], repeats: int) -> Latency:
+    index = RedisIndex(reader)
+
+    async def look_up(number: int) -> None:
+        depths = sorted(holding.num_blocks for holding in await index.look_up(prompts[number % len(prompts)]))
+        assert depths == [PROMPT_BLOCKS // 2, PROMPT_BLOCKS]
+
+    return await timed(look_up, repeats)
+
+
+@asynccontextmanager
+async def publishers(writer: Redis, blocks: Prompt) -> AsyncIterator[list[BlockPublisher]]:
+    """Yield publishers that share the blocks among them."""
+    loop, running = asyncio.get_running_loop(), []
+    for worker in range(NUM_WORKERS):
+        lease = WorkerLease(writer, TTL_SECONDS)
+        publisher = BlockPublisher(lease, PublishLedger(), loop, TTL_SECONDS / 3, rejoin_jitter_seconds=0.0)
+        publisher.stored(blocks[worker::NUM_WORKERS])
+        publisher.start(record(worker))
+        running.append(publisher)
+    yield running
+    for publisher in running:
+        await publisher.close()
+
+
+async def rebuild_seconds(admin: Redis, writer: Redis, blocks: Prompt) -> float:
+    """Return how long the workers take to publish everything again after a flush."""
+    async with publishers(writer, blocks) as running:
+
+        async def settled(num_keys: int) -> None:
+            while await admin.dbsize() < num_keys:  # noqa: ASYNC110 - Redis reports no such event
+                await asyncio.sleep(0.01)
+
+        await settled(len(blocks) + NUM_WORKERS + 1)
+        await admin.flushall()
+        with stopwatch() as watch:
+            for worker, publisher in enumerate(running):
+                publisher.stored([worker.to_bytes(16, "little")])
+            await settled(len(blocks) + 2 * NUM_WORKERS + 1)
+        await admin.flushall()
+    return watch.seconds
+
+
+# --- the obvious design -------------------------------------------------------------------------------------
+
+
+async def publish_obviously(writer: Redis, prompts: Sequence[Prompt]) -> int:
+    async def put(worker: int, blocks: Prompt) -> None:
+        for start in range(0, len(blocks), PUBLISH_BLOCKS):
+            async with writer.pipeline(transaction=False) as pipeline:
+                for each in blocks[start : start + PUBLISH_BLOCKS]:
+                    pipeline.hset(f"block:{each.hex()}", f"prefill-{worker}", "1")
+                await pipeline.execute()
+
+    for number, prompt in enumerate(prompts):
+        whole, half = holders(number)
+        await asyncio.gather(put(whole, prompt), put(half, prompt[: PROMPT_BLOCKS // 2]))
+    return len(prompts) * PROMPT_BLOCKS * 3 // 2
+
+
+async def obvious_latency(reader: Redis, prompts: Sequence[Prompt], repeats: int) -> Latency:
+    async def look_up(number: int) -> None:
+        async with reader.pipeline(transaction=False) as pipeline:
+            for each in prompts[number % len(prompts)]:
+                pipeline.hkeys(f"block:{each.hex()}")
+            holders_of_blocks = await pipeline.execute()
+        depths: dict[bytes, int] = {}
+        for depth, names in enumerate(holders_of_blocks):
+            for name in names:
+                if depths.get(name, 0) == depth:
+                    depths[name] = depth + 1
+        assert sorted(depths.values()) == [PROMPT_BLOCKS // 2, PROMPT_BLOCKS]
+
+    return await timed(look_up, repeats)
+
+
+def hash_obviously(root: bytes, token_ids: list[int]) -> bytes:
+    parent = root
+    for start in range(0, len(token_ids), BLOCK_SIZE):
+        tokens = tuple(token_ids[start : start + BLOCK_SIZE])
+        parent = hashlib.sha256(pickle.dumps((parent, tokens))).digest()
+    return parent
+
+
+# --- the whole ----------------------------------------------------------------------------------------------
+
+
+async def measure_redis(redis: RedisProcess, num_blocks: int, num_lookups: int) -> list[Row]:
+    admin: Any = publisher_client(redis.url)
+    reader: Any = publisher_client(redis.router_url)
+    writer: Any = publisher_client(redis.worker_url)
+    prompts = make_prompts(num_blocks, seed=1)
+    num_blocks = len(prompts) * PROMPT_BLOCKS
+    gc.freeze()
+
+    empty = admin.register_script("return 1")
+    argument = bytes(16 * PROMPT_BLOCKS)
+    load_floor = await loaded(admin, num_blocks, lambda: populate(admin, num_blocks))
+    await admin.flushall()
+    obvious_prompts = prompts[: OBVIOUS_BLOCKS // PROMPT_BLOCKS]
+    obvious_load = await loaded(
+        admin, len(obvious_prompts) * PROMPT_BLOCKS, lambda: publish_obviously(admin, obvious_prompts)
+    )
+    obvious = await obvious_latency(admin, obvious_prompts, OBVIOUS_LOOKUPS)
+    await admin.flushall()
+    load = await loaded(admin, num_blocks, lambda: publish(writer, prompts))
+    latency = await look_up_latency(reader, prompts, num_lookups)
+    floor = await timed(lambda number: empty(keys=["{q}"], args=[argument]), num_lookups)
+    await admin.flushall()
+    rebuild = await rebuild_seconds(admin, writer, [each for prompt in prompts for each in prompt])
+    for client in (admin, reader, writer):
+        await client.aclose()
+    rates = load.entries_per_second, 200e3, obvious_load.entries_per_second, load_floor.entries_per_second
+    sizes = load.bytes_per_block, 125, obvious_load.bytes_per_block, load_floor.bytes_per_block
+    return [
+        Row("look-up of 64k tokens, p50", "ms", latency.p50, 0.6, obvious.p50, floor.p50),
+        Row("look-up of 64k tokens, p99", "ms", latency.p99, 2.0, obvious.p99, floor.p99),
+        Row("Redis memory per block", "bytes", *sizes),
+        Row("publishes", "1/s", *rates, is_rate=True),
+        Row(
+            f"rebuild of {num_blocks:,} blocks",
+            "s",
+            rebuild,
+            5.0,
+            num_blocks / obvious_load.entries_per_second,
+        ),
+    ]
+
+
+async def populate(admin: Any, num_keys: int) -> int:
+    """Let Redis make plain strings of 4 bytes, with keys as long as the index's, which are 20."""
+    await admin.execute_command("DEBUG", "POPULATE", num_keys, "123456789012", 4)
+    return num_keys
+
+
+def measure_hashing() -> Row:
+    token_ids = Random(0).choices(range(150_000), k=PROMPT_BLOCKS * BLOCK_SIZE)
+    encoded = array("I", token_ids).tobytes()
+
+    def best(call: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(WARM_UP):
+            with stopwatch() as watch:
+                call()
+            seconds.append(watch.seconds)
+        return 1000 * median(seconds)
+
+    ours = best(lambda: block_hashes(b"root", token_ids, BLOCK_SIZE))
+    obvious = best(lambda: hash_obviously(b"root", token_ids))
+    return Row("hashing 64k tokens", "ms", ours, 5.0, obvious, best(lambda: hashlib.sha256(encoded).digest()))
+
+
+def format_row(row: Row) -> str:
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+    goal = f"{'>=' if row.is_rate else '<='} {number(row.goal)}"
+    verdict = "" if row.is_met else "missed"
+    measured = f"{row.name:<28} {number(row.measured):>10} {row.unit:<6} {goal:>10} {verdict:<7}"
+    return f"{measured}{number(row.obvious):>12} {number(row.floor):>10}"
+
+
+def main() -> None:
+    """Print a table and, last, one line of JSON."""
+    logging.getLogger("quire").setLevel(logging.ERROR)  # the flush is meant
+    parser = argparse.ArgumentParser(description="The prefix index beside one pipelined command per block.")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks in the index")
+    parser.add_argument("--lookups", type=int, default=1000, help="look-ups, one after another")
+    arguments = parser.parse_args()
+    with RedisProcess(max_memory="4gb") as redis:
+        rows = [
+            *asyncio.run(measure_redis(redis, arguments.blocks, arguments.lookups)),
+            measure_hashing(),
+        ]
+    print(f"{'':<28} {'measured':>10} {'':<6} {'goal':>10} {'':<7}{'obvious':>12} {'floor':>10}")
+    for row in rows:
+        print(format_row(row))
+    results = [{**row._asdict(), "is_met": row.is_met} for row in rows]
+    print(json.dumps({"benchmark": "index", "blocks": arguments.blocks, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What a worker holds, and what the index does not say yet."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+MAX_EVICTIONS = 1 << 18
+"""Evictions that may wait; beyond it a new epoch is cheaper than catching up."""
+
+
+class PublishLedger:
+    """Keeps the difference between a worker's pool and its entries in the index. Thread-safe.
+
+    Changes cancel out as they come: a block that was stored and removed again is never mentioned. So memory
+    is bounded by the pool and ``max_evictions``, and nothing has to be dropped.
+
+    Every dict is in an order that keeps the index closed under prefixes: a pool stores parents first and
+    removes children first, and a block that changes its mind goes to the end of its dict. Taken from the
+    front, what is to be published follows its parents, what is to be evicted its children.
+
+    While it does not follow (before the first ``restart``, after a ``stop``, after too many evictions) it
+    keeps what is held and nothing else: the entries in the index are about to be replaced.
+    """
+
+    def __init__(
+        self, max_evictions: int = MAX_EVICTIONS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_evictions = max_evictions
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._held: dict[bytes, None] = {}
+        # Values are when the change came.
+        self._to_publish: dict[bytes, float] = {}
+        self._to_evict: dict[bytes, float] = {}
+        self._is_following = False
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the pending changes, once applied, make the index right."""
+        return self._is_following
+
+    @property
+    def num_held(self) -> int:
+        """Blocks held."""
+        return len(self._held)
+
+    @property
+    def num_pending(self) -> int:
+        """Changes that are not in the index yet."""
+        return len(self._to_publish) + len(self._to_evict)
+
+    @property
+    def lag_seconds(self) -> float:
+        """Age of the oldest pending change."""
+        with self._lock:
+            queues = (self._to_publish, self._to_evict)
+            since = min((next(iter(queue.values())) for queue in queues if queue), default=None)
+            return 0.0 if since is None else self._clock() - since
+
+    def stored(self, block_hashes: Sequence[bytes]) -> bool:
+        """Note blocks that became reusable, parents first; return whether these are the first changes."""
+        with self._lock:
+            was_settled, now = self.num_pending == 0, self._clock()
+            for each in block_hashes:
+                if each in self._held:
+                    continue
+                self._held[each] = None
+                if self._is_following and self._to_evict.pop(each, None) is None:
+                    self._to_publish[each] = now
+            return was_settled and self.num_pending > 0
+
+    def removed(self, block_hashes: Sequence[bytes]) -> bool:
+        """Note blocks that were evicted, children first; return whether the publisher has to be woken."""
+        with self._lock:
+            was_settled, now = self.num_pending == 0, self._clock()
+            for each in block_hashes:
+                if each not in self._held:
+                    continue
+                del self._held[each]
+                if self._is_following and self._to_publish.pop(each, None) is None:
+                    self._to_evict[each] = now
+            if len(self._to_evict) > self._max_evictions:
+                self._stop()
+                return True
+            return was_settled and self.num_pending > 0
+
+    def restart(self) -> None:
+        """Follow from an index that has nothing of this worker."""
+        with self._lock:
+            self._to_publish = dict.fromkeys(self._held, self._clock())
+            self._to_evict = {}
+            self._is_following = True
+
+    def stop(self) -> None:
+        """Follow no more: what the index has is unknown."""
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._to_publish, self._to_evict, self._is_following = {}, {}, False
+
+    def take_evictions(self, limit: int) -> list[bytes]:
+        """Take the next blocks to evict; from now on the index counts as having none of them."""
+        with self._lock:
+            return _take(self._to_evict, limit)
+
+    def take_publications(self, limit: int) -> list[bytes]:
+        """Take the next blocks to publish; from now on the index counts as having them."""
+        with self._lock:
+            return _take(self._to_publish, limit)
+
+    def put_back(self, block_hashes: Sequence[bytes]) -> None:
+        """Undo the taking of publications that the index refused, all of them."""
+        with self._lock:
+            for each in block_hashes:
+                self._to_evict.pop(each, None)
+            now = self._clock()
+            again = {each: now for each in block_hashes if each in self._held}
+            self._to_publish = again | self._to_publish
+
+    def leftovers(self) -> list[bytes]:
+        """Return all that the index may have of this worker, children before parents."""
+        with self._lock:
+            return [*self._to_evict, *reversed(self._held)]
+
+
+def _take(pending: dict[bytes, float], limit: int) -> list[bytes]:
+    batch = list(islice(pending, limit))
+    for each in batch:
+        del pending[each]
+    return batch

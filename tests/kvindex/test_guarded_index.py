@@ -1,0 +1,210 @@
+"""Look-ups that fail or hang: they cost little, are counted, and are given up for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisClusterException
+
+from quire.kvindex.circuit_breaker import BreakerState, CircuitBreaker
+from quire.kvindex.guarded_index import BUDGET_SECONDS, Fallback, GuardedIndex
+from quire.kvindex.index import Holding, IndexFullError, LeaseLostError
+from quire.kvindex.instrumented_index import (
+    IndexMetrics,
+    InstrumentedIndex,
+    InstrumentedLease,
+    PublisherMetrics,
+)
+from quire.kvindex.memory_index import MemoryLease, MemoryStore
+from quire.kvindex.publish_ledger import PublishLedger
+from quire.kvindex.redis_index import RedisIndex, reader_client
+from quire.services.redis_process import RedisProcess
+
+HASHES = [bytes([index]) * 16 for index in range(4)]
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ScriptedIndex:
+    """Answers, raises, or hangs when the answer is None."""
+
+    def __init__(self) -> None:
+        self.answer: Any = []
+        self.num_calls = 0
+
+    async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding]:
+        self.num_calls += 1
+        if self.answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return list(self.answer)
+
+
+class Guarded:
+    """A guarded and instrumented index, and what it reports."""
+
+    def __init__(self) -> None:
+        self.clock, self.inner, self.registry = Clock(), ScriptedIndex(), CollectorRegistry()
+        self.breaker = CircuitBreaker(clock=self.clock)
+        metrics = IndexMetrics(self.registry, self.breaker)
+        self.index = GuardedIndex(InstrumentedIndex(self.inner, metrics), self.breaker, metrics.fallback)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"quire_index_{name}", labels)
+
+
+@pytest.fixture
+def guarded() -> Guarded:
+    return Guarded()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, "timeout"),
+        *((kind("down"), "error") for kind in (RedisConnectionError, RedisClusterException, OSError)),
+    ],
+)
+async def test_an_index_that_fails_is_left_alone_for_a_while(
+    answer: Any, reason: str, guarded: Guarded, record: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = [Holding(record("a"), 2)]
+    guarded.inner.answer = answer
+    for _ in range(7):
+        assert await guarded.index.look_up(HASHES) == []
+    assert guarded.inner.num_calls == 5
+    assert guarded.metric("fallback_total", reason=reason) == 5
+    assert guarded.metric("fallback_total", reason="breaker_open") == 2
+    assert guarded.metric("breaker_state") == BreakerState.OPEN
+    assert [each.message for each in caplog.records] == ["index_given_up"]
+    guarded.clock.now += 1.0
+    assert guarded.metric("breaker_state") == BreakerState.HALF_OPEN
+    assert await guarded.index.look_up(HASHES) == []
+    assert await guarded.index.look_up(HASHES) == []
+    assert guarded.inner.num_calls == 6
+    guarded.inner.answer = good
+    guarded.clock.now += 1.0
+    for _ in range(3):
+        assert await guarded.index.look_up(HASHES) == good
+    assert guarded.metric("breaker_state") == BreakerState.CLOSED
+    assert guarded.metric("lookup_seconds_count", result="failed") == 6
+    assert guarded.metric("lookup_seconds_count", result="hit") == 3
+    assert guarded.metric("match_ratio_sum") == 1.5
+    assert guarded.metric("lookup_blocks_sum") == 9 * len(HASHES)
+
+
+async def test_failures_must_be_in_a_row(guarded: Guarded) -> None:
+    for answer in ([OSError("down")] * 4 + [[]]) * 3:
+        guarded.inner.answer = answer
+        await guarded.index.look_up(HASHES)
+    assert guarded.breaker.state is BreakerState.CLOSED
+    assert guarded.metric("lookup_seconds_count", result="miss") == 3
+
+
+async def test_a_trial_that_is_cancelled_is_not_the_last(guarded: Guarded) -> None:
+    for _ in range(5):
+        guarded.breaker.failed()
+    guarded.clock.now += 1.0
+    guarded.inner.answer = None
+    trial = asyncio.create_task(guarded.index.look_up(HASHES))
+    await asyncio.sleep(0)
+    trial.cancel()
+    await asyncio.wait([trial])
+    assert guarded.breaker.state is BreakerState.OPEN
+    guarded.clock.now += 1.0
+    guarded.inner.answer = []
+    await guarded.index.look_up(HASHES)
+    assert guarded.breaker.state is BreakerState.CLOSED
+
+
+async def test_a_redis_that_hangs_costs_the_budget_alone(
+    redis_process: RedisProcess, redis_backend: Any, record: Any, until: Any
+) -> None:
+    lease = redis_backend.lease()
+    await lease.join(record("a"))
+    await lease.publish(HASHES)
+    clock, fallbacks = Clock(), list[Fallback]()
+    client = reader_client(redis_process.router_url)
+    index = GuardedIndex(RedisIndex(client), CircuitBreaker(clock=clock), fallbacks.append)
+    try:
+        await until(lambda: index.look_up(HASHES))
+        fallbacks.clear()
+        os.kill(redis_process.pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            assert [await index.look_up(HASHES) for _ in range(8)] == [[]] * 8
+            seconds = time.monotonic() - start
+        finally:
+            os.kill(redis_process.pid, signal.SIGCONT)
+        assert fallbacks[5:] == [Fallback.BREAKER_OPEN] * 3
+        assert 5 * BUDGET_SECONDS <= seconds < 1.0
+        clock.now += 1.0
+
+        async def is_back() -> bool:
+            clock.now += 1.0
+            return [each.num_blocks for each in await index.look_up(HASHES)] == [len(HASHES)]
+
+        await until(is_back)
+    finally:
+        await client.aclose()
+
+
+async def test_errors_of_the_program_are_not_hidden(guarded: Guarded) -> None:
+    guarded.inner.answer = KeyError("bug")
+    with pytest.raises(KeyError):
+        await guarded.index.look_up(HASHES)
+
+
+class FullLease(MemoryLease):
+    """A lease on an index without room."""
+
+    async def publish(self, block_hashes: Sequence[bytes]) -> None:
+        raise IndexFullError
+
+
+async def test_publishing_is_counted(backend: Any, record: Any) -> None:
+    registry, ledger = CollectorRegistry(), PublishLedger(clock=lambda: 5.0)
+    metrics = PublisherMetrics(registry, ledger)
+    lease = InstrumentedLease(backend.lease(), metrics)
+    ledger.restart()
+    ledger.stored(HASHES)
+    await lease.join(record("a"))
+    await lease.publish(HASHES)
+    await lease.beat()
+    await lease.evict(HASHES[3:])
+    await lease.leave()
+    for call in (lease.beat(), lease.publish(HASHES)):
+        with pytest.raises(LeaseLostError):
+            await call
+    while await backend.num_entries():
+        await lease.sweep()
+    with pytest.raises(IndexFullError):
+        await InstrumentedLease(FullLease(MemoryStore(), 30.0), metrics).publish(HASHES)
+    samples = {
+        ("publish_entries_total", "publish"): 4.0,
+        ("publish_entries_total", "evict"): 1.0,
+        ("publish_entries_total", "sweep"): 3.0,
+        ("fenced_total", None): 2.0,
+        ("full_total", None): 1.0,
+        ("publish_queue", None): 4.0,
+        ("publish_lag_seconds", None): 0.0,
+    }
+    for (name, op), expected in samples.items():
+        assert registry.get_sample_value(f"quire_index_{name}", {"op": op} if op else {}) == expected

@@ -1,0 +1,219 @@
+"""Redis as it is run in earnest: with users of little power, behind TLS, as a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+
+from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client, reader_client
+from quire.services.redis_process import RedisProcess
+
+HASHES = [index.to_bytes(16, "little") for index in range(1, 10)]
+CLUSTER_SLOTS = 16384
+BUS_OFFSET = 10_000
+
+Connect = Callable[[str], Redis]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Return a function from URL to a client that is closed in the end."""
+    async with AsyncExitStack() as stack:
+
+        def to(url: str) -> Any:
+            client = publisher_client(url)
+            stack.push_async_callback(client.aclose)
+            return client
+
+        yield to
+
+
+async def use(worker: Any, router: Any, record: Any) -> None:
+    """Lead a short life in an index through all its scripts."""
+    lease, index = WorkerLease(worker, 30.0), RedisIndex(router)
+    await lease.join(record("a"))
+    await lease.publish(HASHES)
+    await lease.evict(HASHES[:7:-1])
+    await lease.beat()
+    await lease.sweep()
+    assert [each.num_blocks for each in await index.look_up(HASHES)] == [8]
+    assert await index.members() == [record("a")]
+    await lease.leave()
+    assert await index.members() == []
+
+
+# --- users --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["router", "worker"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("FLUSHALL", "FLUSHDB", "CONFIG GET *", "KEYS *", "ACL LIST", "SHUTDOWN", "SCRIPT FLUSH"),
+        *("GET {q}x", "EVAL return(1) 0", "HGET other x", "DEBUG SLEEP 0", "CLIENT LIST", "MONITOR"),
+    ],
+)
+async def test_nobody_may_do_more_than_the_index_needs(
+    role: str, command: str, redis_process: RedisProcess, connect: Connect
+) -> None:
+    client = connect(getattr(redis_process, f"{role}_url"))
+    with pytest.raises(NoPermissionError):
+        await client.execute_command(*command.split())
+
+
+async def test_routers_only_read(redis_process: RedisProcess, connect: Connect, record: Any) -> None:
+    client = connect(redis_process.router_url)
+    for command in ("HSET {q}bx 1 2", "DEL {q}l1", "SCAN 0"):
+        with pytest.raises(NoPermissionError):
+            await client.execute_command(*command.split())
+    with pytest.raises(RedisError, match=r"ermission|NOPERM|can't run"):
+        await WorkerLease(client, 30.0).join(record("a"))
+
+
+async def test_scripts_reach_no_foreign_key(redis_process: RedisProcess, connect: Connect) -> None:
+    client = connect(redis_process.worker_url)
+    write = client.register_script("return redis.call('HSET', 'other', 'x', 'y')")
+    with pytest.raises(RedisError, match=r"ermission|NOPERM|can't access"):
+        await write(keys=["{q}slots"])
+
+
+async def test_the_default_user_is_off(redis_process: RedisProcess, connect: Connect) -> None:
+    for user in ("", ":wrong@", "quire-worker:wrong@"):
+        with pytest.raises(AuthenticationError):
+            await connect(f"redis://{user}127.0.0.1:{redis_process.port}").ping()
+
+
+# --- TLS ----------------------------------------------------------------------------------------------------
+
+
+class Certificate(NamedTuple):
+    """A certificate that signs itself."""
+
+    path: Path
+    key: Path
+
+
+@pytest.fixture(scope="module")
+def certify(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Certificate]:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl to make certificates with")
+
+    def make(name: str) -> Certificate:
+        folder = tmp_path_factory.mktemp("tls")
+        made = Certificate(folder / "certificate.pem", folder / "key.pem")
+        arguments = [
+            openssl,
+            *["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=test"],
+        ]
+        arguments += ["-addext", f"subjectAltName={name}", "-out", made.path, "-keyout", made.key]
+        subprocess.run(arguments, check=True, capture_output=True)
+        return made
+
+    return make
+
+
+@asynccontextmanager
+async def tls_in_front_of(port: int, certificate: Certificate) -> AsyncIterator[int]:
+    """Yield a port where TLS ends before the bytes go on to Redis: its bundled build speaks none."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, back_writer), copy(back_reader, writer))
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate.path, certificate.key)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_tls_and_whom_it_trusts(
+    redis_process: RedisProcess, certify: Callable[[str], Certificate], record: Any
+) -> None:
+    ours, other, misnamed = certify("IP:127.0.0.1"), certify("IP:127.0.0.1"), certify("IP:127.0.0.2")
+
+    def url(plain: str, port: int, authority: Certificate) -> str:
+        secure = plain.replace("redis://", "rediss://").replace(f":{redis_process.port}/", f":{port}/")
+        return f"{secure}?ssl_ca_certs={authority.path}"
+
+    async with tls_in_front_of(redis_process.port, ours) as port:
+        worker = publisher_client(url(redis_process.worker_url, port, ours))
+        router = reader_client(url(redis_process.router_url, port, ours))
+        stranger = reader_client(url(redis_process.router_url, port, other))
+        await use(worker, router, record)
+        with pytest.raises(RedisError, match="CERTIFICATE_VERIFY_FAILED"):
+            await RedisIndex(stranger).members()
+        for client in (worker, router, stranger):
+            await client.aclose()
+    async with tls_in_front_of(redis_process.port, misnamed) as port:
+        client = reader_client(url(redis_process.router_url, port, misnamed))
+        with pytest.raises(RedisError, match="CERTIFICATE_VERIFY_FAILED"):
+            await RedisIndex(client).members()
+        await client.aclose()
+
+
+# --- cluster ------------------------------------------------------------------------------------------------
+
+
+class ClusterNode(RedisProcess):
+    """A node of a cluster; the nodes talk to each other on a port 10,000 above."""
+
+    def __init__(self) -> None:
+        while True:
+            with socket.create_server(("127.0.0.1", 0)) as probe, contextlib.suppress(OSError, OverflowError):
+                port = probe.getsockname()[1]
+                with socket.create_server(("127.0.0.1", port + BUS_OFFSET)):
+                    break
+        super().__init__(port, password="common")
+
+    def _settings(self) -> str:
+        return super()._settings() + "cluster-enabled yes\n"
+
+
+@pytest.fixture
+def cluster() -> Iterator[list[RedisProcess]]:
+    with ClusterNode() as first, ClusterNode() as second:
+        yield [first, second]
+
+
+async def test_a_cluster_keeps_the_index_on_one_node(
+    cluster: list[RedisProcess], connect: Connect, record: Any, until: Any
+) -> None:
+    nodes = [connect(process.url) for process in cluster]
+    half = CLUSTER_SLOTS // 2
+    for node, slots in zip(nodes, (range(half), range(half, CLUSTER_SLOTS)), strict=True):
+        await node.execute_command("CLUSTER ADDSLOTS", *slots)
+    await nodes[0].execute_command("CLUSTER MEET", "127.0.0.1", cluster[1].port)
+
+    async def is_whole() -> bool:
+        states = [await node.execute_command("CLUSTER INFO") for node in nodes]
+        return all(s["cluster_known_nodes"] == "2" and s["cluster_state"] == "ok" for s in states)
+
+    await until(is_whole)
+    for process in cluster:
+        worker, router = (
+            connect(url.replace("redis://", "redis+cluster://"))
+            for url in (process.worker_url, process.router_url)
+        )
+        await use(worker, router, record)
+    sizes = [await node.dbsize() for node in nodes]
+    assert sorted(map(bool, sizes)) == [False, True]
