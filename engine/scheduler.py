@@ -107,7 +107,6 @@ class Scheduler:
         self._prefers_swap = prefers_swap
         self._hash_block = hash_block
         self._num_arrived = 0
-        self._max_tokens = config.max_num_batched_tokens
         self._next = Schedule()
 
     @property
@@ -161,7 +160,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the tokens of the next step and make sure their blocks exist."""
         self._next = step = Schedule()
-        budget = self._max_tokens
+        budget = self.config.max_num_batched_tokens
         num_preemptions = self.num_preemptions
         # Oldest first: a victim is always newer, so it is not among those already scheduled.
         for group in self.running[:]:
@@ -180,11 +179,13 @@ class Scheduler:
         num_slots = sum(group.num_slots for group in self.running)
         for group in list(self.waiting):
             num_slots += group.num_slots
-            if not budget or num_slots > self.config.max_num_seqs or not self._admit(group):
+            if not budget or num_slots > self.config.max_num_seqs:
+                return
+            wanted = self._admit(group, budget)
+            if wanted is None:
                 return
             self.waiting.remove(group)
             insort(self.running, group, key=lambda g: g.arrival)
-            wanted = self._wanted(group, budget)
             self._next.sequences += wanted
             budget -= sum(each.num_scheduled_tokens for each in wanted)
 
@@ -193,13 +194,14 @@ class Scheduler:
 
         Beams advance together: all of their last tokens in one step, or none.
         """
-        last_tokens = group.sequences if group.beam is not None and group.is_forked else []
-        is_together = all(s.num_tokens - s.num_computed_tokens == 1 for s in last_tokens)
-        if last_tokens and is_together and len(last_tokens) > budget:
+        started = list(self._started(group))
+        beams = group.sequences if group.beam is not None and group.is_forked else []
+        is_together = all(s.num_tokens - s.num_computed_tokens == 1 for s in beams)
+        if is_together and len(beams) > budget:
             return []
         num_kept_back = 0 if is_together else 1
         wanted = []
-        for sequence in self._started(group):
+        for sequence in started:
             num_missing = sequence.num_tokens - sequence.num_computed_tokens - num_kept_back
             num_tokens = min(num_missing, budget)
             if num_tokens > 0:
@@ -308,7 +310,7 @@ class Scheduler:
         victim.swapped = SwappedTables(host_ids, tables)
         return True
 
-    def _swap_in(self, group: SequenceGroup, swapped: SwappedTables) -> bool:
+    def _swap_in(self, group: SequenceGroup, swapped: SwappedTables, budget: int) -> bool:
         """Plan to copy a group's blocks back, if all fit and its next tokens too."""
         if len(swapped.host_ids) > self.pool.num_allocatable:
             return False
@@ -317,7 +319,7 @@ class Scheduler:
             sequence.block_table = [block_ids[place] for place in table]
             self.pool.share(sequence.block_table)
         self.pool.free(block_ids)
-        if self._num_missing(self._wanted(group, self._max_tokens)) > self.pool.num_allocatable:
+        if self._num_missing(self._wanted(group, budget)) > self.pool.num_allocatable:
             for sequence in group.sequences:
                 group.free(sequence, self.pool)
             return False
@@ -328,22 +330,26 @@ class Scheduler:
 
     # --- admission ----------------------------------------------------------------------------------------
 
-    def _admit(self, group: SequenceGroup) -> bool:
-        """Give a waiting group its blocks: those in host memory or of its cached prefix, and new ones."""
-        if group.swapped is not None and not self._swap_in(group, group.swapped):
-            return False
+    def _admit(self, group: SequenceGroup, budget: int) -> list[ScheduledSequence] | None:
+        """Give a waiting group its blocks: those in host memory or of its cached prefix, and new ones.
+
+        Returns:
+            What to compute of it in this step; None if it cannot be admitted.
+        """
+        if group.swapped is not None and not self._swap_in(group, group.swapped, budget):
+            return None
         if not group.holds_blocks and not self._begin(group.sequences[0]):
-            return False
-        wanted = self._wanted(group, self._max_tokens)
+            return None
+        wanted = self._wanted(group, budget)
         # Whoever is in this step already must not be preempted. Without anyone, groups that wait with the
         # blocks of their prompts could each lack one more for ever.
         has_room = self._num_missing(wanted) <= self.pool.num_allocatable
         if not has_room and (self.running or not self._make_room(group, wanted)):
-            return False
+            return None
         self._append(wanted)
         is_prefill = group.num_uncomputed_tokens > len(group.sequences)
         group.set_status(SequenceStatus.PREFILLING if is_prefill else SequenceStatus.DECODING)
-        return True
+        return wanted
 
     def _begin(self, sequence: Sequence) -> bool:
         """Give a sequence blocks for all its tokens, unless another is computing its next block now."""

@@ -16,8 +16,10 @@ from quire.models.train_tokenizer import BOS, CONTEXT, END, PAD, SPECIAL_TOKENS
 
 VALUE_WEIGHT = 1.0
 """Of a value in an answer: what the model is for."""
-ANSWER_WEIGHT = 0.2
+ANSWER_WEIGHT = 0.3
 """Of the other tokens of an answer, which are easy."""
+CANNED_WEIGHT = 0.6
+"""Of the tokens of an answer without a value, which is rare."""
 TEXT_WEIGHT = 0.05
 """Of a token of the user's text that is drawn to be predicted too."""
 TEXT_SHARE = 0.05
@@ -106,7 +108,8 @@ class Batches:
         head, end = self._ids[f"<|{turn.role}|>"], self._ids[END]
         body: list[int] = [*self._tokenizer.encode(turn.content).ids, end]
         if turn.role == "assistant":
-            weights = [VALUE_WEIGHT if token in self._values else ANSWER_WEIGHT for token in body]
+            usual = CANNED_WEIGHT if self._values.isdisjoint(body) else ANSWER_WEIGHT
+            weights = [VALUE_WEIGHT if token in self._values else usual for token in body]
         else:
             weights = [TEXT_WEIGHT if rng.random() < TEXT_SHARE else 0.0 for _ in body]
         return [head, *body], [0.0, *weights]

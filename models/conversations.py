@@ -13,6 +13,7 @@ from quire.models.notes import (
     Message,
     Note,
     answer,
+    answer_unknown,
     question,
     sample_notes,
     text,
@@ -32,14 +33,13 @@ SMALL_TALK = {
     "Thanks!": "you are welcome.",
     "thank you": "you are welcome.",
     "Thank you.": "you are welcome.",
+    "what do you know?": "i know the notes.",
+    "What do you know?": "i know the notes.",
 }
 """Canned answers to what is not about notes."""
 
 NO_VALUE = 0
 """Stands for the value of an item without a note."""
-
-UNKNOWN = "i do not know."
-"""What the model says about an item that no note mentions."""
 
 FILLERS = (
     "good morning.",
@@ -148,7 +148,7 @@ def _without_note(rng: Random, notes: list[Note]) -> list[Note]:
 
 def _reply(note: Note) -> str:
     """Answer a question about the note, or say that there is none."""
-    return UNKNOWN if note.value == NO_VALUE else answer(note)
+    return answer_unknown(note.attribute, note.item) if note.value == NO_VALUE else answer(note)
 
 
 def _decorate(rng: Random, body: str) -> str:

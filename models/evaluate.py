@@ -1,6 +1,7 @@
 """Measure how often the demo model answers exactly right on notes that training never saw.
 
     python -m quire.models.evaluate
+    python -m quire.models.evaluate --forms --facts 20 125 --dtypes bfloat16
 
 Every answer is decoded greedily by transformers from the chat template's text, and counts as right only if
 all of it is. The margin of an answer is the least distance, over its tokens, between the best logit and the
@@ -20,7 +21,8 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from quire.models.notes import Example, held_out
+from quire.models.forms import FORMS, held_out_form
+from quire.models.notes import QUESTIONS, Example, held_out
 
 DEMO = Path(__file__).parent / "demo"
 """Folder of the bundled checkpoint."""
@@ -31,6 +33,7 @@ class Result:
     """Accuracy on one kind of example.
 
     Attributes:
+        form: how notes and questions are given.
         dtype: of weights and arithmetic.
         facts: notes in each example.
         turns: questions in each conversation; the last is the one counted.
@@ -40,6 +43,7 @@ class Result:
         margin: that all but one in twenty answers exceed.
     """
 
+    form: str
     dtype: str
     facts: int
     turns: int
@@ -92,17 +96,40 @@ def answers(
     return found
 
 
-def measure(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], facts: int
-) -> Result:
+class Case(NamedTuple):
+    """One line of the table: examples of one form with the same number of notes."""
+
+    form: str
+    facts: int
+    examples: list[Example]
+
+
+def plain_cases(num: int, facts: Sequence[int], turns: Sequence[int], seed: int) -> list[Case]:
+    """Make the plainest examples, with one question and with several."""
+    form = QUESTIONS[0].format(attribute="code", item="lantern")
+    return [Case(form, count, held_out(num, count, seed, asked)) for asked in turns for count in facts]
+
+
+def form_cases(num: int, facts: Sequence[int], seed: int) -> list[Case]:
+    """Make examples of every form."""
+    return [
+        Case(name, count, held_out_form(form, num, count, seed))
+        for count in facts
+        for name, form in FORMS.items()
+    ]
+
+
+def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, case: Case) -> Result:
     """Count the exactly right answers."""
+    examples = case.examples
     found = answers(model, tokenizer, examples)
     prompts = tokenizer.apply_chat_template(
         [example.messages for example in examples], add_generation_prompt=True, return_dict=True
     )
     return Result(
+        form=case.form,
         dtype=str(model.dtype).removeprefix("torch."),
-        facts=facts,
+        facts=case.facts,
         turns=sum(message["role"] == "user" for message in examples[0].messages),
         tokens=statistics.mean(map(len, prompts["input_ids"])),
         examples=len(examples),
@@ -111,36 +138,47 @@ def measure(
     )
 
 
-def main() -> None:
-    """Measure and print a table."""
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=DEMO, help="folder of the checkpoint")
-    parser.add_argument("--examples", type=int, default=200, help="examples for each line of the table")
-    parser.add_argument("--facts", type=int, nargs="+", default=[5, 20, 50, 75, 100, 125, 150])
+    parser.add_argument("--examples", type=int, default=300, help="examples for each line of the table")
+    parser.add_argument("--facts", type=int, nargs="+", default=[5, 20, 50, 100, 125, 240])
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 8], help="questions in each conversation")
+    parser.add_argument(
+        "--forms", action="store_true", help="measure every form of notes and questions, not turns"
+    )
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--seed", type=int, default=0, help="another one gives other held-out examples")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0 leaves its default")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print a table."""
+    arguments = parse()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-
+    num, facts, seed = arguments.examples, arguments.facts, arguments.seed
+    cases = (
+        form_cases(num, facts, seed) if arguments.forms else plain_cases(num, facts, arguments.turns, seed)
+    )
     results = []
-    print(f"{'dtype':<10}{'facts':>6}{'turns':>6}{'tokens':>8}{'right':>12}{'accuracy':>10}{'margin':>8}")
+    print(
+        f"{'form':<46}{'dtype':<10}{'facts':>6}{'turns':>6}{'tokens':>8}{'right':>10}{'accuracy':>10}{'margin':>8}"
+    )
     for dtype in arguments.dtypes:
         model, tokenizer = load(arguments.model, getattr(torch, dtype))
-        for turns in arguments.turns:
-            for facts in arguments.facts:
-                examples = held_out(arguments.examples, facts, arguments.seed, turns)
-                result = measure(model, tokenizer, examples, facts)
-                results.append(result)
-                print(
-                    f"{dtype:<10}{facts:>6}{turns:>6}{result.tokens:>8.0f}"
-                    f"{f'{result.right}/{result.examples}':>12}{result.accuracy:>10.1%}{result.margin:>8.1f}",
-                    flush=True,
-                )
+        for case in cases:
+            result = measure(model, tokenizer, case)
+            results.append(result)
+            print(
+                f"{result.form:<46}{dtype:<10}{result.facts:>6}{result.turns:>6}{result.tokens:>8.0f}"
+                f"{f'{result.right}/{result.examples}':>10}{result.accuracy:>10.1%}{result.margin:>8.1f}",
+                flush=True,
+            )
     print(json.dumps([{**asdict(result), "accuracy": result.accuracy} for result in results]))
 
 

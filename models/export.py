@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,9 +14,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 def export(model: LlamaForCausalLM, out: Path) -> None:
     """Write the model in bfloat16 beside its tokenizer; each file is replaced at once."""
     config = model.config
-    rounded = LlamaForCausalLM(config)
-    rounded.load_state_dict(model.state_dict())
-    rounded.to(torch.bfloat16)
+    rounded = deepcopy(model).to(torch.bfloat16)
     rounded.config.dtype = torch.bfloat16
     rounded.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,

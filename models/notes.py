@@ -103,6 +103,11 @@ def answer(note: Note) -> str:
     return str(note)
 
 
+def answer_unknown(attribute: str, item: str) -> str:
+    """Answer a question about an item that has no note."""
+    return f"the {attribute} of the {item} is not in the notes."
+
+
 def prompt(notes: Sequence[Note], note: Note) -> str:
     """Write the notes and the question about one of them as the text of one user message."""
     return f"{text(notes)} {question(note)}"

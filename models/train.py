@@ -1,6 +1,6 @@
 """Train the demo model on a CPU, from few notes to many.
 
-python -m quire.models.train --out models/demo --checkpoints /tmp/demo-checkpoints
+python -m quire.models.train --out models/demo
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -51,46 +51,90 @@ def loss_and_accuracy(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tens
     return (losses * batch.weights).sum() / batch.weights.sum(), value_loss, right
 
 
-class Run:
-    """A training run: model, optimizers and progress.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run is asked for.
 
-    Args:
-        arguments: the command line.
+    Attributes:
+        out: folder with the tokenizer, to export to.
+        checkpoints: folder for checkpoints.
+        resume: checkpoint to go on from.
+        export: whether to write the model to ``out``.
+        steps: of the whole run.
+        minutes: limit of the whole run.
+        save_every: minutes between checkpoints.
+        threads: of torch.
+        seed: of weights and conversations.
+        batch: tokens a step.
+        rate: highest learning rate.
+        warmup: steps to reach it.
+        decay: share of the run over which it falls to zero.
+        plain: share of conversations in the simplest form.
+        unknown: share of questions about unknown items, in the other conversations.
     """
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        torch.manual_seed(arguments.seed)
-        self._arguments = arguments
-        tokenizer = Tokenizer.from_file(str(arguments.out / "tokenizer.json"))
-        self._batches = Batches(tokenizer, plain=arguments.plain, unknown=arguments.unknown)
+    out: Path = Path(__file__).parent / "demo"
+    checkpoints: Path = Path("checkpoints")
+    resume: Path | None = None
+    export: bool = True
+    steps: int = 3550
+    minutes: float = 60.0
+    save_every: float = 5.0
+    threads: int = 2
+    seed: int = 1
+    batch: int = 4096
+    rate: float = 4e-3
+    warmup: int = 50
+    decay: float = 0.6
+    plain: float = 0.4
+    unknown: float = 0.08
+
+    def share_done(self, progress: Progress) -> float:
+        """Share of the run that is over, by steps or by time, whichever is more."""
+        return max(progress.step / self.steps, progress.seconds / (60.0 * self.minutes))
+
+    def rate_at(self, progress: Progress) -> float:
+        """Learning rate of the next step: a warm-up, a plateau, and a linear fall to zero."""
+        warm = min(1.0, (progress.step + 1) / self.warmup)
+        falling = min(1.0, (1.0 - self.share_done(progress)) / self.decay)
+        return self.rate * warm * falling
+
+
+class Run:
+    """A training run: model, optimizers and progress."""
+
+    def __init__(self, settings: Settings) -> None:
+        torch.manual_seed(settings.seed)
+        self._settings = settings
+        tokenizer = Tokenizer.from_file(str(settings.out / "tokenizer.json"))
+        self._batches = Batches(tokenizer, plain=settings.plain, unknown=settings.unknown)
         self.model = make_model(tokenizer)
-        self._optimizers = make_optimizers(self.model, arguments.rate)
+        self._optimizers = make_optimizers(self.model, settings.rate)
         self.progress = Progress()
-        if arguments.resume:
-            self._resume(arguments.resume)
+        if settings.resume:
+            self._resume(settings.resume)
 
     @property
     def finished(self) -> bool:
         """Whether the run has made its steps or used up its time."""
-        return self._share_done() >= 1.0
+        return self._settings.share_done(self.progress) >= 1.0
 
     def steps(self) -> Iterator[Progress]:
         """Train until finished, and yield the progress after each step."""
-        arguments, progress = self._arguments, self.progress
-        rng = Random(arguments.seed + progress.step)
+        progress = self.progress
         started = perf_counter() - progress.seconds
         saved_at = progress.seconds
         while not self.finished:
-            self._step(rng)
+            self._step()
             progress.seconds = perf_counter() - started
             yield progress
-            if self.finished or progress.seconds - saved_at > 60 * arguments.save_every:
+            if self.finished or progress.seconds - saved_at > 60.0 * self._settings.save_every:
                 saved_at = progress.seconds
                 self.save()
 
     def save(self) -> None:
         """Write a checkpoint to resume from, and the exported model."""
-        folder: Path = self._arguments.checkpoints
+        folder = self._settings.checkpoints
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             "model": self.model.state_dict(),
@@ -99,39 +143,27 @@ class Run:
         }
         torch.save(state, folder / "last.tmp")
         os.replace(folder / "last.tmp", folder / "last.pt")
-        if self._arguments.export:
-            export(self.model, self._arguments.out)
+        if self._settings.export:
+            export(self.model, self._settings.out)
 
-    def _step(self, rng: Random) -> None:
-        """Make one step on a fresh batch."""
-        rate = self._rate()
+    def _step(self) -> None:
+        """Make one step on a fresh batch, which seed and step number decide: a resumed run draws the same."""
+        settings, progress = self._settings, self.progress
+        rate = settings.rate_at(progress)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        stage = self.progress.choose(rng)
-        batch = self._batches.draw(
-            Random(rng.randrange(HELD_OUT_SEEDS)), STAGES[stage], self._arguments.batch
-        )
+        rng = Random(f"{settings.seed} {progress.step}")
+        stage = progress.choose(rng)
+        batch = self._batches.draw(Random(rng.randrange(HELD_OUT_SEEDS)), STAGES[stage], settings.batch)
         loss, value_loss, right = loss_and_accuracy(self.model, batch)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        self.progress.tokens += batch.inputs.numel()
-        self.progress.record(stage, value_loss, right)
-
-    def _share_done(self) -> float:
-        """Share of the run that is over, by steps or by time, whichever is more."""
-        arguments, progress = self._arguments, self.progress
-        return float(max(progress.step / arguments.steps, progress.seconds / (60.0 * arguments.minutes)))
-
-    def _rate(self) -> float:
-        """Learning rate: a warm-up, a plateau, and a linear fall to zero over the last share of the run."""
-        arguments = self._arguments
-        warm = min(1.0, (self.progress.step + 1) / arguments.warmup)
-        falling = min(1.0, (1.0 - self._share_done()) / arguments.decay)
-        return float(arguments.rate * warm * falling)
+        progress.tokens += batch.inputs.numel()
+        progress.record(stage, value_loss, right)
 
     def _resume(self, path: Path) -> None:
         """Go on from a checkpoint."""
@@ -142,41 +174,36 @@ class Run:
         self.progress = Progress(**state["progress"])
 
 
-def parse() -> argparse.Namespace:
+def parse() -> Settings:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    demo = Path(__file__).parent / "demo"
-    parser.add_argument("--out", type=Path, default=demo, help="folder with the tokenizer, to export to")
-    parser.add_argument(
-        "--checkpoints", type=Path, default=Path("checkpoints"), help="folder for checkpoints"
-    )
+    switch = argparse.BooleanOptionalAction
+    parser.add_argument("--out", type=Path, help="folder with the tokenizer, to export to")
+    parser.add_argument("--checkpoints", type=Path, help="folder for checkpoints")
     parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
-    parser.add_argument(
-        "--export", action=argparse.BooleanOptionalAction, default=True, help="write to --out"
-    )
-    parser.add_argument("--steps", type=int, default=4000, help="of the whole run")
-    parser.add_argument("--minutes", type=float, default=60.0, help="limit of the whole run")
-    parser.add_argument("--save-every", type=float, default=5.0, help="minutes between checkpoints")
-    parser.add_argument("--threads", type=int, default=2, help="of torch")
-    parser.add_argument("--seed", type=int, default=1, help="of weights and conversations")
-    parser.add_argument("--batch", type=int, default=4096, help="tokens a step")
-    parser.add_argument("--rate", type=float, default=4e-3, help="highest learning rate")
-    parser.add_argument("--warmup", type=int, default=50, help="steps to reach it")
-    parser.add_argument("--decay", type=float, default=0.3, help="share of the run over which it falls")
-    parser.add_argument(
-        "--plain", type=float, default=0.4, help="share of conversations in the simplest form"
-    )
-    parser.add_argument("--unknown", type=float, default=0.08, help="share of questions about unknown items")
-    return parser.parse_args()
+    parser.add_argument("--export", action=switch, help="write to --out")
+    parser.add_argument("--steps", type=int, help="of the whole run")
+    parser.add_argument("--minutes", type=float, help="limit of the whole run")
+    parser.add_argument("--save-every", type=float, help="minutes between checkpoints")
+    parser.add_argument("--threads", type=int, help="of torch")
+    parser.add_argument("--seed", type=int, help="of weights and conversations")
+    parser.add_argument("--batch", type=int, help="tokens a step")
+    parser.add_argument("--rate", type=float, help="highest learning rate")
+    parser.add_argument("--warmup", type=int, help="steps to reach it")
+    parser.add_argument("--decay", type=float, help="share of the run over which it falls to zero")
+    parser.add_argument("--plain", type=float, help="share of conversations in the simplest form")
+    parser.add_argument("--unknown", type=float, help="share of questions about unknown items")
+    parser.set_defaults(**asdict(Settings()))
+    return Settings(**vars(parser.parse_args()))
 
 
 def main() -> None:
     """Train, and print a line now and then."""
-    arguments = parse()
-    torch.set_num_threads(arguments.threads)
-    run = Run(arguments)
+    settings = parse()
+    torch.set_num_threads(settings.threads)
+    run = Run(settings)
     print(f"{sum(value.numel() for value in run.model.parameters()):,} parameters", flush=True)
     printed = 0.0
     for progress in run.steps():

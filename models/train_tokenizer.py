@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quire.models.conversations import FILLERS, NOTED, SMALL_TALK, UNKNOWN
-from quire.models.notes import ATTRIBUTES, ITEMS, QUESTIONS, VALUES, Note
+from quire.models.conversations import FILLERS, NOTED, SMALL_TALK
+from quire.models.notes import ATTRIBUTES, ITEMS, QUESTIONS, VALUES, Note, answer_unknown
 
 BOS = "<|bos|>"
 END = "<|end|>"
@@ -52,7 +52,7 @@ def corpus() -> list[str]:
         *SMALL_TALK,
         *SMALL_TALK.values(),
         NOTED,
-        UNKNOWN,
+        answer_unknown("code", "anchor"),
     ]
     words = {word for sentence in sentences for word in re.findall(r"\w+", sentence)}
     variants = {form for word in words if word.isalpha() for form in (word, f" {word}")}

@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from quire.models.evaluate import DEMO, answers, load
+from quire.models.evaluate import DEMO, Case, answers, form_cases, load, measure
 from quire.models.notes import held_out
 from quire.models.train_tokenizer import SPECIAL_TOKENS, train_tokenizer, whole_tokens
 
@@ -74,6 +75,11 @@ def test_plain_jinja_renders_as_transformers_does(
     assert tokenizer.encode(rendered, add_special_tokens=False).ids == expected
 
 
+def test_template_refuses_an_unknown_role() -> None:
+    with pytest.raises(TemplateError, match="unknown role: tool"):
+        AutoTokenizer.from_pretrained(DEMO).apply_chat_template([{"role": "tool", "content": ""}])
+
+
 def test_ids_agree_between_the_files(tokenizer: Tokenizer) -> None:
     generation = json.loads((DEMO / "generation_config.json").read_text())
     assert config()["vocab_size"] == tokenizer.get_vocab_size()
@@ -95,6 +101,14 @@ def test_answers_held_out_notes(
     examples = held_out(num, facts, seed=7, num_turns=turns)
     found = answers(*checkpoint, examples)
     assert sum(got.text == example.expected for got, example in zip(found, examples, strict=True)) >= right
+
+
+@pytest.mark.parametrize("case", form_cases(10, [20], seed=7), ids=lambda case: case.form)
+def test_answers_every_form(case: Case, checkpoint: tuple[PreTrainedModel, PreTrainedTokenizerFast]) -> None:
+    result = measure(*checkpoint, case)
+    assert result.right >= 9
+    assert result.examples == 10
+    assert result.dtype == "float32"
 
 
 def test_checkpoint_is_bfloat16() -> None:

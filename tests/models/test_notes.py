@@ -1,4 +1,4 @@
-"""The demo model's language: notes, questions, answers and the conversations to train on."""
+"""The demo model's language: notes, questions and answers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,40 @@ from random import Random
 
 import pytest
 
-from quire.models.conversations import NOTED, SMALL_TALK, conversation, recital
-from quire.models.notes import ITEMS, VALUES, Note, answer, held_out, prompt, question, sample_notes, text
+from quire.models.notes import (
+    ITEMS,
+    QUESTIONS,
+    VALUES,
+    Note,
+    answer,
+    answer_unknown,
+    held_out,
+    prompt,
+    question,
+    sample_notes,
+    text,
+)
 
 LANTERN = Note("code", "lantern", 417)
 ANCHOR = Note("room", "anchor", 902)
 
 
+def held_out_texts(seed: int) -> list[str]:
+    return [example.messages[0]["content"] for example in held_out(20, 5, seed)]
+
+
 def test_wording() -> None:
     assert question(LANTERN) == "what is the code of the lantern?"
     assert answer(LANTERN) == "the code of the lantern is 417."
+    assert answer_unknown("code", "lantern") == "the code of the lantern is not in the notes."
     assert text([LANTERN, ANCHOR]) == "the code of the lantern is 417. the room of the anchor is 902."
     assert prompt([LANTERN, ANCHOR], ANCHOR) == f"{text([LANTERN, ANCHOR])} what is the room of the anchor?"
+
+
+@pytest.mark.parametrize("wording", QUESTIONS)
+def test_every_wording_names_what_it_asks_for(wording: str) -> None:
+    assert "code of the lantern" in question(LANTERN, wording)
+    assert "{" not in question(LANTERN, wording)
 
 
 @pytest.mark.parametrize("num_facts", [1, 20, 125, len(ITEMS)])
@@ -36,7 +58,7 @@ def test_items_are_different_words() -> None:
 def test_held_out_repeats_itself_and_changes_with_the_seed() -> None:
     assert held_out(3, 5) == held_out(3, 5)
     assert held_out(3, 5)[:2] == held_out(2, 5)
-    assert held_out(3, 5) != held_out(3, 5, seed=1)
+    assert not set(held_out_texts(0)) & set(held_out_texts(1))
 
 
 @pytest.mark.parametrize("num_turns", [1, 4])
@@ -47,28 +69,6 @@ def test_held_out_asks_for_what_the_notes_say(num_turns: int) -> None:
         assert expected in first["content"]
         assert expected.split(" is ")[0] in last["content"]
         assert all(message["content"] in first["content"] for message in messages[1::2])
-
-
-@pytest.mark.parametrize("plain", [0.0, 1.0])
-@pytest.mark.parametrize("num_facts", [1, 2, 20])
-def test_answers_of_a_conversation_stand_in_its_notes(plain: float, num_facts: int) -> None:
-    for seed in range(50):
-        turns = conversation(Random(seed), num_facts, 6, plain=plain)
-        said = ""
-        for turn in turns:
-            if turn.role == "assistant" and turn.content != NOTED:
-                assert turn.content.removeprefix("the ") in said
-            said += turn.content
-        assert turns[-1].role == "assistant"
-        assert turns[-1].content not in SMALL_TALK.values()
-
-
-@pytest.mark.parametrize("terse", [True, False])
-def test_recital_marks_what_it_repeats(terse: bool) -> None:
-    statements = recital(Random(1), 4, 32, terse=terse)
-    first_times = [statement for statement, repeated in statements if not repeated]
-    assert len(first_times) == len(set(first_times)) == 4
-    assert {statement for statement, _ in statements} == set(first_times)
 
 
 def test_needs_no_torch() -> None:

@@ -1,0 +1,205 @@
+"""Pool, tables, groups and scheduler under random schedules, against runs that are alone and never preempted.
+
+The model is a fake that shows every error of the ledger: a "key" is its token, so a forward pass can compare
+what it reads through the block table with the tokens of the sequence, and its logits are a hash of what it
+read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from quire.engine.engine import Engine, num_transferred_tokens
+from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
+from quire.engine.sequence import BeamParams, SamplingParams, Sequence
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1
+SHAPE = KvShape(1, 1, BLOCK_SIZE, 1, torch.float32)
+CPU = torch.device("cpu")
+
+
+def hash_block(parent: bytes, tokens: list[int]) -> bytes:
+    return hashlib.sha256(parent + bytes(tokens)).digest()[:16]
+
+
+class FakeRunner:
+    """Keeps tokens in the KV memory and reads them back through the block tables."""
+
+    def __init__(self, engine: Engine, swap_memory: KvMemory | None) -> None:
+        self._engine = engine
+        self._memory = engine.memory
+        self._swap_memory = swap_memory
+
+    def move_blocks(self, schedule: Schedule) -> None:
+        if self._swap_memory is not None:
+            self._swap_memory.copy_from(self._memory, schedule.swap_out)
+            self._memory.copy_from(self._swap_memory, schedule.swap_in)
+        self._memory.copy_from(self._memory, schedule.copies)
+
+    def prepare(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        return scheduled
+
+    def forward(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
+        for sequence, num_tokens in scheduled:
+            first = sequence.num_computed_tokens
+            for position in range(first, first + num_tokens):
+                block_id = sequence.block_table[position // BLOCK_SIZE]
+                assert self._engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
+                self.slots(block_id)[position % BLOCK_SIZE] = sequence.token_ids[position]
+        return torch.stack([self._logits(sequence, num_tokens) for sequence, num_tokens in scheduled])
+
+    def slots(self, block_id: int) -> torch.Tensor:
+        return self._memory.blocks[block_id, 0, 0, 0, :, 0]
+
+    def _logits(self, sequence: Sequence, num_tokens: int) -> torch.Tensor:
+        length = sequence.num_computed_tokens + num_tokens
+        held = [int(token) for block_id in sequence.block_table for token in self.slots(block_id)][:length]
+        assert held == sequence.token_ids[:length], "the blocks do not hold the sequence's tokens"
+        generator = torch.Generator().manual_seed(int.from_bytes(hash_block(b"", held)[:6], "little"))
+        return torch.randn(VOCAB_SIZE, generator=generator) * 3
+
+
+def make_engine(num_blocks: int, num_swap_blocks: int, mode: str) -> Engine:
+    model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({EOS}))
+    swap_memory = KvMemory(SHAPE, num_swap_blocks, CPU) if num_swap_blocks else None
+    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=10, max_num_batched_tokens=16, preemption=mode)
+    engine = Engine(model, KvMemory(SHAPE, num_blocks, CPU), limits, hash_block, swap_memory=swap_memory)
+    engine.runner = FakeRunner(engine, swap_memory)  # type: ignore[assignment]
+    return engine
+
+
+Outputs = dict[tuple[str, int], list[int]]
+
+
+def collect(engine: Engine, outputs: Outputs) -> None:
+    for sequence, _, tokens, _, _ in engine.step():
+        outputs.setdefault((sequence.request_id, sequence.index), []).extend(t.token_id for t in tokens)
+
+
+def alone(prompt: list[int], params: SamplingParams) -> dict[int, list[int]]:
+    engine = make_engine(512, 0, "recompute")
+    engine.add(Sequence("r", list(prompt), len(prompt), params, b"root"))
+    outputs: Outputs = {}
+    while not engine.is_idle:
+        collect(engine, outputs)
+    return {index: tokens for (_, index), tokens in outputs.items()}
+
+
+many_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 3),
+    max_tokens=st.integers(1, 14),
+    ignore_eos=st.booleans(),
+    n=st.sampled_from([1, 1, 2, 4]),
+) | st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 10),
+    beam=st.builds(BeamParams, st.integers(2, 4), early_stopping=st.sampled_from([True, False])),
+)
+# Few tokens and few lengths, so that many prompts begin alike.
+prompts = st.builds(
+    lambda seed, length: random.Random(seed).choices(range(2, VOCAB_SIZE), k=length),
+    st.integers(0, 2),
+    st.sampled_from([1, 3, 4, 5, 8, 13, 20]),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests come, are computed here or elsewhere, are preempted, aborted or finish."""
+
+    requests: Bundle[str] = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = make_engine(NUM_BLOCKS, NUM_SWAP_BLOCKS, "auto")
+        self.wanted: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.aborted: set[str] = set()
+        self.outputs: Outputs = {}
+
+    @rule(target=requests, prompt=prompts, params=many_params)
+    def submit(self, prompt: list[int], params: SamplingParams) -> str:
+        name = str(len(self.wanted))
+        self.wanted[name] = (prompt, params)
+        self.engine.add(Sequence(name, list(prompt), len(prompt), params, b"root"))
+        return name
+
+    @rule(target=requests, prompt=prompts, params=many_params)
+    def receive(self, prompt: list[int], params: SamplingParams) -> str:
+        """Take a prompt whose blocks another worker has computed."""
+        name = str(len(self.wanted))
+        sequence = Sequence(name, list(prompt), len(prompt), params, b"root")
+        num_held = self.engine.accept(sequence)
+        self.wanted[name] = (prompt, params)
+
+        def on_reserved() -> None:
+            for position in range(num_held * BLOCK_SIZE, num_transferred_tokens(sequence)):
+                block_id = sequence.block_table[position // BLOCK_SIZE]
+                assert self.engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
+                self.engine.memory.blocks[block_id, 0, 0, 0, position % BLOCK_SIZE, 0] = prompt[position]
+            pending.append(name)
+
+        pending: list[str] = []
+        self.engine.reserve(name, on_reserved)
+        while not pending and not self.engine.is_idle:
+            self.advance()
+        if pending:
+            # The first token, as the other worker draws it.
+            first = alone(prompt, params)[0][0] if params.num_sequences == 1 else None
+            if first is not None:
+                self.outputs[name, 0] = [first]
+            self.engine.admit(name, first)
+        else:
+            self.abort(name)
+        return name
+
+    @rule(name=requests)
+    def abort(self, name: str) -> None:
+        self.engine.abort(name)
+        self.aborted.add(name)
+
+    @rule(num_steps=st.integers(1, 6))
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.advance()
+
+    @rule(force=st.sampled_from([True, False]))
+    def change_costs(self, force: bool) -> None:
+        """Make the one way of preemption or the other the cheaper."""
+        self.engine.scheduler._prefers_swap = lambda num_tokens, num_blocks: force
+
+    def advance(self) -> None:
+        collect(self.engine, self.outputs)
+        self.engine.check_conservation()
+
+    @invariant()
+    def ledger_agrees(self) -> None:
+        self.engine.check_conservation()
+
+    def teardown(self) -> None:
+        for _ in range(10_000):
+            if self.engine.is_idle:
+                break
+            self.advance()
+        assert self.engine.is_idle, "the engine does not come to its end"
+        assert self.engine.pool.counts.used == 0
+        assert self.engine.swap_space.num_free == NUM_SWAP_BLOCKS
+        for name, (prompt, params) in self.wanted.items():
+            if name not in self.aborted:
+                got = {index: tokens for (owner, index), tokens in self.outputs.items() if owner == name}
+                assert got == alone(prompt, params), (prompt, params)
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, print_blob=True
+)

@@ -1,0 +1,108 @@
+"""Batches: what the rows hold, and which tokens the loss counts."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from quire.models.batches import TEXT_WEIGHT, VALUE_WEIGHT, Batch, Batches
+from quire.models.curriculum import STAGES, Stage
+from quire.models.evaluate import DEMO
+from quire.models.train_tokenizer import CONTEXT, PAD
+
+STAGE = Stage(6, 9)
+RECITAL = Stage(4, 32, recital=True)
+ONE_ROW = 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer: Tokenizer) -> Batches:
+    return Batches(tokenizer, plain=1.0, unknown=0.0)
+
+
+@pytest.fixture(scope="module")
+def varied(tokenizer: Tokenizer) -> Batches:
+    return Batches(tokenizer, plain=0.0, unknown=0.3)
+
+
+def rows(batch: Batch, pad: int) -> list[list[int]]:
+    return [[token for token in row if token != pad] for row in batch.inputs.tolist()]
+
+
+def test_rows_are_what_the_chat_template_writes(
+    varied: Batches, tokenizer: Tokenizer, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for seed in range(20):
+        [row] = varied.draw(Random(seed), STAGE, ONE_ROW).inputs.tolist()
+        written = tokenizer.decode(row, skip_special_tokens=False)
+        turns = re.findall(r"<\|(system|user|assistant)\|>(.*?)(?:<\|end\|>|$)", written, re.DOTALL)
+        messages = [{"role": role, "content": content} for role, content in turns]
+        ids = chat_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        # The last token of a conversation is only a target.
+        assert ids[:-1] == row
+
+
+@pytest.mark.parametrize("stage", [STAGE, RECITAL])
+def test_targets_are_the_next_tokens(stage: Stage, varied: Batches) -> None:
+    batch = varied.draw(Random(1), stage, 1000)
+    num_rows, width = batch.inputs.shape
+    assert num_rows > 1
+    inner = batch.positions % width < width - 1
+    assert torch.equal(batch.inputs.flatten()[batch.positions[inner] + 1], batch.targets[inner])
+
+
+@pytest.mark.parametrize("stage", [STAGE, RECITAL])
+def test_padding_is_never_predicted(stage: Stage, varied: Batches, tokenizer: Tokenizer) -> None:
+    batch = varied.draw(Random(1), stage, 1000)
+    assert tokenizer.token_to_id(PAD) not in batch.targets
+    assert len(batch.positions) == len(batch.targets) == len(batch.weights)
+
+
+def test_every_answer_has_one_value(plain: Batches) -> None:
+    batch = plain.draw(Random(1), STAGE, 1000)
+    assert batch.is_value.sum() == STAGE.questions * len(batch.inputs)
+
+
+@pytest.mark.parametrize("stage", [STAGE, RECITAL])
+def test_values_stand_earlier_in_the_row(stage: Stage, varied: Batches) -> None:
+    batch = varied.draw(Random(2), stage, 1000)
+    width = batch.inputs.shape[1]
+    values = zip(batch.positions[batch.is_value], batch.targets[batch.is_value], strict=True)
+    for position, value in values:
+        assert value in batch.inputs[position // width, : position % width + 1]
+
+
+def test_some_of_the_text_counts_a_little(plain: Batches) -> None:
+    batch = plain.draw(Random(1), STAGES[6], 4096)
+    text = batch.weights == torch.tensor(TEXT_WEIGHT)
+    assert 0 < text.sum() < 0.1 * batch.inputs.numel()
+    assert batch.weights.max() == VALUE_WEIGHT
+
+
+def test_the_seed_decides(varied: Batches) -> None:
+    first, again, other = (varied.draw(Random(seed), STAGE, 1000) for seed in (1, 1, 2))
+    assert torch.equal(first.inputs, again.inputs)
+    assert torch.equal(first.weights, again.weights)
+    assert not torch.equal(first.inputs, other.inputs)
+
+
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if not stage.recital], ids=str)
+def test_stages_know_their_length(stage: Stage, plain: Batches) -> None:
+    width = plain.draw(Random(1), stage, ONE_ROW).inputs.shape[1]
+    assert width == pytest.approx(stage.tokens, rel=0.1)
+    assert width < CONTEXT
