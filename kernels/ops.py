@@ -18,13 +18,21 @@ from quire.kernels.metadata import AttentionMetadata
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+if torch.cuda.is_available():
+    from quire.kernels.triton import attention as triton_attention
+    from quire.kernels.triton import blocks as triton_blocks
+
+    _ON_CUDA = {"paged_attention": triton_attention.paged_attention, "write_kv": triton_blocks.write_kv}
+
 _library = torch.library.Library("quire", "DEF")
 
 
 def _register(schema: str, on_cpu: Callable[..., Any], shape: Callable[..., Any]) -> None:
-    """Define an operator with its implementation and what it returns without being run."""
+    """Define an operator with its implementations and what it returns without being run."""
     name = _library.define(schema)
     _library.impl(name, on_cpu, "CPU")
+    if torch.cuda.is_available():
+        _library.impl(name, _ON_CUDA[name], "CUDA")
     torch.library.register_fake(f"quire::{name}", shape, lib=_library)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +17,9 @@ _PROGRAMS_PER_MULTIPROCESSOR = 8
 _MIN_WORKERS = 4
 """Programs over the splits of one sequence, if the batch alone fills the device: one may be much longer."""
 _SPLITS_AT_ONCE = 16
+
+FindConfig = Callable[[configs.Kernel, str, int, int, int], AttentionConfig]
+"""From kernel, architecture, bits of a stored element, head_dim and block_size."""
 
 
 def paged_attention(
@@ -32,7 +36,7 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
     max_new_tokens: int | None = None,
-    max_seq_len: int | None = None,
+    find_config: FindConfig = configs.find_config,
 ) -> torch.Tensor:
     """See ``ops.paged_attention``; nothing waits for the device, and a CUDA graph can hold it.
 
@@ -40,9 +44,9 @@ def paged_attention(
 
     Args:
         kv_scales: float32 ``[num_blocks, 2, num_kv_heads]``, with 8-bit blocks alone.
-        max_new_tokens: the most new tokens of a sequence, if the host knows: 1 saves the launch for prefill,
-            and None is never wrong.
-        max_seq_len: the longest sequence, if the host knows: less scratch memory than for full block tables.
+        max_new_tokens: the most new tokens of a sequence, if the host knows: 1 saves the launch for prefill.
+            None is never wrong.
+        find_config: how the kernels are cut.
     """
     checks.check_attention(
         query, kv_layer, block_tables, query_starts, seq_lens, kv_scales, sinks, alibi_slopes
@@ -55,8 +59,6 @@ def paged_attention(
     num_kv_heads, block_size = kv_layer.shape[2:4]
     group = num_heads // num_kv_heads
     kv_format = KV_FORMATS.get(kv_layer.dtype)
-    if num_seqs == 1:
-        max_new_tokens = num_tokens
     launch = _Launch(
         output=output,
         inputs=(
@@ -85,11 +87,14 @@ def paged_attention(
             "KV_FORMAT": kv_format.name if kv_format else None,
         },
     )
-    if max_new_tokens != 1:
-        _prefill(launch, _find_config("prefill", query, kv_layer), num_tokens, num_seqs, num_kv_heads, group)
-    if num_seqs > 1 or num_tokens == 1:
-        longest = block_tables.shape[1] * block_size if max_seq_len is None else max_seq_len
-        _decode(launch, _find_config("decode", query, kv_layer), num_seqs, num_kv_heads, group, longest)
+    architecture = configs.arch_of(kv_layer.device)
+    kv_bits = configs.kv_bits_of(query, kv_layer)
+    with torch.cuda.device_of(kv_layer):  # type: ignore[no-untyped-call]
+        if max_new_tokens != 1 and num_tokens > 1:
+            config = find_config("prefill", architecture, kv_bits, head_dim, block_size)
+            _prefill(launch, config, num_tokens, num_seqs, num_kv_heads, group)
+        config = find_config("decode", architecture, kv_bits, head_dim, block_size)
+        _decode(launch, config, num_seqs, num_kv_heads, group, longest=block_tables.shape[1] * block_size)
     return output
 
 
@@ -100,7 +105,7 @@ class _Launch(NamedTuple):
     inputs: tuple[torch.Tensor | None, ...]
     logits: tuple[float, int | None, float | None]
     strides: tuple[int, ...]
-    constants: dict[str, int | str | None]
+    constants: dict[str, Any]
 
 
 def _prefill(
@@ -120,6 +125,7 @@ def _prefill(
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=True,
     )
 
 
@@ -140,7 +146,7 @@ def _decode(
     partial_outputs = torch.empty((*slots, block_d), dtype=torch.float32, device=device)
     partial_sums = torch.empty((*slots, 2), dtype=torch.float32, device=device)
     cut = {"BLOCK_N": config.block_n, "SPLIT_TOKENS": config.split_tokens, "MAX_SPLITS": max_splits}
-    decode_kernel[(workers, num_kv_heads, num_seqs)](
+    decode_kernel[(workers, num_kv_heads * triton.cdiv(group, config.block_m), num_seqs)](
         launch.output,
         partial_outputs,
         partial_sums,
@@ -150,9 +156,10 @@ def _decode(
         *launch.strides,
         **launch.constants,
         **cut,
-        BLOCK_M=max(configs.MIN_ROWS, triton.next_power_of_2(group)),
+        BLOCK_M=config.block_m,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=True,
     )
     if num_slots > 1:
         _, _, _, _, query_starts, seq_lens, sinks, _ = launch.inputs
@@ -171,14 +178,5 @@ def _decode(
             **cut,
             SPLITS_AT_ONCE=_SPLITS_AT_ONCE,
             num_warps=4,
+            enable_fp_fusion=True,
         )
-
-
-def _find_config(kernel: configs.Kernel, query: torch.Tensor, kv_layer: torch.Tensor) -> AttentionConfig:
-    return configs.find_config(
-        kernel,
-        configs.arch_of(kv_layer.device),
-        configs.kv_bits_of(query, kv_layer),
-        kv_layer.shape[4],
-        kv_layer.shape[3],
-    )

@@ -8,19 +8,21 @@ table (PagedAttention, Kwon et al., 2023) some keys at a time with a running sof
 ::
 
     prefill          a program is a tile of new tokens; it walks all that they see
-    decode           a program is one new token; what it sees is cut into splits (Flash-Decoding, Dao et al., 2023)
-    combine          merges the splits of a token
+    decode           a program is one new token; what it sees is cut into splits
+    combine          merges the splits of a token (Flash-Decoding, Dao et al., 2023)
 
 Tiles and splits are cut by position, and a sequence's splits follow from its own length: what is computed for
 a token does not depend on the batch around it.
 """
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.quantization import decode_values
+from quire.kernels.triton.quantization_kernels import decode_values
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -120,10 +122,9 @@ def _attend(
         if value_scales is not None:
             value_scale = tl.load(value_scales + block * stride_scale_block, mask=is_known, other=0.0)
             weights *= value_scale[None, :]
-            # Scaled weights may be too small for float16.
-            value_dtype: tl.constexpr = tl.bfloat16 if query.dtype == tl.float16 else query.dtype
-        else:
-            value_dtype: tl.constexpr = query.dtype
+        # Scaled weights may be too small for float16.
+        is_narrow: tl.constexpr = KV_FORMAT is not None and query.dtype == tl.float16
+        value_dtype: tl.constexpr = tl.bfloat16 if is_narrow else query.dtype
         v = decode_values(v, value_dtype, KV_FORMAT)
         output = tl.dot(weights.to(value_dtype), v, output * decay[:, None], input_precision="ieee")
     return peak, total, output
@@ -143,9 +144,10 @@ def _normalize(peak, total, output, sinks):
 
 @triton.jit
 def _find_sequence(query_starts, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """Return which sequence a tile belongs to, if sequence i's first tile is ``query_starts[i] // BLOCK_Q + i``.
+    """Return a tile's sequence.
 
-    That leaves room for all tiles of each sequence, and needs no list of tiles and so no word from the host.
+    Sequence i starts at tile ``query_starts[i] // BLOCK_Q + i``: that leaves room for all tiles of each, and
+    needs no list of tiles, and so no word from the host.
     """
     low = 0
     high = num_seqs
@@ -316,13 +318,15 @@ def decode_kernel(
     MAX_SPLITS: tl.constexpr,
     KV_FORMAT: tl.constexpr,
 ):
-    """Attend with the single new token of each sequence over its splits: grid (workers, KV heads, sequences).
+    """Attend with the single new token of each sequence over its splits.
 
-    A token with one split is finished here. Of others each split leaves its sum in ``partial_outputs``
-    ``[num_seqs, num_heads, num_slots, BLOCK_D]`` and its peak and total in ``partial_sums``
-    ``[num_seqs, num_heads, num_slots, 2]``.
+    The grid is (workers, KV heads * parts of a group, sequences). A token with one split is finished here. Of
+    others each split leaves its sum in ``partial_outputs`` ``[num_seqs, num_heads, num_slots, BLOCK_D]``, and
+    its peak and total in ``partial_sums`` ``[num_seqs, num_heads, num_slots, 2]``.
     """
-    kv_head = tl.program_id(1)
+    # More query heads than rows share a KV head in several programs, which read it through the same cache.
+    PARTS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    kv_head = tl.program_id(1) // PARTS
     sequence = tl.program_id(2)
     token = tl.load(query_starts + sequence)
     length = tl.load(seq_lens + sequence)
@@ -332,7 +336,7 @@ def decode_kernel(
     if tl.program_id(0) >= num_splits:
         return
 
-    row = tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) % PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < GROUP
     head = kv_head * GROUP + row
     position = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
@@ -353,7 +357,7 @@ def decode_kernel(
     keys = kv + kv_head.to(tl.int64) * stride_head
     values = keys + stride_value
     d = tl.arange(0, BLOCK_D)
-    num_heads = tl.num_programs(1) * GROUP
+    num_heads = tl.num_programs(1) // PARTS * GROUP
     slot_of_head = (sequence.to(tl.int64) * num_heads + head) * num_slots
 
     for split in range(tl.program_id(0), num_splits, tl.num_programs(0)):
@@ -363,9 +367,9 @@ def decode_kernel(
             tl.full([BLOCK_M], float("-inf"), tl.float32),
             tl.zeros([BLOCK_M], tl.float32),
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-            split_first, tl.minimum(split_first + split_tokens, length), lowest, position, slopes, table, keys,
-            values, key_scales, value_scales, stride_block, stride_slot, stride_scale_block, scale, window,
-            softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D, KV_FORMAT, MASKED=True,
+            split_first, tl.minimum(split_first + split_tokens, length), lowest, position, slopes, table,
+            keys, values, key_scales, value_scales, stride_block, stride_slot, stride_scale_block, scale,
+            window, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D, KV_FORMAT, MASKED=True,
         )  # fmt: skip
         if num_splits == 1:
             accumulator = _normalize(peak, total, accumulator, head_sinks)

@@ -140,9 +140,7 @@ def check_staging(blocks: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor
     """Raise ValueError unless ``staging[i]`` can hold ``blocks[ids[i]]``."""
     check_blocks_are_runs("blocks", blocks)
     check_ids("ids", ids, ("num_ids",), blocks.device)
-    check_tensor(
-        "staging", staging, (ids.shape[0], *blocks.shape[1:]), (blocks.dtype,), blocks.device
-    )
+    check_tensor("staging", staging, (ids.shape[0], *blocks.shape[1:]), (blocks.dtype,), blocks.device)
     check_blocks_are_runs("staging", staging)
 
 

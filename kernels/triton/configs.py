@@ -17,8 +17,6 @@ import triton
 Kernel = Literal["prefill", "decode"]
 NUM_SPLIT_PROGRAMS = 512
 """Splits of the longest sequence over all KV heads: enough for each multiprocessor of the largest device."""
-MIN_ROWS = 16
-"""The fewest rows of a matrix product."""
 
 
 @dataclass(frozen=True)

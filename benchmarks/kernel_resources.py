@@ -1,0 +1,255 @@
+"""Registers, spills and shared memory of every shipped kernel configuration; no GPU is needed.
+
+    python -m quire.benchmarks.kernel_resources [--arch sm_90] [--kernel decode] [--head-dim 128]
+
+Each row of the configuration table is compiled to machine code, plain and with every feature of attention,
+and read back with cuobjdump. A spill costs a round trip to memory in the inner loop: there must be none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.kernels.triton import configs
+from quire.kernels.triton.attention_kernels import combine_kernel, decode_kernel, prefill_kernel
+from quire.kernels.triton.block_kernels import copy_rows_kernel, write_kv_kernel
+from quire.kernels.triton.configs import AttentionConfig
+
+KIB = 1 << 10
+SHARED_BYTES = {"sm_80": 99 * KIB, "sm_90": 227 * KIB}
+"""Shared memory that a program may take; 8.0 has more, but 8.6 and 8.9 run the same rows."""
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Resources(NamedTuple):
+    """What one program of a compiled kernel takes; spills live on the stack, in memory."""
+
+    num_registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+    def fits(self, arch: str) -> bool:
+        return not self.spill_bytes and self.shared_bytes <= SHARED_BYTES[arch]
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel."""
+
+    resources: Resources
+    ptx: str
+
+
+class Variant(NamedTuple):
+    """A kernel as some model calls it; ``head_dim`` 0 means that of the row, without padding."""
+
+    group: int = 4
+    block_size: int = 16
+    head_dim: int = 0
+    kv_format: str | None = None
+    all_features: bool = False
+    is_single: bool = False
+    """One sequence of one split: Triton makes constants of arguments that are 1."""
+
+
+PLAIN = Variant()
+FEATURED = Variant(all_features=True)
+
+
+def compile_kernel(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    arch: str,
+    num_warps: int,
+    num_stages: int,
+) -> Compiled:
+    """Compile a kernel for an architecture; arguments in neither mapping are None.
+
+    Pointers and strides are multiples of 16, as in every model, but for the strides of scales and ids.
+    """
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    given = {name: constants.get(name) for name in names if signature[name] == "constexpr"}
+    is_aligned = re.compile(r"stride_(?!scale|.*_id$)")
+    aligned: dict[Any, Any] = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name in types and (types[name].startswith("*") or is_aligned.match(name))
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, given, aligned),
+        target=GPUTarget("cuda", int(arch.removeprefix("sm_")), 32),
+        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    # Triton's kernels keep nothing on the stack of their own accord: what is there was spilled.
+    counts = dict(re.findall(r"(REG|STACK):(\d+)", usage))
+    resources = Resources(int(counts["REG"]), int(counts["STACK"]), compiled.metadata.shared)
+    return Compiled(resources, compiled.asm["ptx"])
+
+
+def attention_kernel(config: AttentionConfig, variant: Variant) -> Compiled:
+    """Compile one row of the table for bfloat16 queries, or float32 ones for its 32-bit rows."""
+    kernel: Any = prefill_kernel if config.kernel == "prefill" else decode_kernel
+    floats = "fp32" if config.kv_bits == 32 else "bf16"
+    kv_format = variant.kv_format or ("e4m3" if config.kv_bits == 8 else None)
+    types = {
+        **dict.fromkeys(("output", "query"), f"*{floats}"),
+        **dict.fromkeys(("partial_outputs", "partial_sums"), "*fp32"),
+        **dict.fromkeys(("block_tables", "query_starts", "seq_lens"), "*i32"),
+        **dict.fromkeys(("num_seqs", "num_slots"), "i32"),
+        **_strides(kernel),
+        "kv": {"e4m3": "*u8", "int8": "*i8", None: f"*{floats}"}[kv_format],
+        "scale": "fp32",
+    }
+    if kv_format:
+        types["kv_scales"] = "*fp32"
+    if variant.all_features:
+        types |= {"sinks": "*fp32", "alibi_slopes": "*fp32", "window": "i32", "softcap": "fp32"}
+    ones = ("num_seqs", "num_slots", "stride_scale_value", "stride_scale_head") if variant.is_single else ()
+    types = {name: kind for name, kind in types.items() if name not in ones}
+    constants = {
+        **dict.fromkeys(ones, 1),
+        "GROUP": variant.group,
+        "BLOCK_SIZE": variant.block_size,
+        "HEAD_DIM": variant.head_dim or config.head_dim,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": config.head_dim,
+        "KV_FORMAT": kv_format,
+        "SPLIT_TOKENS": config.split_tokens,
+        "MAX_SPLITS": configs.max_splits(8),
+    }
+    return compile_kernel(kernel, types, constants, config.arch, config.num_warps, config.num_stages)
+
+
+def attention_resources(config: AttentionConfig, variant: Variant = PLAIN) -> Resources:
+    return attention_kernel(config, variant).resources
+
+
+def _strides(kernel: Any) -> dict[str, str]:
+    return {name: "i32" for name in kernel.arg_names if name.startswith("stride_")}
+
+
+COMBINE_TYPES = {
+    **dict.fromkeys(("partial_outputs", "partial_sums", "sinks"), "*fp32"),
+    **dict.fromkeys(("query_starts", "seq_lens"), "*i32"),
+    **_strides(combine_kernel),
+    "output": "*bf16",
+    "num_slots": "i32",
+}
+COMBINE_SIZES = {
+    "HEAD_DIM": 256,
+    "BLOCK_D": 256,
+    "BLOCK_N": 64,
+    "SPLIT_TOKENS": 512,
+    "MAX_SPLITS": 64,
+    "SPLITS_AT_ONCE": 16,
+}
+WRITE_TYPES = {
+    **dict.fromkeys(("key", "value", "kv"), "*bf16"),
+    **_strides(write_kv_kernel),
+    "slot_mapping": "*i64",
+    "num_kv_heads": "i32",
+}
+WRITE_SIZES = {
+    "BLOCK_SIZE": 16,
+    "HEAD_DIM": 128,
+    "BLOCK_H": 32,
+    "BLOCK_D": 128,
+    "KV_FORMAT": None,
+    "SCALE": 1.0,
+}
+COPY_TYPES = {
+    **dict.fromkeys(("target", "source", "target_ids", "source_ids"), "*i64"),
+    **_strides(copy_rows_kernel),
+    "num_pairs": "i32",
+}
+COPY_SIZES = {"PAIRS": 1024}
+
+
+def other_resources(arch: str) -> Iterator[tuple[str, Resources]]:
+    """Compile the kernels that have no rows, at the sizes that take most."""
+    narrow = {"kv": "*u8", "kv_scales": "*fp32"}
+    for name, kernel, types, sizes in (
+        ("combine", combine_kernel, COMBINE_TYPES, COMBINE_SIZES),
+        ("write_kv", write_kv_kernel, WRITE_TYPES, WRITE_SIZES),
+        ("write_kv 8 bits", write_kv_kernel, WRITE_TYPES | narrow, WRITE_SIZES | {"KV_FORMAT": "e4m3"}),
+        ("copy_rows", copy_rows_kernel, COPY_TYPES, COPY_SIZES),
+    ):
+        yield name, compile_kernel(kernel, types, sizes, arch, 4, 3).resources
+
+
+def describe(config: AttentionConfig) -> str:
+    return (
+        f"{config.arch} {config.kernel:7} {config.kv_bits:2} bits  head_dim {config.head_dim:3}  "
+        f"{config.block_m:3} x {config.block_n:3}, {config.num_warps} warps, {config.num_stages} stages"
+    )
+
+
+def shipped_resources(selected: Sequence[AttentionConfig]) -> Iterator[tuple[str, str, Resources]]:
+    """Yield (name, architecture, resources) of each row, plain and with all features."""
+    jobs = [(config, variant) for config in selected for variant in (PLAIN, FEATURED)]
+    # The compiler and the assembler work without the interpreter's lock.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as executor:
+        compiled = executor.map(lambda job: attention_resources(*job), jobs)
+        for (config, variant), used in zip(jobs, compiled, strict=True):
+            yield describe(config) + (" + all" if variant.all_features else ""), config.arch, used
+
+
+def format_row(name: str, resources: Resources) -> str:
+    registers, spills, shared = resources
+    return f"{name:76} {registers:4} registers {spills:5} B spilled {shared / KIB:6.1f} KiB shared"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", choices=SHARED_BYTES)
+    parser.add_argument("--kernel", choices=("prefill", "decode"))
+    parser.add_argument("--kv-bits", type=int, choices=(8, 16, 32))
+    parser.add_argument("--head-dim", type=int, choices=(32, 64, 128, 256))
+    wanted = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    selected = [
+        row for row in configs.table() if all(getattr(row, name) == value for name, value in wanted.items())
+    ]
+    misfits = 0
+    results = []
+    for name, arch, resources in shipped_resources(selected):
+        misfits += not resources.fits(arch)
+        results.append({"name": name, **resources._asdict()})
+        print(format_row(name, resources) + ("" if resources.fits(arch) else "  <- does not fit"), flush=True)
+    if len(wanted) <= 1 and "kernel" not in wanted:
+        for arch in SHARED_BYTES:
+            for name, resources in other_resources(arch):
+                misfits += not resources.fits(arch)
+                results.append({"name": f"{arch} {name}", **resources._asdict()})
+                print(format_row(f"{arch} {name}", resources), flush=True)
+    limits = ", ".join(f"{arch} {size // KIB} KiB" for arch, size in SHARED_BYTES.items())
+    print(f"ceiling: no spills; shared memory of a program: {limits}")
+    print(json.dumps({"benchmark": "kernel_resources", "misfits": misfits, "kernels": results}))
+    sys.exit(1 if misfits else 0)
+
+
+if __name__ == "__main__":
+    main()

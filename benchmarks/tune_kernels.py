@@ -1,0 +1,146 @@
+"""Writes the table of kernel configurations for the GPU of this machine.
+
+    python -m quire.benchmarks.tune_kernels [--head-dim 64 128] [--block-size 16] [--dry-run]
+
+Each candidate that compiles without spills is timed on a few steps; the one with the least geometric mean of
+times replaces the row of this GPU's architecture. Rows of other architectures stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.benchmarks.kernel_resources import attention_resources, describe
+from quire.benchmarks.kernels_gpu import Model, Step, make_step, seconds
+from quire.kernels.triton import configs
+from quire.kernels.triton.attention import paged_attention
+from quire.kernels.triton.blocks import write_kv
+from quire.kernels.triton.configs import AttentionConfig, Kernel
+
+TABLE = Path(configs.__file__).with_name("configs.json")
+HEAD_DIMS = (32, 64, 128, 256)
+STEPS: dict[Kernel, tuple[tuple[int, int, int], ...]] = {
+    "decode": ((1, 1, 4096), (16, 1, 2048), (128, 1, 1024), (8, 1, 32768)),
+    "prefill": ((4, 2048, 2048), (8, 512, 4096), (1, 8192, 8192)),
+}
+"""(sequences, new tokens, length)."""
+
+
+def candidates(row: AttentionConfig) -> Iterator[AttentionConfig]:
+    """Yield the row itself and its neighbours that compile without spills."""
+    if row.kernel == "decode":
+        choices = product([16], [16, 32, 64, 128], [2, 4, 8], [2, 3, 5, 7], [256, 512, 1024])
+    else:
+        choices = product([16, 32, 64, 128], [16, 32, 64, 128], [4, 8], [2, 3, 5], [0])
+    for block_m, block_n, num_warps, num_stages, split_tokens in choices:
+        candidate = replace(
+            row,
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            split_tokens=split_tokens,
+        )
+        if attention_resources(candidate).fits(row.arch):
+            yield candidate
+
+
+def make_steps(row: AttentionConfig) -> Iterator[tuple[Model, Step, torch.Tensor | None]]:
+    """Yield steps with blocks as the row is for, and their scales."""
+    dtype = torch.float32 if row.kv_bits == 32 else torch.bfloat16
+    model = Model(32, 8, row.head_dim, row.block_size, dtype)
+    for num_seqs, new_tokens, seq_len in STEPS[row.kernel]:
+        step = make_step(model, num_seqs, new_tokens, seq_len)
+        scales = None
+        if row.kv_bits == 8:
+            slots = torch.arange(step.kv_layer.shape[0] * row.block_size, device="cuda")
+            key, value = step.kv_layer.transpose(0, 1).transpose(2, 3).flatten(1, 2)
+            narrow = torch.empty(step.kv_layer.shape, dtype=torch.float8_e4m3fn, device="cuda")
+            scales = torch.empty(narrow.shape[:3], device="cuda")
+            write_kv(key, value, narrow, slots, scales)
+            step = step._replace(kv_layer=narrow)
+        yield model, step, scales
+
+
+def mean_seconds(config: AttentionConfig, steps: list[tuple[Model, Step, torch.Tensor | None]]) -> float:
+    """Return the geometric mean of the times of all steps."""
+
+    def find_config(*_: Any) -> AttentionConfig:
+        return config
+
+    logs = []
+    for model, step, scales in steps:
+        run = partial(
+            paged_attention,
+            step.query,
+            step.kv_layer,
+            *step.metadata[:3],
+            scale=model.scale,
+            kv_scales=scales,
+            max_new_tokens=step.new_tokens,
+            find_config=find_config,
+        )
+        logs.append(math.log(seconds(run)))
+    return math.exp(sum(logs) / len(logs))
+
+
+def tune(row: AttentionConfig) -> AttentionConfig:
+    """Return the fastest candidate for a row."""
+    steps = list(make_steps(row))
+    best, best_time = row, mean_seconds(row, steps)
+    print(f"{describe(row)}: {best_time * 1e6:.1f} us")
+    for candidate in candidates(row):
+        time = mean_seconds(candidate, steps)
+        if time < best_time:
+            best, best_time = candidate, time
+            print(f"{describe(best)}: {best_time * 1e6:.1f} us", flush=True)
+    return best
+
+
+def write_table(rows: list[AttentionConfig]) -> None:
+    """Write one row to a line, in order."""
+    rows = sorted(rows, key=lambda row: (row.arch, row.kernel, row.kv_bits, row.head_dim, row.block_size))
+    lines = ",\n".join(f"  {json.dumps(asdict(row))}" for row in rows)
+    TABLE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, choices=HEAD_DIMS)
+    parser.add_argument("--kv-bits", type=int, nargs="+", default=(8, 16), choices=(8, 16, 32))
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the table's new rows, and write nothing"
+    )
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("Tuning needs a CUDA device, and torch sees none: run it on a machine with a GPU.")
+    arch = configs.arch_of(torch.device("cuda", torch.cuda.current_device()))
+    table = {
+        (row.arch, row.kernel, row.kv_bits, row.head_dim, row.block_size): row for row in configs.table()
+    }
+    kernels: tuple[Kernel, ...] = ("decode", "prefill")
+    for kernel, kv_bits, head_dim in product(kernels, arguments.kv_bits, arguments.head_dim):
+        row = configs.find_config(kernel, arch, kv_bits, head_dim, arguments.block_size)
+        best = tune(replace(row, block_size=arguments.block_size))
+        table[arch, kernel, kv_bits, head_dim, arguments.block_size] = best
+        print(json.dumps(asdict(best)), flush=True)
+        if not arguments.dry_run:
+            write_table([*table.values()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The Triton kernels compiled to machine code for sm_80 and sm_90, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: there are wheels for Linux alone")
+
+from quire.benchmarks import kernel_resources as resources
+from quire.benchmarks.kernel_resources import Resources, Variant
+from quire.kernels.triton import configs
+from quire.kernels.triton.block_kernels import copy_rows_kernel
+
+ARCHES = pytest.mark.parametrize("arch", resources.SHARED_BYTES)
+
+
+def check(kernels: Iterator[tuple[str, str, Resources]]) -> None:
+    """Print the table, and fail if a kernel spills or takes more shared memory than there is."""
+    misfits = []
+    for name, arch, used in kernels:
+        print(resources.format_row(name, used))
+        if not used.fits(arch):
+            misfits.append(resources.format_row(name, used))
+    assert not misfits, "\n".join(misfits)
+
+
+@ARCHES
+@pytest.mark.parametrize("kernel", ["prefill", "decode"])
+@pytest.mark.parametrize("kv_bits", [8, 16, 32])
+def test_every_shipped_configuration_fits(arch: str, kernel: str, kv_bits: int) -> None:
+    rows = [row for row in configs.table() if (row.arch, row.kernel, row.kv_bits) == (arch, kernel, kv_bits)]
+    assert {row.head_dim for row in rows} == {32, 64, 128, 256}
+    check(resources.shipped_resources(rows))
+
+
+@ARCHES
+def test_other_kernels_fit(arch: str) -> None:
+    check((f"{arch} {name}", arch, used) for name, used in resources.other_resources(arch))
+
+
+@ARCHES
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(group=1),
+        Variant(group=7),
+        Variant(group=8, block_size=128),
+        Variant(head_dim=80),
+        Variant(kv_format="int8"),
+        Variant(kv_format="e4m3", is_single=True),
+    ],
+    ids=str,
+)
+def test_other_models_fit(arch: str, variant: Variant) -> None:
+    kv_bits = 8 if variant.kv_format else 16
+    rows = [configs.find_config(kernel, arch, kv_bits, 128, 16) for kernel in ("prefill", "decode")]
+    check((resources.describe(row), arch, resources.attention_resources(row, variant)) for row in rows)
+
+
+def test_a_spill_is_seen() -> None:
+    greedy = replace(configs.find_config("decode", "sm_80", 16, 256, 16), num_warps=1)
+    assert resources.attention_resources(greedy).spill_bytes > 0
+
+
+@ARCHES
+def test_blocks_are_copied_in_16_byte_words(arch: str) -> None:
+    ptx = resources.compile_kernel(
+        copy_rows_kernel, resources.COPY_TYPES, resources.COPY_SIZES, arch, 4, 3
+    ).ptx
+    for access in ("ld.global.v2.b64", "st.global.v2.b64"):
+        assert access in ptx
+
+
+@ARCHES
+def test_attention_reads_blocks_asynchronously_in_16_byte_words(arch: str) -> None:
+    row = configs.find_config("decode", arch, 16, 128, 16)
+    assert "cp.async.cg.shared.global" in resources.attention_kernel(row, resources.PLAIN).ptx
+
+
+def test_prefill_uses_the_tensor_cores_of_hopper() -> None:
+    row = configs.find_config("prefill", "sm_90", 16, 128, 16)
+    assert "wgmma.mma_async" in resources.attention_kernel(row, resources.PLAIN).ptx
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 128])
+def test_rows_are_found_for_every_head_dim(block_size: int) -> None:
+    for head_dim in range(1, 257):
+        row = configs.find_config("decode", "sm_90", 16, head_dim, block_size)
+        assert head_dim <= row.head_dim
+
+
+def test_what_has_no_row_is_an_error() -> None:
+    with pytest.raises(LookupError, match="no decode row for sm_90, 16 bits, head_dim 512"):
+        configs.find_config("decode", "sm_90", 16, 257, 16)
