@@ -152,9 +152,7 @@ async def _wait_for_blocks(url: str) -> None:
     index = RedisIndex(client)
     try:
         async with asyncio.timeout(WAIT_SECONDS):
-            while len(await index.members()) < 2 or not [
-                key async for key in client.scan_iter("{q}b*")
-            ]:
+            while len(await index.members()) < 2 or not [key async for key in client.scan_iter("{q}b*")]:
                 await asyncio.sleep(0.05)
     finally:
         await client.aclose()
