@@ -190,6 +190,7 @@ class Engine:
         prompt = group.prompt
         prompt.num_computed_tokens = num_transferred_tokens(prompt)
         self.scheduler.seal(prompt)
+        prompt.status = SequenceStatus.WAITING
         if first_token_id is not None:
             prompt.token_ids.append(first_token_id)
             prompt.status = self._status_after_token(prompt)

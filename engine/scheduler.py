@@ -182,6 +182,9 @@ class Scheduler:
             if not budget or num_slots > self.config.max_num_seqs:
                 return
             wanted = self._admit(group, budget)
+            # With nobody running, those that wait behind it with blocks would keep them for ever.
+            while wanted is None and not self.running and self._preempt_newer(group):
+                wanted = self._admit(group, budget)
             if wanted is None:
                 return
             self.waiting.remove(group)
@@ -274,6 +277,14 @@ class Scheduler:
         holders = (group for group in (*self.running, *self.waiting) if group.is_preemptible)
         return max(holders, key=lambda group: group.arrival, default=None)
 
+    def _preempt_newer(self, group: SequenceGroup) -> bool:
+        """Preempt the newest group that holds blocks, if it is newer."""
+        victim = self._newest_holder()
+        if victim is None or victim.arrival <= group.arrival:
+            return False
+        self._preempt(victim)
+        return True
+
     def _preempt(self, victim: SequenceGroup) -> None:
         """Take all blocks of a group."""
         victim.set_status(SequenceStatus.PREEMPTED)
@@ -341,10 +352,7 @@ class Scheduler:
         if not group.holds_blocks and not self._begin(group.sequences[0]):
             return None
         wanted = self._wanted(group, budget)
-        # Whoever is in this step already must not be preempted. Without anyone, groups that wait with the
-        # blocks of their prompts could each lack one more for ever.
-        has_room = self._num_missing(wanted) <= self.pool.num_allocatable
-        if not has_room and (self.running or not self._make_room(group, wanted)):
+        if self._num_missing(wanted) > self.pool.num_allocatable:
             return None
         self._append(wanted)
         is_prefill = group.num_uncomputed_tokens > len(group.sequences)
