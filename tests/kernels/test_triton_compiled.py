@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,6 +14,15 @@ from quire.benchmarks import kernel_resources as resources
 from quire.benchmarks.kernel_resources import Resources, Variant
 from quire.kernels.triton import configs
 from quire.kernels.triton.block_kernels import copy_rows_kernel
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    """Triton parses sources, and a collection meanwhile can trip the parser of CPython 3.11."""
+    gc.disable()
+    yield
+    gc.enable()
+
 
 ARCHES = pytest.mark.parametrize("arch", resources.SHARED_BYTES)
 
