@@ -1,0 +1,108 @@
+"""What each token slot of a KV pool is used for; the causes of waste as in the paper's figure 2."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from quire.benchmarks.paper.allocators import Admission
+from quire.benchmarks.paper.workload import Request
+
+
+class SlotUse(NamedTuple):
+    """Token slots by use, or the sum over many steps.
+
+    Attributes:
+        states: hold the keys and values of a token of a request that has not ended.
+        reserved: will hold one before their request ends.
+        internal: are kept for a request that will never use them.
+        external: are in no request's reservation: free, or lost to the allocator's rounding.
+    """
+
+    states: int
+    reserved: int
+    internal: int
+    external: int
+
+    def plus(self, other: SlotUse) -> SlotUse:
+        """Add use by use."""
+        return SlotUse(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def percent(self) -> tuple[float, ...]:
+        """Each use as a part of all slots."""
+        return tuple(100 * count / sum(self) for count in self)
+
+
+def account(reservations: Iterable[tuple[int, int, int]], num_slots: int) -> SlotUse:
+    """Sort a pool's slots by use.
+
+    Args:
+        reservations: of each request, the slots (reserved, that hold a token, that will ever hold one).
+        num_slots: of the whole pool.
+    """
+    states = later = never = 0
+    for num_reserved, num_held, num_final in reservations:
+        used = min(num_reserved, num_final)
+        states += num_held
+        later += used - num_held
+        never += num_reserved - used
+    return SlotUse(states, later, never, num_slots - states - later - never)
+
+
+class Load(NamedTuple):
+    """Sums over the steps of a run: of the slots' uses and of the requests that ran."""
+
+    use: SlotUse
+    num_running: int
+    num_steps: int
+
+    @property
+    def mean_running(self) -> float:
+        """Requests in a step, on average."""
+        return self.num_running / self.num_steps
+
+    def after(self, use: SlotUse, num_running: int) -> Load:
+        """Return the sums with one step more."""
+        return Load(self.use.plus(use), self.num_running + num_running, self.num_steps + 1)
+
+
+EMPTY = Load(SlotUse(0, 0, 0, 0), 0, 0)
+"""Of no steps."""
+
+
+def is_steady(num_ended: int, num_requests: int) -> bool:
+    """Whether a run that began with all requests at once has lost the traces of its beginning."""
+    return num_ended >= num_requests / 4
+
+
+def simulate(admission: Admission, requests: list[Request], num_slots: int) -> Load:
+    """Run requests that all wait from the start, a token of each placed one a step.
+
+    Measured from the end of the first quarter of the requests, while any waits. A prompt takes one step. An
+    ended request whose memory is still kept uses none of it.
+    """
+    waiting = deque(enumerate(requests))
+    num_held: dict[int, int] = {}
+    load = EMPTY
+    while True:
+        while waiting and admission.place(*waiting[0]):
+            index, request = waiting.popleft()
+            num_held[index] = request.num_input
+        admission.close()
+        if not waiting:
+            return load
+        kept = (
+            (count, num_held.get(index, 0), sum(requests[index]) if index in num_held else 0)
+            for index, count in admission.reserved.items()
+        )
+        num_ended = len(requests) - len(waiting) - len(num_held)
+        if is_steady(num_ended, len(requests)):
+            load = load.after(account(kept, num_slots), len(num_held))
+        for index in list(num_held):
+            num_held[index] += 1
+            # The last token is drawn, but its keys and values are never computed.
+            if num_held[index] == sum(requests[index]):
+                del num_held[index]
+                admission.finish(index)

@@ -1,0 +1,185 @@
+"""What KV memory is used for under load, and how many requests fit at once (the paper's figures 2 and 13).
+
+The pool has the 15.7 thousand token slots of the paper's OPT-13B on one A100. All requests wait from the
+start; every step is measured from when the first quarter have ended and while any waits. quire's figures come
+from its Engine: scheduler, block pool and block tables are the real ones, only the forward pass is left out,
+since it touches no ledger. The baselines' come from their allocators, under the same requests.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+
+from quire.benchmarks.paper.allocators import baselines
+from quire.benchmarks.paper.fragmentation import EMPTY, Load, SlotUse, account, is_steady, simulate
+from quire.benchmarks.paper.report import Result, progress
+from quire.benchmarks.paper.workload import ALPACA, MAX_LENGTH, SHAREGPT, Request
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
+from quire.engine.sequence import SamplingParams, Sequence
+from quire.kvindex.block_hash import block_hash
+
+NUM_SLOTS = 15_680
+"""Token slots of the pool: 980 blocks of 16."""
+BLOCK_SIZES = (16, 8, 4)
+PAPER_EFFECTIVE = {"Orca (Max)": 20.4, "Orca (Pow2)": 26.8, "Orca (Oracle)": 38.2, "quire, block 16": 96.3}
+"""Percent of slots that hold token states, figure 2; quire stands beside vLLM."""
+PAPER_RUNNING = {
+    "ShareGPT-like": {
+        "Orca (Max)": 7.00,
+        "Orca (Pow2)": 9.81,
+        "Orca (Oracle)": 13.62,
+        "quire, block 16": 30.42,
+    },
+    "Alpaca-like": {
+        "Orca (Max)": 7.00,
+        "Orca (Pow2)": 43.24,
+        "Orca (Oracle)": 72.75,
+        "quire, block 16": 132.44,
+    },
+}
+"""Requests in a batch, figure 13: at 2 and 30 requests a second, not with a full queue as here."""
+
+
+class MeasuringRunner:
+    """Stands for the forward pass: draws token 0 everywhere, and sees the ledger in the middle of a step."""
+
+    def __init__(self, engine: Engine, requests: list[Request]) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._logits = torch.tensor([1.0, 0.0]).expand(engine.scheduler.config.max_num_seqs, 2)
+        self.load = EMPTY
+
+    def move_blocks(self, schedule: Schedule) -> None:
+        """Nothing to move: the blocks hold nothing."""
+
+    def prepare(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Return the batch as it is."""
+        return scheduled
+
+    def forward(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
+        """Return logits; measure in the steady part of the run."""
+        num_ended = len(self._requests) - len(self._engine.groups)
+        if self._engine.scheduler.waiting and is_steady(num_ended, len(self._requests)):
+            use = self._slot_use(scheduled)
+            self.load = self.load.after(use, len(self._engine.scheduler.running))
+        return self._logits[: len(scheduled)]
+
+    def _slot_use(self, scheduled: list[ScheduledSequence]) -> SlotUse:
+        """Read the slots' uses off the block tables; what this step writes counts as written."""
+        writes = {id(sequence): num_tokens for sequence, num_tokens in scheduled}
+        block_size, pool = self._engine.memory.shape.block_size, self._engine.pool
+        sequences = [s for group in self._engine.groups.values() for s in group.sequences if s.block_table]
+        tables = list(chain.from_iterable(s.block_table for s in sequences))
+        assert len(tables) == len(set(tables)) == pool.counts.used, "blocks are shared or have leaked"
+        kept = (
+            (
+                len(s.block_table) * block_size,
+                s.num_computed_tokens + writes.get(id(s), 0),
+                sum(self._requests[int(s.request_id)]),
+            )
+            for s in sequences
+        )
+        return account(kept, pool.num_blocks * block_size)
+
+
+def measure_engine(requests: list[Request], num_slots: int, block_size: int) -> Load:
+    """Run requests that all wait from the start through the engine."""
+    model: Any = SimpleNamespace(max_position_embeddings=MAX_LENGTH, eos_token_ids=frozenset())
+    shape = KvShape(num_layers=1, num_kv_heads=1, block_size=block_size, head_dim=1, dtype=torch.float16)
+    limits = SchedulerConfig(block_size, max_num_seqs=1024, max_num_batched_tokens=MAX_LENGTH)
+    memory = KvMemory(shape, num_slots // block_size, torch.device("cpu"))
+    engine = Engine(model, memory, limits, block_hash)
+    runner = MeasuringRunner(engine, requests)
+    engine.runner = runner  # type: ignore[assignment]
+    for index, (num_input, num_output) in enumerate(requests):
+        params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+        root = index.to_bytes(16, "little")  # no prefix is shared here
+        engine.add(Sequence(str(index), [0] * num_input, num_input, params, root))
+    while engine.scheduler.waiting:
+        engine.step()
+    return runner.load
+
+
+def run(*, quick: bool) -> Result:
+    """Measure every allocator on both data sets."""
+    loads: dict[str, dict[str, Load]] = {}
+    for lengths, num_requests in ((SHAREGPT, 300 if quick else 1000), (ALPACA, 2000 if quick else 6000)):
+        requests = lengths.draw(num_requests)
+        of = loads[lengths.name] = {}
+        for name, admission in baselines(NUM_SLOTS, MAX_LENGTH).items():
+            of[name] = simulate(admission, requests, NUM_SLOTS)
+        for block_size in progress(BLOCK_SIZES, f"memory use, {lengths.name}"):
+            of[f"quire, block {block_size}"] = measure_engine(requests, NUM_SLOTS, block_size)
+    rows = [
+        _row(data, name, load) for data, of in loads.items() for name, load in of.items() if load.num_steps
+    ]
+    return Result(
+        "memory_use",
+        "KV memory by use, and requests at once, under a full queue",
+        (
+            "lengths",
+            "allocator",
+            "token states %",
+            "paper (ShareGPT)",
+            "reserved %",
+            "internal %",
+            "external %",
+            "at once",
+            "paper",
+        ),
+        rows,
+        f"{NUM_SLOTS} token slots; the real scheduler and block pool without a forward pass.",
+        lambda axes: _draw(axes, loads),
+        {
+            "num_slots": NUM_SLOTS,
+            "loads": {
+                data: {
+                    name: {
+                        "percent": dict(zip(SlotUse._fields, load.use.percent, strict=True)),
+                        "mean_running": load.mean_running,
+                        "num_steps": load.num_steps,
+                    }
+                    for name, load in of.items()
+                }
+                for data, of in loads.items()
+            },
+        },
+    )
+
+
+def _row(data: str, name: str, load: Load) -> tuple[str, ...]:
+    states, reserved, internal, external = (f"{value:.1f}" for value in load.use.percent)
+    paper = PAPER_EFFECTIVE.get(name) if data == SHAREGPT.name else None
+    running = PAPER_RUNNING[data].get(name)
+    return (
+        data,
+        name,
+        states,
+        f"{paper}" if paper else "",
+        reserved,
+        internal,
+        external,
+        f"{load.mean_running:.1f}",
+        f"{running:.1f}" if running else "",
+    )
+
+
+def _draw(axes: Axes, loads: dict[str, dict[str, Load]]) -> None:
+    bars = [(f"{name}\n{data}", load) for data, of in loads.items() for name, load in of.items()]
+    names = [name for name, _ in bars]
+    left = [0.0] * len(bars)
+    for use, label in enumerate(SlotUse._fields):
+        values = [load.use.percent[use] for _, load in bars]
+        axes.barh(names, values, left=left, label="token states" if label == "states" else label)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=6)
+    axes.set_xlabel("percent of the pool's slots")
+    axes.legend(fontsize=7, loc="upper center", ncols=len(SlotUse._fields), bbox_to_anchor=(0.5, -0.12))

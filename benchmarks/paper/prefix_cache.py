@@ -1,0 +1,89 @@
+"""Throughput with and without the prefix cache, when all prompts begin alike (the paper's figure 16).
+
+Prefixes of 80 and 341 tokens, one and five examples as in the paper, then 32 tokens of the request's own and
+32 generated. Without the cache every request has a root hash of its own, so no block is ever found again;
+everything else is the same. The first request of a run computes the prefix.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from matplotlib.axes import Axes
+
+from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts, run_to_end
+from quire.benchmarks.paper.report import Result, progress
+from quire.engine.model_loader import LoadedModel
+from quire.engine.sequence import SamplingParams
+
+BLOCK_SIZE = 16
+PREFIXES = {"1 example": 80, "5 examples": 341}
+PAPER = {"1 example": 1.67, "5 examples": 3.58}
+"""Speed-up, over Orca (Oracle): sharing and paging together."""
+OWN_TOKENS, OUTPUT_TOKENS = 32, 32
+
+
+def requests_per_second(
+    model: LoadedModel, prompts: Prompts, prefix: int, num_requests: int, *, cached: bool
+) -> float:
+    """Run requests that all wait from the start."""
+    engine = make_engine(model, BLOCK_SIZE, num_blocks=4096)
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    head = prompts(prefix, -1)
+    sequences = [
+        as_sequence(index, head + prompts(OWN_TOKENS, index), params, b"root" if cached else None)
+        for index in range(num_requests)
+    ]
+    start = time.perf_counter()
+    run_to_end(engine, sequences)
+    return num_requests / (time.perf_counter() - start)
+
+
+def run(*, quick: bool) -> Result:
+    """Measure both prefixes, with the cache and without, taking turns."""
+    model, prompts = load_demo(), make_prompts()
+    num_requests, repeats = (48, 1) if quick else (128, 5)
+    requests_per_second(model, prompts, 80, 2, cached=True)  # compiles the kernels
+    rates: dict[str, tuple[float, float]] = {}
+    raw = {}
+    for name, prefix in progress(PREFIXES.items(), "shared prefixes"):
+        runs = [
+            [
+                requests_per_second(model, prompts, prefix, num_requests, cached=cached)
+                for cached in (False, True)
+            ]
+            for _ in range(repeats)
+        ]
+        without, with_cache = zip(*runs, strict=True)
+        rates[name] = (median(without), median(with_cache))
+        raw[name] = {"without": without, "with": with_cache}
+    rows = [
+        (
+            name,
+            str(PREFIXES[name]),
+            f"{without:.1f}",
+            f"{cached:.1f}",
+            f"{cached / without:.2f}x",
+            f"{PAPER[name]:.2f}x",
+        )
+        for name, (without, cached) in rates.items()
+    ]
+    return Result(
+        "prefix_cache",
+        "Throughput with a shared prefix, requests a second",
+        ("prefix", "tokens", "no cache", "cache", "speed-up", "paper (over Orca Oracle)"),
+        rows,
+        f"{num_requests} requests, {OWN_TOKENS} own and {OUTPUT_TOKENS} output tokens; median of {repeats}.",
+        lambda axes: _draw(axes, rates),
+        {"requests_per_second": raw},
+    )
+
+
+def _draw(axes: Axes, rates: dict[str, tuple[float, float]]) -> None:
+    places = range(len(rates))
+    for side, label in enumerate(("no cache", "prefix cache")):
+        axes.bar([p + 0.4 * side for p in places], [rate[side] for rate in rates.values()], 0.4, label=label)
+    axes.set_xticks([p + 0.2 for p in places], list(rates))
+    axes.set_ylabel("requests per second")
+    axes.legend()

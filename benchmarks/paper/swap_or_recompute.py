@@ -1,0 +1,105 @@
+"""What it costs to bring a preempted request of 512 tokens back, by block size (the paper's figure 19a).
+
+Swapping is the engine's own move of its blocks to host memory and back; recomputing is the engine's own steps
+over a prompt of the same tokens. On the CPU, host memory is memory like the pool's and no PCIe lies between.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+
+from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts
+from quire.benchmarks.paper.report import Result, progress
+from quire.engine.engine import Engine
+from quire.engine.model_loader import LoadedModel
+from quire.engine.scheduler import Schedule
+from quire.engine.sequence import SamplingParams
+
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+NUM_TOKENS = 512
+
+
+class Cost(NamedTuple):
+    """Milliseconds, the least of several: what else the machine does only adds."""
+
+    swap_out: float
+    swap_in: float
+    recompute: float
+
+
+def measure(model: LoadedModel, prompts: Prompts, block_size: int, repeats: int) -> Cost:
+    """Measure one block size."""
+    num_blocks = NUM_TOKENS // block_size
+    engine = make_engine(model, block_size, 4 * num_blocks + 4, num_swap_blocks=num_blocks)
+    _recompute(engine, prompts, -1)  # compiles the kernels
+    # Blocks of a pool in use lie anywhere: every second one.
+    out = [(2 * place + 1, place) for place in range(num_blocks)]
+    back = [(host_id, block_id) for block_id, host_id in out]
+    times = [
+        (
+            _move(engine, Schedule(swap_out=out)),
+            _move(engine, Schedule(swap_in=back)),
+            _recompute(engine, prompts, repeat),
+        )
+        for repeat in range(repeats)
+    ]
+    return Cost(*(1e3 * min(each) for each in zip(*times, strict=True)))
+
+
+def _move(engine: Engine, schedule: Schedule) -> float:
+    start = time.perf_counter()
+    engine.runner.move_blocks(schedule)
+    return time.perf_counter() - start
+
+
+def _recompute(engine: Engine, prompts: Prompts, index: int) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    engine.add(as_sequence(index + 1, prompts(NUM_TOKENS, index), params))
+    start = time.perf_counter()
+    while not engine.is_idle:
+        engine.step()
+    return time.perf_counter() - start
+
+
+def run(*, quick: bool) -> Result:
+    """Measure each block size."""
+    model, prompts = load_demo(), make_prompts()
+    sizes = (1, 16, 128) if quick else BLOCK_SIZES
+    costs = {
+        size: measure(model, prompts, size, 5 if quick else 15)
+        for size in progress(sizes, "swap or recompute")
+    }
+    rows = [
+        (
+            str(size),
+            f"{cost.swap_out:.2f}",
+            f"{cost.swap_in:.2f}",
+            f"{cost.swap_out + cost.swap_in:.2f}",
+            f"{cost.recompute:.2f}",
+            f"{cost.recompute / (cost.swap_out + cost.swap_in):.0f}x",
+        )
+        for size, cost in costs.items()
+    ]
+    return Result(
+        "swap_or_recompute",
+        f"Milliseconds to bring {NUM_TOKENS} tokens back",
+        ("block size", "swap out", "swap in", "swap both", "recompute", "recompute / swap"),
+        rows,
+        "Paper: recomputing costs the same at every block size, swapping small blocks costs more than large\n"
+        "ones; recomputing is never more than 20 % slower than swapping, and both are alike from 16 to 64.",
+        lambda axes: _draw(axes, costs),
+        {"milliseconds": {size: cost._asdict() for size, cost in costs.items()}},
+    )
+
+
+def _draw(axes: Axes, costs: dict[int, Cost]) -> None:
+    for name in Cost._fields:
+        axes.plot(list(costs), [getattr(cost, name) for cost in costs.values()], "o-", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("block size, tokens")
+    axes.set_ylabel("milliseconds")
+    axes.legend()

@@ -1,0 +1,76 @@
+"""Requests with the lengths of the paper's two data sets, and when they arrive.
+
+The paper publishes the means alone: ShareGPT 161 input and 338 output tokens, Alpaca 19 and 58. Lengths are
+drawn log-normal here, with those means after the cut at the model's maximum; the widths are assumptions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_LENGTH = 2048
+"""Tokens of the longest sequence, as of the paper's OPT models."""
+
+
+class Request(NamedTuple):
+    """How many tokens a request brings and how many it will generate."""
+
+    num_input: int
+    num_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A data set as two log-normal distributions, cut at the maximal length.
+
+    Attributes:
+        means: mean input and output tokens.
+        sigmas: standard deviations of their logarithms.
+        max_length: most input and output tokens of a request together.
+    """
+
+    name: str
+    means: tuple[float, float]
+    sigmas: tuple[float, float]
+    max_length: int = MAX_LENGTH
+
+    def scaled(self, factor: float) -> Lengths:
+        """Return the same data set with all lengths multiplied."""
+        inputs, outputs = self.means
+        means = (inputs * factor, outputs * factor)
+        return Lengths(self.name, means, self.sigmas, int(self.max_length * factor))
+
+    def draw(self, num_requests: int, seed: int = 0) -> list[Request]:
+        """Return requests; the same for the same arguments."""
+        random = np.random.default_rng(seed)
+        inputs, outputs = (
+            _cut_log_normal(random.standard_normal(num_requests), mean, sigma, self.max_length // 2)
+            for mean, sigma in zip(self.means, self.sigmas, strict=True)
+        )
+        return [Request(int(a), int(b)) for a, b in zip(inputs, outputs, strict=True)]
+
+
+def _cut_log_normal(normal: np.ndarray, mean: float, sigma: float, longest: int) -> np.ndarray:
+    """Return lengths from 1 to ``longest`` whose mean is ``mean``: the location is found by bisection."""
+
+    def lengths(location: float) -> np.ndarray:
+        return np.clip(np.rint(np.exp(location + sigma * normal)), 1, longest)
+
+    low, high = -5.0, 15.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if lengths(middle).mean() < mean else (low, middle)
+    return lengths(high)
+
+
+SHAREGPT = Lengths("ShareGPT-like", (161.0, 338.0), (1.2, 0.9))
+ALPACA = Lengths("Alpaca-like", (19.0, 58.0), (0.6, 0.9))
+
+
+def poisson_arrivals(num_requests: int, rate: float, seed: int = 0) -> list[float]:
+    """Return the seconds at which requests arrive, ``rate`` of them a second on average."""
+    gaps = np.random.default_rng(seed).exponential(1.0, num_requests)
+    return [float(second) for second in np.cumsum(gaps) / rate]
