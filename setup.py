@@ -18,9 +18,11 @@ FOLDERS = [
     "kernels",
     "kvindex",
     "kvtransfer",
+    "llm",
     "models",
     "protos",
     "services",
+    "tokenization",
 ]
 
 

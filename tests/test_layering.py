@@ -17,9 +17,11 @@ ALLOWED: Mapping[str, set[str]] = {
     "kvindex": set(),
     "engine": {"kernels"},
     "kvtransfer": {"protos"},
+    "tokenization": set(),
     "client": {"protos"},
     "models": set(),
-    "services": {"engine", "kvindex", "kvtransfer", "models", "protos"},
+    "llm": {"engine", "kvindex", "models", "tokenization"},
+    "services": {"engine", "kvindex", "kvtransfer", "models", "protos", "tokenization"},
     "cli": {"client", "models", "services"},
 }
 # Modules, and what nothing that they reach may import.
@@ -27,6 +29,8 @@ BANNED: Mapping[str, set[str]] = {
     "quire.kvindex": {"torch", "transformers", "numba"},
     "quire.kvtransfer": {"torch", "transformers", "numba"},
     "quire.client": {"torch", "transformers", "numba", "numpy"},
+    "quire.tokenization": {"torch", "transformers", "numba", "grpc"},
+    "quire.llm": {"grpc", "redis"},
     "quire.services.router": {"torch", "transformers", "numba", "quire.engine", "quire.kernels"},
 }
 Graph = Mapping[str, set[str]]

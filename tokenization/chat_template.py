@@ -11,8 +11,8 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quire.services.errors import InvalidArgument
-from quire.services.router.tokenizer import ModelFiles
+from quire.tokenization.errors import ChatTemplateError
+from quire.tokenization.tokenizer import ModelFiles
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -37,7 +37,7 @@ class ChatTemplate:
         """Return the prompt that asks the assistant for its next message.
 
         Raises:
-            InvalidArgument: the template refuses the conversation.
+            ChatTemplateError: the template refuses the conversation.
         """
         try:
             return self._template.render(
@@ -48,9 +48,7 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise InvalidArgument(
-                "chat.messages", f"the model's chat template refused them: {error}"
-            ) from error
+            raise ChatTemplateError(f"the model's chat template refused them: {error}") from error
 
 
 def _source(files: ModelFiles) -> str | None:

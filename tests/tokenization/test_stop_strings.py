@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.services.router.stop_strings import StopMatcher
+from quire.tokenization.stop_strings import StopMatcher
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, bool]:
@@ -25,8 +25,9 @@ letters = st.text("abc", max_size=4)
 def test_pieces_give_what_the_whole_gives(pieces: list[str], stops: list[str]) -> None:
     matcher, shown, is_stopped = StopMatcher(stops), "", False
     for piece in pieces:
-        text, is_stopped = matcher.feed(piece)
-        shown += text
+        fed = matcher.feed(piece)
+        shown += fed.text
+        is_stopped = fed.is_stopped
         if is_stopped:
             break
     else:

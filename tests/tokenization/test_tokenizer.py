@@ -10,9 +10,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.services.errors import FailedPrecondition, InvalidArgument
-from quire.services.router.chat_template import ChatTemplate
-from quire.services.router.tokenizer import (
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.errors import ChatTemplateError, MissingTokenizerError
+from quire.tokenization.tokenizer import (
     INLINE_ENCODE_CHARS,
     IncrementalDecoder,
     ModelFiles,
@@ -70,7 +70,7 @@ async def test_saved_truncation_and_padding_are_off(model_folder: Path, tokenize
 
 
 def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(FailedPrecondition, match="save_pretrained"):
+    with pytest.raises(MissingTokenizerError, match="save_pretrained"):
         load_model_files(str(tmp_path))
 
 
@@ -114,7 +114,7 @@ def test_what_templates_use_works() -> None:
     ],
 )
 def test_refusals_and_escapes_are_the_callers_error(source: str) -> None:
-    with pytest.raises(InvalidArgument, match="the model's chat template refused them"):
+    with pytest.raises(ChatTemplateError, match="the model's chat template refused them"):
         render(source)
 
 

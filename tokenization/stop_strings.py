@@ -7,10 +7,15 @@ from typing import NamedTuple
 
 
 class Fed(NamedTuple):
-    """Text that may be shown now, and whether a stop string ended it."""
+    """Text that may be shown now, and the stop string that ended it, if one did."""
 
     text: str
-    is_stopped: bool
+    stop: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the text has ended."""
+        return self.stop is not None
 
 
 class StopMatcher:
@@ -27,14 +32,15 @@ class StopMatcher:
     def feed(self, text: str) -> Fed:
         """Take the next piece; after a stop nothing more may be fed."""
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return Fed(text[: min(found)[1]], True)
+            _, at, stop = min(found)
+            return Fed(text[:at], stop)
         num_held = max((_longest_beginning(stop, text) for stop in self._stop_strings), default=0)
         cut = len(text) - num_held
         self._held = text[cut:]
-        return Fed(text[:cut], False)
+        return Fed(text[:cut])
 
     def flush(self) -> str:
         """Return what is held back: no more text comes, so it begins no stop string."""

@@ -1,0 +1,41 @@
+"""From generated tokens to the text that is shown, cut at a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.tokenization.stop_strings import Fed, StopMatcher
+from quire.tokenization.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class StoppingDecoder:
+    """Turns one sequence's tokens into text, up to a stop string.
+
+    Stop strings count only in the text of tokens after the first ``min_tokens``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._matcher = StopMatcher(stop_strings)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    def step(self, token_id: int) -> Fed:
+        """Take the next token; after a stop no more may be taken."""
+        self._num_tokens += 1
+        return self._feed(self._decoder.step(token_id))
+
+    def flush(self) -> Fed:
+        """Return the text that was held back, at the end of the tokens."""
+        fed = self._feed(self._decoder.flush())
+        return fed if fed.is_stopped else Fed(fed.text + self._matcher.flush())
+
+    def _feed(self, text: str) -> Fed:
+        return Fed(text) if self._num_tokens <= self._min_tokens else self._matcher.feed(text)
