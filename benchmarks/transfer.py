@@ -62,7 +62,7 @@ class MemorySink:
         start = frame.index % self._num_slots * self.layout.block_bytes
         self._memory[start : start + self.layout.block_bytes] = frame.payload
 
-    async def commit(self, first_token_id: int) -> None:
+    async def commit(self, first_token_id: int | None) -> None:
         pass
 
     def abort(self, reason: str) -> None:

@@ -148,6 +148,15 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
+    def clear_cache(self) -> None:
+        """Forget what the cached blocks hold."""
+        cached = [block_id for block_id in self._unused if self._hash_of[block_id] is not None]
+        removed = [self._forget(block_id) for block_id in cached]
+        for block_id in cached:
+            self._unused.move_to_end(block_id, last=False)
+        if removed and self._listener:
+            self._listener.removed(removed)
+
     def check_conservation(self) -> None:
         """Raise AssertionError unless the ledger agrees with itself."""
         unused = {block_id for block_id, count in enumerate(self._ref_cnt) if count == 0}

@@ -33,8 +33,15 @@ class UnknownTicketError(TransferError):
     reason = "unknown_ticket"
 
 
+class UnknownLeaseError(TransferError):
+    """The lease was released, has expired, or was never given."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "unknown_lease"
+
+
 class StaleEpochError(TransferError):
-    """The ticket was issued before the receiver restarted."""
+    """The ticket, or what is known of a holder's blocks, is from before that worker restarted."""
 
     reason = "stale_epoch"
 
@@ -74,6 +81,20 @@ class PushFailedError(TransferError):
     """
 
     reason = "push_failed"
+
+    def __init__(self, status: grpc.StatusCode, message: str) -> None:
+        super().__init__(f"{status.name}: {message}")
+        self.status = status
+
+
+class PullFailedError(TransferError):
+    """The holder refused or lost the pull.
+
+    Attributes:
+        status: the holder's gRPC status.
+    """
+
+    reason = "pull_failed"
 
     def __init__(self, status: grpc.StatusCode, message: str) -> None:
         super().__init__(f"{status.name}: {message}")

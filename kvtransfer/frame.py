@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
 from quire.kvtransfer.errors import DigestMismatchError
 from quire.protos import kvtransfer_pb2
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 MESSAGE_BYTES = 2 << 20
 """Size that messages are filled up to: below 1 MiB a message costs, above 4 MiB nothing is won."""
@@ -42,16 +46,22 @@ def blocks_per_message(block_bytes: int) -> int:
 def to_proto(frames: Iterable[Frame]) -> kvtransfer_pb2.PushRequest:
     """Return the message that carries the frames, with their digests."""
     request = kvtransfer_pb2.PushRequest()
+    add_to(request.frames.frames, frames)
+    return request
+
+
+def add_to(
+    field: RepeatedCompositeFieldContainer[kvtransfer_pb2.BlockFrame], frames: Iterable[Frame]
+) -> None:
+    """Append the frames to a message's field, with their digests."""
     # Frames are made in place: a message that is put into another is copied, payload and all.
-    add = request.frames.frames.add
     for frame in frames:
-        add(
+        field.add(
             index=frame.index,
             block_hash=frame.block_hash,
             digest=digest(frame.block_hash, frame.payload),
             payload=frame.payload,
         )
-    return request
 
 
 def from_proto(message: kvtransfer_pb2.BlockFrame) -> Frame:

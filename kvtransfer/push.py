@@ -157,7 +157,7 @@ class BlockPush:
             self._num_left -= num_blocks
             self._num_sent += num_blocks
 
-    async def commit(self, first_token_id: int) -> PushSummary:
+    async def commit(self, first_token_id: int | None) -> PushSummary:
         """End the push and wait until the receiver has admitted the sequence.
 
         Raises:

@@ -28,8 +28,8 @@ class Reservation(Protocol):
     def write(self, frame: Frame) -> None:
         """Write a checked block; raise TransferError if it is not the block that belongs there."""
 
-    async def commit(self, first_token_id: int) -> None:
-        """Admit the sequence: every block has been written."""
+    async def commit(self, first_token_id: int | None) -> None:
+        """Admit the sequence: every block has been written; without a first token it is drawn here."""
 
     def abort(self, reason: str) -> None:
         """Give the blocks back, unless the sequence was admitted; called at most once."""
@@ -98,7 +98,8 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
                 raise ProtocolError(
                     f"{window.num_missing} of {opening.num_blocks} blocks were missing at commit"
                 )
-            await reservation.commit(request.commit.first_token_id)
+            commit = request.commit
+            await reservation.commit(commit.first_token_id if commit.HasField("first_token_id") else None)
         except BaseException as error:
             reservation.abort(str(_as_transfer_error(error)))
             raise

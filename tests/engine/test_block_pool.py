@@ -108,3 +108,17 @@ def test_empty_blocks_are_taken_before_cached_ones() -> None:
     assert pool.look_up([b"a"]) == [cached]
     pool.allocate(1)
     assert pool.look_up([b"a"]) == []
+
+
+def test_a_cleared_cache_holds_nothing_and_says_so() -> None:
+    published = Published()
+    pool = BlockPool(4, published)
+    blocks = pool.allocate(2)
+    for block_id, block_hash in zip(blocks, (b"a", b"ab"), strict=True):
+        pool.seal(block_id, block_hash)
+    pool.free(blocks)
+    pool.clear_cache()
+    pool.check_conservation()
+    assert pool.counts == (4, 0, 0)
+    assert not published.hashes
+    assert pool.look_up([b"a"]) == []

@@ -102,7 +102,7 @@ class MemoryReservation:
         self.held[frame.index] = frame
         self.progress.set()
 
-    async def commit(self, first_token_id: int) -> None:
+    async def commit(self, first_token_id: int | None) -> None:
         if self.commit_error is not None:
             raise self.commit_error
         self.first_token_id = first_token_id

@@ -1,0 +1,58 @@
+"""Blocks held for other workers: pinned to be copied out, or reserved to be filled with copies.
+
+A pin holds a reference to each of its blocks, so they are neither evicted nor written by a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.engine.block_pool import BlockPool
+
+
+class BlockPins:
+    """Named block tables that belong to no sequence."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._tables: dict[str, list[int]] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all pins, those of several pins counted for each."""
+        return sum(map(len, self._tables.values()))
+
+    @property
+    def block_ids(self) -> set[int]:
+        """All pinned blocks."""
+        return {block_id for table in self._tables.values() for block_id in table}
+
+    def pin(self, name: str, block_hashes: Sequence[bytes]) -> list[int]:
+        """Begin a pin with the leading blocks that are present; return their ids."""
+        if name in self._tables:
+            raise ValueError(f"pin {name} is already here")
+        block_ids = self._pool.look_up(block_hashes)
+        if block_ids:
+            self._pool.share(block_ids)
+            self._tables[name] = block_ids
+        return block_ids[:]
+
+    def reserve(self, name: str, num_blocks: int) -> list[int]:
+        """Extend a pin, or begin it, by empty blocks to write into; return their ids.
+
+        Raises:
+            NoFreeBlocksError: there are too few; the pin is unchanged.
+        """
+        block_ids = self._pool.allocate(num_blocks)
+        self._tables.setdefault(name, []).extend(block_ids)
+        return block_ids
+
+    def seal(self, name: str, first_index: int, block_hashes: Sequence[bytes]) -> None:
+        """Make a pin's blocks from ``first_index`` on, which have been written, reusable by anyone."""
+        table = self._tables[name]
+        for index, block_hash in enumerate(block_hashes, first_index):
+            table[index] = self._pool.seal(table[index], block_hash)
+
+    def unpin(self, name: str) -> None:
+        """Drop a pin; unknown ones are no error."""
+        self._pool.free(self._tables.pop(name, []))

@@ -1,0 +1,98 @@
+"""The lending end of a pull: pins blocks and sends copies of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import grpc
+
+from quire.kvtransfer import frame as frames
+from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferError, UnknownLeaseError
+from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.layout import KvLayout, require_equal
+from quire.kvtransfer.pin import BlockLeases, Lease
+from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.protos import kvtransfer_pb2 as pb
+from quire.protos import kvtransfer_pb2_grpc
+
+
+class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
+    """Serves pins and pulls of one worker's blocks."""
+
+    def __init__(self, leases: BlockLeases, metrics: PullMetrics) -> None:
+        self._leases = leases
+        self._source = leases.source
+        self._metrics = metrics
+        self._blocks_per_message = frames.blocks_per_message(leases.source.layout.block_bytes)
+        self._lease_ms = int(leases.lease_seconds * 1000)
+
+    async def Pin(
+        self, request: pb.PinRequest, context: grpc.aio.ServicerContext[pb.PinRequest, pb.PinResponse]
+    ) -> pb.PinResponse:
+        """Hold the leading blocks that are present."""
+        try:
+            if request.holder_epoch != self._source.epoch:
+                raise StaleEpochError("the holder has restarted: its blocks of before are gone")
+            require_equal(self._source.layout, KvLayout.from_proto(request.layout))
+            lease = await self._leases.pin(request.block_hashes)
+        except TransferError as error:
+            await context.abort(error.code, str(error))
+        if lease is None:
+            return pb.PinResponse()
+        return pb.PinResponse(
+            lease_id=lease.lease_id, num_blocks=len(lease.block_ids), expires_in_ms=self._lease_ms
+        )
+
+    async def Pull(
+        self, request: pb.PullRequest, context: grpc.aio.ServicerContext[pb.PullRequest, pb.PullResponse]
+    ) -> AsyncIterator[pb.PullResponse]:
+        """Send copies of pinned blocks, no faster than they are taken."""
+        try:
+            async with aclosing(self._copies(request)) as messages:
+                async for message in messages:
+                    yield message
+        except TransferError as error:
+            await context.abort(error.code, str(error))
+
+    async def Renew(
+        self, request: pb.RenewRequest, context: grpc.aio.ServicerContext[pb.RenewRequest, pb.RenewResponse]
+    ) -> pb.RenewResponse:
+        """Keep a lease."""
+        try:
+            self._leases.renew(request.lease_id)
+        except TransferError as error:
+            await context.abort(error.code, str(error))
+        return pb.RenewResponse(expires_in_ms=self._lease_ms)
+
+    async def Release(
+        self,
+        request: pb.ReleaseRequest,
+        context: grpc.aio.ServicerContext[pb.ReleaseRequest, pb.ReleaseResponse],
+    ) -> pb.ReleaseResponse:
+        """End a lease."""
+        self._leases.release(request.lease_id)
+        return pb.ReleaseResponse()
+
+    async def _copies(self, request: pb.PullRequest) -> AsyncGenerator[pb.PullResponse]:
+        lease = self._leases.find(request.lease_id)
+        end = request.first_block + request.num_blocks
+        if end > len(lease.block_ids):
+            raise ProtocolError(f"{len(lease.block_ids)} blocks are pinned, block {end - 1} was asked for")
+        for start in range(request.first_block, end, self._blocks_per_message):
+            indices = range(start, min(end, start + self._blocks_per_message))
+            message = await asyncio.to_thread(self._copy, lease, indices)
+            # Blocks that were pinned all the while they were copied are whole; of others nobody knows.
+            if lease.is_closed:
+                raise UnknownLeaseError("the lease ended while its blocks were copied: pin them again")
+            self._metrics.lent(len(indices), len(indices) * self._source.layout.block_bytes)
+            yield message
+
+    def _copy(self, lease: Lease, indices: range) -> pb.PullResponse:
+        message = pb.PullResponse()
+        frames.add_to(
+            message.frames,
+            (Frame(i, lease.block_hashes[i], self._source.read(lease.block_ids[i])) for i in indices),
+        )
+        return message

@@ -1,0 +1,138 @@
+"""Leases on blocks that this worker holds, so that others can copy them.
+
+A pinned block is neither evicted nor written. A lease that is not renewed ends by itself: a borrower that
+vanished holds nothing for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.kvtransfer.errors import UnknownLeaseError
+from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.pull_metrics import PullMetrics
+
+LEASE_SECONDS = 5.0
+SWEEP_SECONDS = 0.25
+
+
+class BlockSource(Protocol):
+    """Where lent blocks come from: the worker's pool."""
+
+    layout: KvLayout
+    epoch: str
+
+    async def pin(self, lease_id: str, block_hashes: Sequence[bytes]) -> Sequence[int]:
+        """Hold the leading blocks that are present, and return their ids.
+
+        Raises:
+            TransferError: the worker is about to stop.
+        """
+
+    def unpin(self, lease_id: str) -> None:
+        """Hold them no longer, once a ``pin`` that still runs is done; unknown leases are no error."""
+
+    def read(self, block_id: int) -> bytes:
+        """Copy a pinned block; called in a thread."""
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """Some pinned blocks and until when they are."""
+
+    lease_id: str
+    block_hashes: Sequence[bytes]
+    block_ids: Sequence[int]
+    expires_at: float
+    is_closed: bool = False
+
+
+class BlockLeases:
+    """All leases of a worker.
+
+    Args:
+        max_blocks: most blocks that may be lent at once; a lease gets what is left.
+        clock: seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        metrics: PullMetrics,
+        *,
+        max_blocks: int,
+        lease_seconds: float = LEASE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.source = source
+        self.lease_seconds = lease_seconds
+        self._metrics = metrics
+        self._num_left = max_blocks
+        self._clock = clock
+        self._leases: dict[str, Lease] = {}
+
+    async def pin(self, block_hashes: Sequence[bytes]) -> Lease | None:
+        """Lease the leading blocks that are present; None if the first one is not, or no more may be lent."""
+        wanted = block_hashes[: self._num_left]
+        if not wanted:
+            return None
+        self._num_left -= len(wanted)
+        lease_id = secrets.token_hex(16)
+        try:
+            block_ids = await self.source.pin(lease_id, wanted)
+        except BaseException:
+            self._num_left += len(wanted)
+            self.source.unpin(lease_id)
+            raise
+        self._num_left += len(wanted) - len(block_ids)
+        if not block_ids:
+            return None
+        lease = Lease(lease_id, wanted[: len(block_ids)], block_ids, self._clock() + self.lease_seconds)
+        self._leases[lease_id] = lease
+        self._metrics.leases(len(self._leases))
+        return lease
+
+    def find(self, lease_id: str) -> Lease:
+        """Return a lease that has not ended.
+
+        Raises:
+            UnknownLeaseError: it has, or it never began.
+        """
+        self.sweep()
+        if (lease := self._leases.get(lease_id)) is None:
+            raise UnknownLeaseError("the lease has ended or is another process's: pin the blocks again")
+        return lease
+
+    def renew(self, lease_id: str) -> None:
+        """Let a lease last its full time from now on.
+
+        Raises:
+            UnknownLeaseError: it has ended, or it never began.
+        """
+        self.find(lease_id).expires_at = self._clock() + self.lease_seconds
+
+    def release(self, lease_id: str) -> None:
+        """End a lease; unknown and ended ones are no error."""
+        if (lease := self._leases.pop(lease_id, None)) is not None:
+            lease.is_closed = True
+            self._num_left += len(lease.block_ids)
+            self.source.unpin(lease_id)
+            self._metrics.leases(len(self._leases))
+
+    def sweep(self) -> None:
+        """End the leases whose time is over."""
+        now = self._clock()
+        for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
+            self.release(lease.lease_id)
+            self._metrics.expired()
+
+    async def sweep_forever(self) -> None:
+        """End each lease soon after its time is over."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.sweep()

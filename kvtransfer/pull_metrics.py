@@ -1,0 +1,53 @@
+"""What a worker reports of blocks that it lends and copies."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class PullMetrics:
+    """Both ends of pulls in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        blocks = Counter("quire_kv_pull_blocks_total", "KV blocks pulled.", ["direction"], registry=registry)
+        size = Counter("quire_kv_pull_bytes_total", "KV bytes pulled.", ["direction"], registry=registry)
+        self._lent_blocks, self._lent_bytes = blocks.labels("lent"), size.labels("lent")
+        self._pulled_blocks, self._pulled_bytes = blocks.labels("pulled"), size.labels("pulled")
+        self._seconds = Histogram(
+            "quire_kv_pull_seconds", "Pull, from pin to release.", buckets=_SECONDS, registry=registry
+        )
+        self._failures = Counter(
+            "quire_kv_pull_failures_total",
+            "Pulls that brought less than they were to.",
+            ["reason"],
+            registry=registry,
+        )
+        self._leases = Gauge("quire_kv_pull_leases", "Leases on blocks of this worker.", registry=registry)
+        self._expired = Counter(
+            "quire_kv_pull_leases_expired_total", "Leases that nobody released.", registry=registry
+        )
+
+    def lent(self, num_blocks: int, num_bytes: int) -> None:
+        """Count blocks on their way to another worker."""
+        self._lent_blocks.inc(num_blocks)
+        self._lent_bytes.inc(num_bytes)
+
+    def pulled(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
+        """Count a pull's blocks that were checked and written."""
+        self._pulled_blocks.inc(num_blocks)
+        self._pulled_bytes.inc(num_bytes)
+        self._seconds.observe(seconds)
+
+    def failed(self, reason: str) -> None:
+        """Count a pull that did not bring all it was to."""
+        self._failures.labels(reason).inc()
+
+    def leases(self, count: int) -> None:
+        """Set the number of leases."""
+        self._leases.set(count)
+
+    def expired(self) -> None:
+        """Count a lease that ended by itself."""
+        self._expired.inc()
