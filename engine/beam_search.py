@@ -57,20 +57,22 @@ class BeamSearch:
         """Finished answers, the best first."""
         self.is_done = False
 
-    def advance(self, logits: torch.Tensor, outputs: list[list[int]]) -> list[BeamExtension]:
+    def advance(self, logprobs: torch.Tensor, outputs: list[list[int]]) -> list[BeamExtension]:
         """Extend the beams by one token.
 
         Args:
-            logits: ``[num_beams, vocab_size]``, of the beams in the order of the last step's extensions.
+            logprobs: ``[num_beams, vocab_size]``, of the beams in the order of the last step's extensions;
+                minus infinity for tokens that are forbidden.
             outputs: the tokens that each beam has generated.
 
         Returns:
-            The beams of the next step, the best first; none if the search is over.
+            The beams of the next step, the best first, fewer than the width if fewer are allowed; none if the
+            search is over.
         """
-        logprobs = torch.log_softmax(logits.float(), dim=-1).cpu() + self._scores[:, None]
+        totals = (logprobs.cpu() + self._scores[:, None]).flatten()
         vocab_size = logprobs.shape[-1]
-        count = min(self._num_candidates, logprobs.numel())
-        scores, places = logprobs.flatten().topk(count)
+        count = min(self._num_candidates, int((totals != float("-inf")).sum()))
+        scores, places = totals.topk(count)
         candidates = [BeamExtension(*divmod(place, vocab_size)) for place in places.tolist()]
         length = len(outputs[0]) + 1
         ends = [length >= self._max_tokens or each.token_id in self._stops for each in candidates]

@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 
 from quire.engine.beam_search import BeamSearch, Hypothesis
+from quire.engine.block_pins import BlockPins
 from quire.engine.block_pool import BlockListener, BlockPool, NoFreeBlocksError
 from quire.engine.group import SequenceGroup
 from quire.engine.kv_memory import KvMemory
+from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import LoadedModel
 from quire.engine.model_runner import ModelRunner
-from quire.engine.sampler import sample
+from quire.engine.sampler import rank_tokens, sample
 from quire.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
 from quire.engine.sequence import (
     GeneratedToken,
@@ -78,6 +80,7 @@ class Engine:
         self.model = model
         self.memory = memory
         self.pool = BlockPool(memory.num_blocks, listener)
+        self.pins = BlockPins(self.pool)
         self.swap_space = SwapSpace(swap_memory.num_blocks if swap_memory else 0)
         self._swap_cost = SwapCost(memory.shape.block_bytes)
         self.scheduler = Scheduler(
@@ -86,6 +89,8 @@ class Engine:
         self.runner = ModelRunner(model, memory, swap_memory)
         self.groups: dict[str, SequenceGroup] = {}
         self.step_seconds = StepSeconds()
+        self.num_stepped = 0
+        """Sequences that the last step computed; a search's beams among them, which bring no updates."""
         self._clock = clock
         capacity = memory.num_blocks * memory.shape.block_size
         self.max_model_len = min(model.max_position_embeddings, capacity, max_model_len or capacity)
@@ -94,9 +99,9 @@ class Engine:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Blocks that finished prefills hold until they are released."""
+        """Blocks that finished prefills and pins hold until they are released."""
         sequences = (s for group in self.groups.values() for s in group.sequences)
-        return sum(len(s.block_table) for s in sequences if s.status.is_finished)
+        return self.pins.num_blocks + sum(len(s.block_table) for s in sequences if s.status.is_finished)
 
     @property
     def is_idle(self) -> bool:
@@ -211,6 +216,17 @@ class Engine:
     release = abort
     """Give back the blocks of a finished prefill: the same as ending it."""
 
+    def unpin(self, name: str) -> None:
+        """Drop a pin; unknown ones are no error."""
+        self.pins.unpin(name)
+        self._grant_blocks()
+
+    def stop(self, sequence: Sequence) -> None:
+        """End one sequence that a step has just advanced; the others of its request go on."""
+        if not sequence.status.is_finished:
+            self._finish(sequence, SequenceStatus.FINISHED_STOPPED)
+            self._grant_blocks()
+
     def _finish(self, sequence: Sequence, status: SequenceStatus) -> None:
         group = self.groups[sequence.request_id]
         self.scheduler.finish(group, sequence, status)
@@ -224,11 +240,13 @@ class Engine:
         start = self._clock()
         schedule = self.scheduler.schedule()
         self.step_seconds.schedule = self._clock() - start
+        self.num_stepped = len(schedule.sequences)
         self._move_blocks(schedule)
         if not schedule.sequences:
             return []
-        logits = self._run(schedule.sequences)
+        logits, prompt_logits = self._run(schedule.sequences)
         start = self._clock()
+        self._score_prompts(schedule.sequences, prompt_logits)
         updates = self._advance(schedule.sequences)
         drawn = self._draw(schedule.sequences, logits)
         sampled = self._clock()
@@ -248,7 +266,8 @@ class Engine:
         self._swap_cost.swapped(num_swapped, self._clock() - start)
         self.swap_space.step_done()
 
-    def _run(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
+    def _run(self, scheduled: list[ScheduledSequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits after each sequence's last new token, and those that prompt logprobs need."""
         start = self._clock()
         arguments = self.runner.prepare(scheduled)
         prepared = self._clock()
@@ -257,7 +276,18 @@ class Engine:
         self.step_seconds.prepare = prepared - start
         self.step_seconds.forward = computed - prepared
         self._swap_cost.computed(sum(s.num_scheduled_tokens for s in scheduled), computed - prepared)
-        return logits
+        return logits[: len(scheduled)], logits[len(scheduled) :]
+
+    def _score_prompts(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> None:
+        """Note the logprobs of the prompt tokens that follow those of this step, where they are wanted."""
+        start = 0
+        for sequence, num_tokens in scheduled:
+            if positions := sequence.positions_to_score(num_tokens):
+                rows = logits[start : start + len(positions)]
+                following = sequence.token_ids[positions.start + 1 : positions.stop + 1]
+                num_top = sequence.params.num_prompt_logprobs or 0
+                sequence.prompt_logprobs += rank_tokens(rows.float(), following, num_top)
+                start += len(positions)
 
     def _advance(self, scheduled: list[ScheduledSequence]) -> list[SequenceUpdate]:
         """Note what has been computed, and report prompts that are not done or done without drawing."""
@@ -317,7 +347,10 @@ class Engine:
             if group.beam is None or any(s.num_computed_tokens < s.num_tokens for s in beams):
                 continue
             outputs = [beam.token_ids[beam.num_prompt_tokens :] for beam in beams]
-            extensions = group.beam.advance(logits[[rows[id(beam)] for beam in beams]], outputs)
+            # As in transformers: the rules change logprobs, which then no longer sum to one.
+            logprobs = torch.log_softmax(logits[[rows[id(beam)] for beam in beams]].float(), dim=-1)
+            logprobs = process_logits(logprobs, beams, self.model.eos_token_ids)
+            extensions = group.beam.advance(logprobs, outputs)
             if group.beam.is_done:
                 updates += self._end_search(group, group.beam.hypotheses)
                 continue
@@ -364,10 +397,11 @@ class Engine:
         )
 
     def check_conservation(self) -> None:
-        """Raise AssertionError unless every block in use, here and on the host, belongs to a live group."""
+        """Raise AssertionError unless each used block, here and on the host, is a live group's or pinned."""
         self.pool.check_conservation()
         groups = self.groups.values()
         held = {block_id for group in groups for s in group.sequences for block_id in s.block_table}
+        held |= self.pins.block_ids
         assert len(held) == self.pool.counts.used, f"{self.pool.counts.used - len(held)} blocks have leaked"
         swapped = [host_id for group in groups if group.swapped for host_id in group.swapped.host_ids]
         num_used = self.swap_space.num_blocks - self.swap_space.num_free

@@ -120,11 +120,11 @@ class EngineThread:
             while self._run_commands(can_step):
                 updates = self._engine.step()
                 # With nothing schedulable, only a command (blocks arrive, a request ends) can change that.
-                can_step = bool(updates)
+                can_step = self._engine.num_stepped > 0
                 if updates:
                     self._loop.call_soon_threadsafe(self._deliver, updates)
-                    if self._on_step:
-                        self._on_step(self._engine, len(updates))
+                if can_step and self._on_step:
+                    self._on_step(self._engine, self._engine.num_stepped)
         except Exception as error:
             # A step that fails leaves the ledger in doubt: say so to everyone and serve nothing more.
             logger.exception("the engine failed and stops")

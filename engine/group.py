@@ -59,7 +59,9 @@ class SequenceGroup:
     @property
     def num_slots(self) -> int:
         """Sequences that it may have in a batch."""
-        return len(self.sequences) if self.is_forked else self.params.num_sequences
+        # A search whose beams have become few, since few tokens are allowed, may have all of them again.
+        is_fixed = self.is_forked and self.beam is None
+        return len(self.sequences) if is_fixed else self.params.num_sequences
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -42,10 +42,13 @@ class ModelRunner:
             (len(scheduled), max(len(s.sequence.block_table) for s in scheduled)), dtype=np.int32
         )
         token_ids: list[int] = []
+        rows_to_score: list[np.ndarray] = []
         for row, (sequence, num_tokens) in enumerate(scheduled):
             tables[row, : len(sequence.block_table)] = sequence.block_table
             first = sequence.num_computed_tokens
             token_ids += sequence.token_ids[first : first + num_tokens]
+            if scored := sequence.positions_to_score(num_tokens):
+                rows_to_score.append(starts[row] + np.arange(scored.start - first, scored.stop - first))
         slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
         metadata = AttentionMetadata(
             block_tables=self._tensor(tables),
@@ -56,13 +59,16 @@ class ModelRunner:
         return {
             "input_ids": torch.tensor([token_ids], device=self._device),
             "position_ids": self._tensor(positions)[None],
-            "logits_to_keep": self._tensor(starts[1:].astype(np.int64) - 1),
+            "logits_to_keep": self._tensor(np.concatenate([starts[1:] - 1, *rows_to_score], dtype=np.int64)),
             "paged_step": PagedStep(metadata, self.memory.layers),
         }
 
     @torch.inference_mode()
     def forward(self, arguments: dict[str, torch.Tensor | PagedStep]) -> torch.Tensor:
-        """Return the logits after each sequence's last new token, ``[num_sequences, vocab_size]``."""
+        """Return logits, ``[num_sequences + num_scored, vocab_size]``.
+
+        First those after each sequence's last new token, then those of ``Sequence.positions_to_score``.
+        """
         output = self.model.module(use_cache=False, **arguments)
         logits: torch.Tensor = output.logits[0]
         return logits

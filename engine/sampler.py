@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from quire.engine.logits_processing import process_logits
 from quire.engine.sequence import Sequence, TokenLogprobs
 
 
@@ -31,8 +32,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: froze
     """
     logits = logits.float()
     raw = logits
-    if any(s.num_output_tokens < s.params.min_tokens for s in sequences):
-        logits = _forbid_early_stop(logits.clone(), sequences, eos_token_ids)
+    logits = process_logits(logits, sequences, eos_token_ids)
     token_ids = logits.argmax(dim=-1)
     drawn_rows = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
     if drawn_rows:
@@ -41,15 +41,6 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: froze
         token_ids[index] = _draw(logits[index], drawn)
     ids: list[int] = token_ids.tolist()
     return SampledTokens(ids, _logprobs(raw, ids, sequences))
-
-
-def _forbid_early_stop(
-    logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]
-) -> torch.Tensor:
-    for row, sequence in enumerate(sequences):
-        if sequence.num_output_tokens < sequence.params.min_tokens:
-            logits[row, list(sequence.params.stop_token_ids | eos_token_ids)] = float("-inf")
-    return logits
 
 
 def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
@@ -109,8 +100,16 @@ def _logprobs(
         num_top = sequence.params.num_logprobs
         if num_top is None:
             continue
-        logprobs = torch.log_softmax(logits[row], dim=-1)
-        top = torch.topk(logprobs, num_top)
-        candidates = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        result[row] = TokenLogprobs(float(logprobs[token_ids[row]]), candidates)
+        [result[row]] = rank_tokens(logits[row : row + 1], [token_ids[row]], num_top)
     return result
+
+
+def rank_tokens(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+    """Return the logprob of one token for each row of logits, beside those of the ``num_top`` best."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0]
+    values, ids = logprobs.topk(num_top)
+    return [
+        TokenLogprobs(logprob, list(zip(best, best_values, strict=True)))
+        for logprob, best, best_values in zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
+    ]

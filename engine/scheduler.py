@@ -389,6 +389,7 @@ class Scheduler:
         A sequence that is computed here leaves at least its last token, since its logits are needed.
         """
         sequence.extend_hashes(self.config.block_size, self._hash_block)
+        max_tokens = min(max_tokens, sequence.max_cached_tokens)
         block_ids = self.pool.look_up(sequence.block_hashes[: max_tokens // self.config.block_size])
         self.pool.share(block_ids)
         sequence.block_table = block_ids

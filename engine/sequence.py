@@ -15,12 +15,17 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
 
+from quire.engine.logits_processing import LogitsRules
+
 HashBlock = Callable[[bytes, list[int]], bytes]
 """Returns the hash of a full block from its parent's hash and its tokens."""
 
 
 MAX_SEQUENCES = 64
 """Most sequences of one request."""
+
+MAX_LOGIT_BIASES = 1024
+"""Most tokens with a bias of one request."""
 
 
 class SequenceStatus(IntEnum):
@@ -91,6 +96,20 @@ class SamplingParams:
     num_logprobs: int | None = None
     n: int = 1
     beam: BeamParams | None = None
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the output has it."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens that the prompt or the output has; negative ones are multiplied."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, bias), each token once."""
+    allowed_token_ids: frozenset[int] = frozenset()
+    """The only tokens that may be drawn; empty means all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Tokens in a row that are never drawn; a bad word may begin in the prompt."""
+    num_prompt_logprobs: int | None = None
+    """How many of the most probable tokens to report at each position of the prompt; None reports nothing."""
 
     def __post_init__(self) -> None:
         in_range = {
@@ -103,10 +122,34 @@ class SamplingParams:
             "min_tokens": 0 <= self.min_tokens <= self.max_tokens,
             "num_logprobs": self.num_logprobs is None or 0 <= self.num_logprobs <= 20,
             "n": 1 <= self.n <= MAX_SEQUENCES and (self.n == 1 or self.beam is None),
+            "presence_penalty": -2.0 <= self.presence_penalty <= 2.0,
+            "frequency_penalty": -2.0 <= self.frequency_penalty <= 2.0,
+            "repetition_penalty": 0.0 < self.repetition_penalty < float("inf"),
+            "logit_bias": len(self.logit_bias) <= MAX_LOGIT_BIASES
+            and len(dict(self.logit_bias)) == len(self.logit_bias)
+            and all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias),
+            "bad_words": all(self.bad_words),
+            "num_prompt_logprobs": self.num_prompt_logprobs is None or 0 <= self.num_prompt_logprobs <= 20,
         }
         for name, is_good in in_range.items():
             if not is_good:
                 raise ValueError(f"{name} is out of range: {getattr(self, name)}")
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether tokens that occurred become less probable, or more."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a token is drawn from anything but the model's own logits."""
+        return bool(
+            self.is_penalized
+            or self.min_tokens
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -152,6 +195,14 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_sealed_blocks: int = 0
+    logits_rules: LogitsRules | None = None
+    """What ``params`` asks of the logits; None if nothing."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Those of the prompt's tokens from the second on, as far as computed."""
+
+    def __post_init__(self) -> None:
+        if self.logits_rules is None and self.params.changes_logits:
+            self.logits_rules = LogitsRules(self.params, self.num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -168,6 +219,20 @@ class Sequence:
         """The seed of this sequence's random numbers."""
         return (self.params.seed + self.index) % 2**64
 
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most tokens of a held prefix that it may use: logits of cached tokens are gone."""
+        num_scored = len(self.prompt_logprobs)
+        needs_no_more = self.params.num_prompt_logprobs is None or num_scored == self.num_prompt_tokens - 1
+        return self.num_tokens if needs_no_more else num_scored
+
+    def positions_to_score(self, num_new_tokens: int) -> range:
+        """Return which of the next tokens' logits give logprobs of the prompt that are wanted still."""
+        if self.params.num_prompt_logprobs is None:
+            return range(0)
+        end = min(self.num_computed_tokens + num_new_tokens, self.num_prompt_tokens - 1)
+        return range(max(self.num_computed_tokens, len(self.prompt_logprobs)), end)
+
     def extend_hashes(self, block_size: int, hash_block: HashBlock) -> None:
         """Hash every full block of ``token_ids`` that has no hash yet."""
         for index in range(len(self.block_hashes), self.num_tokens // block_size):
@@ -183,6 +248,7 @@ class Sequence:
             token_ids=self.token_ids[:],
             block_table=self.block_table[:],
             block_hashes=self.block_hashes[:],
+            logits_rules=self.logits_rules and self.logits_rules.copy(),
         )
 
 

@@ -1,0 +1,340 @@
+"""Penalties, biases and bans: against a plain reading of their definitions and against transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory
+from quire.engine.logits_processing import process_logits
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.sampler import sample
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import BeamParams, SamplingParams, Sequence
+
+VOCAB_SIZE = 12
+EOS = frozenset({0})
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+
+token = st.integers(0, VOCAB_SIZE - 1)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> Sequence:
+    """Draw a sequence with any of the rules."""
+    max_tokens = 8
+    biases = draw(st.dictionaries(token, st.floats(-100, 100, width=32), max_size=3))
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 1.0])),
+        seed=draw(st.integers(0, 9)),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        stop_token_ids=draw(st.frozensets(token, max_size=2)),
+        presence_penalty=draw(st.sampled_from([0.0, 0.5, -2.0])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.25, -1.5])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.25, 0.5])),
+        logit_bias=tuple(biases.items()),
+        allowed_token_ids=draw(st.frozensets(token, max_size=4)),
+        bad_words=tuple(draw(st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=3))),
+        num_logprobs=draw(st.sampled_from([None, 2])),
+    )
+    prompt = draw(st.lists(token, min_size=1, max_size=6))
+    output = draw(st.lists(token, max_size=6))
+    return Sequence("r", prompt + output, len(prompt), params, b"")
+
+
+def make_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn((num_rows, VOCAB_SIZE), generator=torch.Generator().manual_seed(seed))
+
+
+def by_definition(logits: list[float], sequence: Sequence) -> list[float]:
+    """Process one row, one token after the other."""
+    params, ids = sequence.params, sequence.token_ids
+    output = ids[sequence.num_prompt_tokens :]
+    banned = {word[-1] for word in params.bad_words if [*ids, word[-1]][-len(word) :] == list(word)}
+    if params.allowed_token_ids:
+        banned |= set(range(VOCAB_SIZE)) - params.allowed_token_ids
+    if len(output) < params.min_tokens:
+        banned |= params.stop_token_ids | EOS
+    if len(banned) == VOCAB_SIZE:
+        banned = set()
+    biases = dict(params.logit_bias)
+    result = []
+    for candidate, logit in enumerate(logits):
+        value = -math.inf if candidate in banned else logit + biases.get(candidate, 0.0)
+        if candidate in ids:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        value -= params.frequency_penalty * output.count(candidate)
+        value -= params.presence_penalty * (candidate in output)
+        result.append(value)
+    return result
+
+
+@settings(max_examples=300, deadline=None)
+@given(sequences())
+def test_a_row_is_what_the_definitions_say(sequence: Sequence) -> None:
+    logits = make_logits(1)
+    [processed] = process_logits(logits, [sequence], EOS)
+    assert processed.tolist() == pytest.approx(by_definition(logits[0].tolist(), sequence), abs=1e-4)
+    assert torch.equal(logits, make_logits(1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(sequences(), min_size=1, max_size=6), st.integers(0, 5))
+def test_a_row_is_the_same_alone_and_in_a_batch(batch: list[Sequence], place: int) -> None:
+    row = place % len(batch)
+    logits = make_logits(len(batch))
+    together = sample(logits, batch, EOS)
+    alone = sample(logits[row : row + 1], [batch[row]], EOS)
+    assert (together.token_ids[row], together.logprobs[row]) == (alone.token_ids[0], alone.logprobs[0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences(), st.lists(token, min_size=1, max_size=80), st.integers(0, 80))
+def test_counts_kept_over_many_steps_are_those_of_a_fresh_sequence(
+    sequence: Sequence, more: list[int], fork_at: int
+) -> None:
+    original = sequence
+    for step, token_id in enumerate(more):
+        process_logits(make_logits(1), [sequence], EOS)
+        if step == fork_at:
+            original, sequence = sequence, sequence.copy(index=1)
+        sequence.token_ids.append(token_id)
+    for kept in (original, sequence):
+        fresh = Sequence("r", kept.token_ids[:], kept.num_prompt_tokens, kept.params, b"")
+        assert torch.equal(
+            process_logits(make_logits(1), [kept], EOS), process_logits(make_logits(1), [fresh], EOS)
+        )
+
+
+def test_rows_without_rules_are_not_touched() -> None:
+    logits = make_logits(2)
+    plain = Sequence("r", [1, 2], 2, SamplingParams(), b"")
+    assert process_logits(logits, [plain, plain], EOS) is logits
+    biased = Sequence("r", [1, 2], 2, SamplingParams(logit_bias=((3, 5.0),)), b"")
+    processed = process_logits(logits, [plain, biased], EOS)
+    assert torch.equal(processed[0], logits[0])
+    assert (processed[1] - logits[1]).nonzero().flatten().tolist() == [3]
+
+
+def test_logprobs_are_those_of_the_model_before_the_rules() -> None:
+    params = SamplingParams(temperature=0.0, logit_bias=((3, 100.0),), num_logprobs=1)
+    logits = make_logits(1)
+    [logprobs] = sample(logits, [Sequence("r", [1], 1, params, b"")], EOS).logprobs
+    assert logprobs is not None
+    expected = torch.log_softmax(logits[0], dim=-1)
+    assert logprobs.logprob == pytest.approx(float(expected[3]))
+    assert logprobs.top[0][0] == int(expected.argmax())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_to_the_processors_of_transformers(seed: int) -> None:
+    random = Random(seed)
+    ids = random.choices(range(VOCAB_SIZE), k=8)
+    bad_words = [[ids[-2], ids[-1], 4], [7], [ids[-1], 9], [ids[0], 5]]
+    biases = {3: 1.5, 9: -2.0}
+    params = SamplingParams(
+        repetition_penalty=1.3, bad_words=tuple(map(tuple, bad_words)), logit_bias=tuple(biases.items())
+    )
+    processors: list[LogitsProcessor] = [
+        SequenceBiasLogitsProcessor({(token_id,): bias for token_id, bias in biases.items()}),
+        RepetitionPenaltyLogitsProcessor(1.3),
+        NoBadWordsLogitsProcessor(bad_words),
+    ]
+    expected = logits = make_logits(1, seed)
+    for processor in processors:
+        expected = processor(torch.tensor([ids]), expected)
+    processed = process_logits(logits, [Sequence("r", ids, 3, params, b"")], EOS)
+    torch.testing.assert_close(processed, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": math.nan},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.inf},
+        {"logit_bias": ((1, 101.0),)},
+        {"logit_bias": ((1, 1.0), (1, 2.0))},
+        {"logit_bias": tuple((token_id, 1.0) for token_id in range(1025))},
+        {"bad_words": ((),)},
+        {"num_prompt_logprobs": 21},
+    ],
+)
+def test_values_out_of_range_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+# --- with a model -----------------------------------------------------------------------------------------
+
+RULES: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "bad_words": ((17,), (44, 45)),
+    "logit_bias": ((60, 0.5),),
+}
+IN_TRANSFORMERS: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "bad_words_ids": [[17], [44, 45]],
+    "sequence_bias": {(60,): 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[[str], Path]) -> Path:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LoadedModel:
+    return load_model(str(folder), "float32", CPU)
+
+
+def hash_block(parent: bytes, tokens: list[int]) -> bytes:
+    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
+
+
+def make_engine(model: LoadedModel, num_blocks: int = 256, budget: int = 128, **config: Any) -> Engine:
+    limits = SchedulerConfig(BLOCK_SIZE, 16, budget, **config)
+    return Engine(model, KvMemory(model.kv_shape(BLOCK_SIZE), num_blocks, CPU), limits, hash_block)
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    return Random(seed * 1000 + length).choices(range(2, 320), k=length)
+
+
+def make_request(name: str, prompt: list[int], **params: Any) -> Sequence:
+    values = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True, **params}
+    return Sequence(name, list(prompt), len(prompt), SamplingParams(**values), b"root")
+
+
+def run(engine: Engine, *requests: Sequence) -> dict[tuple[str, int], list[int]]:
+    """Run requests to their ends; return the tokens of each sequence."""
+    for request in requests:
+        engine.add(request)
+    outputs: dict[tuple[str, int], list[int]] = {}
+    while not engine.is_idle:
+        for sequence, _, tokens, _, _ in engine.step():
+            outputs.setdefault((sequence.request_id, sequence.index), []).extend(t.token_id for t in tokens)
+    engine.check_conservation()
+    return outputs
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_tokens_are_those_of_transformers(folder: Path, model: LoadedModel, num_beams: int) -> None:
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = make_prompt(20)
+    ids = torch.tensor([prompt])
+    output = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=num_beams,
+        min_new_tokens=32,
+        max_new_tokens=32,
+        eos_token_id=None,
+        **IN_TRANSFORMERS,
+    )
+    beam = BeamParams(num_beams) if num_beams > 1 else None
+    answers = run(make_engine(model), make_request("r", prompt, beam=beam, **RULES))
+    assert answers["r", 0] == output[0, len(prompt) :].tolist()
+
+
+def test_preempted_and_forked_sequences_keep_their_counts(model: LoadedModel) -> None:
+    rules = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0.8, **RULES}
+    alone = {
+        (name, index): run(make_engine(model), make_request(name, make_prompt(30, seed), seed=index, **rules))
+        for seed, name in enumerate("abc")
+        for index in range(2)
+    }
+    requests = [make_request(name, make_prompt(30, seed), n=2, **rules) for seed, name in enumerate("abc")]
+    crowded = make_engine(model, num_blocks=14, preemption="recompute")
+    together = run(crowded, *requests)
+    assert crowded.scheduler.num_preemptions > 0
+    assert together == {(name, index): tokens[name, 0] for (name, index), tokens in alone.items()}
+
+
+def test_a_request_resumed_from_its_tokens_goes_on_as_before(model: LoadedModel) -> None:
+    rules = {"frequency_penalty": 0.7, "min_tokens": 20, **RULES}
+    prompt = make_prompt(25)
+    whole = run(make_engine(model), make_request("r", prompt, **rules))["r", 0]
+    resumed = make_request("r", prompt, **rules)
+    resumed.token_ids += whole[:10]
+    assert run(make_engine(model), resumed)["r", 0] == whole[10:]
+
+
+def test_beams_take_allowed_tokens_alone_even_if_they_are_few(model: LoadedModel) -> None:
+    few = frozenset({30, 31})
+    request = make_request("r", make_prompt(9), beam=BeamParams(4), max_tokens=5, allowed_token_ids=few)
+    answers = run(make_engine(model), request)
+    assert len(answers) == 4
+    assert all(set(tokens) <= few for tokens in answers.values())
+
+
+# --- the prompt's logprobs --------------------------------------------------------------------------------
+
+
+def reference_logprobs(folder: Path, prompt: list[int]) -> torch.Tensor:
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return torch.log_softmax(reference(torch.tensor([prompt])).logits[0], dim=-1)
+
+
+@pytest.mark.parametrize("budget", [16, 128])
+def test_prompt_logprobs_are_the_models_whole_and_in_chunks(
+    folder: Path, model: LoadedModel, budget: int
+) -> None:
+    prompt = make_prompt(70)
+    engine = make_engine(model, budget=budget)
+    others = [make_request(str(length), make_prompt(length), num_prompt_logprobs=0) for length in (1, 2, 33)]
+    run(engine, make_request("warm", prompt))
+    scored = make_request("r", prompt, num_prompt_logprobs=3)
+    run(engine, scored, *others)
+    assert [len(other.prompt_logprobs) for other in others] == [0, 1, 32]
+    assert scored.num_cached_tokens == 0
+    expected = reference_logprobs(folder, prompt)
+    assert len(scored.prompt_logprobs) == len(prompt) - 1
+    for position, (logprob, top) in enumerate(scored.prompt_logprobs):
+        assert logprob == pytest.approx(float(expected[position, prompt[position + 1]]), abs=1e-3)
+        values, ids = expected[position].topk(3)
+        assert [token_id for token_id, _ in top] == ids.tolist()
+        assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-3)
+    run(engine, again := make_request("again", prompt))
+    assert again.num_cached_tokens == 64
+
+
+def test_a_preempted_prompt_is_scored_once(model: LoadedModel) -> None:
+    prompts = [make_prompt(40, seed) for seed in range(3)]
+    alone = [make_request("r", prompt, num_prompt_logprobs=1) for prompt in prompts]
+    for request in alone:
+        run(make_engine(model), request)
+    crowd = [
+        make_request(str(seed), prompt, num_prompt_logprobs=1, max_tokens=60)
+        for seed, prompt in enumerate(prompts)
+    ]
+    crowded = make_engine(model, num_blocks=12, budget=16, preemption="recompute")
+    run(crowded, *crowd)
+    assert crowded.scheduler.num_preemptions > 0
+    for one, among in zip(alone, crowd, strict=True):
+        assert len(among.prompt_logprobs) == 39
+        for expected, found in zip(one.prompt_logprobs, among.prompt_logprobs, strict=True):
+            assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)

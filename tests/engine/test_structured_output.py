@@ -1,0 +1,218 @@
+"""Structured output: every answer has the form that was asked for, whatever happens to its sequence."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory
+from quire.engine.logits_processing import LogitsRules
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import BeamParams, SamplingParams, Sequence
+from quire.engine.structured_output import (
+    BadFormatError,
+    GrammarCompiler,
+    OutputFormat,
+    StructuredOutputUnavailableError,
+)
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+EOS = 1
+SCHEMA = OutputFormat(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 6},
+                "sizes": {"type": "array", "items": {"enum": [1, 22, 333]}, "maxItems": 3},
+            },
+            "required": ["name", "sizes"],
+            "additionalProperties": False,
+        }
+    ),
+)
+REGEX = OutputFormat("regex", "[a-f]{3}(-[0-9]{2}){1,3}")
+LONG = OutputFormat("regex", "([a-z]{4}[0-9]){20}")
+LARK = OutputFormat("grammar", 'start: item ("+" item)*\nitem: NUMBER | "(" start ")"\nNUMBER: /[0-9]{1,3}/')
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[[str], Path]) -> Path:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LoadedModel:
+    return load_model(str(folder), "float32", CPU)
+
+
+@pytest.fixture(scope="module")
+def decode(folder: Path) -> Callable[[list[int]], str]:
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda ids: tokenizer.decode(ids)
+
+
+@pytest.fixture(scope="module")
+def compiler(folder: Path, model: LoadedModel) -> GrammarCompiler:
+    def read() -> str:
+        return (folder / "tokenizer.json").read_text("utf-8")
+
+    return GrammarCompiler(read, model.vocab_size, frozenset({EOS}))
+
+
+def make_engine(model: LoadedModel, num_blocks: int = 256, **config: Any) -> Engine:
+    def hash_block(parent: bytes, tokens: list[int]) -> bytes:
+        return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
+
+    limits = SchedulerConfig(BLOCK_SIZE, 16, 64, **config)
+    return Engine(model, KvMemory(model.kv_shape(BLOCK_SIZE), num_blocks, CPU), limits, hash_block)
+
+
+def make_request(
+    compiler: GrammarCompiler, output_format: OutputFormat, name: str = "r", output: Any = (), **params: Any
+) -> Sequence:
+    values = {"temperature": 1.0, "max_tokens": 120, **params}
+    prompt = list(range(20, 40))
+    sampling = SamplingParams(**values)
+    rules = LogitsRules(sampling, len(prompt), compiler.compile(output_format, len(prompt)))
+    return Sequence(name, [*prompt, *output], len(prompt), sampling, b"root", logits_rules=rules)
+
+
+def run(engine: Engine, *requests: Sequence) -> dict[tuple[str, int], list[int]]:
+    """Run requests to their ends; return the tokens of each sequence."""
+    for request in requests:
+        engine.add(request)
+    outputs: dict[tuple[str, int], list[int]] = {}
+    while not engine.is_idle:
+        for sequence, _, tokens, _, _ in engine.step():
+            outputs.setdefault((sequence.request_id, sequence.index), []).extend(t.token_id for t in tokens)
+    engine.check_conservation()
+    return outputs
+
+
+def check(output_format: OutputFormat, text: str) -> None:
+    """Fail unless the text has the form."""
+    if output_format is SCHEMA:
+        value = json.loads(text)
+        assert set(value) == {"name", "sizes"}
+        assert set(value["sizes"]) <= {1, 22, 333}
+    elif output_format is REGEX:
+        assert re.fullmatch(REGEX.text, text)
+    else:
+        assert isinstance(eval(re.sub(r"\d+", "1", text)), int)
+
+
+@pytest.mark.parametrize("output_format", [SCHEMA, REGEX], ids=["json_schema", "regex"])
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_of_a_random_model_have_the_form(
+    model: LoadedModel,
+    compiler: GrammarCompiler,
+    decode: Callable[[list[int]], str],
+    output_format: OutputFormat,
+    seed: int,
+) -> None:
+    tokens = run(make_engine(model), make_request(compiler, output_format, seed=seed, max_tokens=300))["r", 0]
+    assert tokens[-1] == EOS
+    check(output_format, decode(tokens[:-1]))
+
+
+def test_a_grammar_may_nest(
+    model: LoadedModel, compiler: GrammarCompiler, decode: Callable[[list[int]], str]
+) -> None:
+    # A random model may open brackets for ever; the bias makes it close them.
+    bias = {token_id: -3.0 for token_id in range(320) if decode([token_id]) in ("(", "+")}
+    request = make_request(compiler, LARK, seed=1, max_tokens=300, logit_bias=tuple(bias.items()))
+    tokens = run(make_engine(model), request)["r", 0]
+    assert tokens[-1] == EOS
+    check(LARK, decode(tokens[:-1]))
+
+
+def test_preempted_samples_are_what_each_is_alone(model: LoadedModel, compiler: GrammarCompiler) -> None:
+    alone = {
+        (name, index): run(make_engine(model), make_request(compiler, LONG, seed=seed + index))["r", 0]
+        for name, seed in (("a", 0), ("b", 10))
+        for index in range(2)
+    }
+    crowded = make_engine(model, num_blocks=20, preemption="recompute")
+    requests = [make_request(compiler, LONG, name, seed=seed, n=2) for name, seed in (("a", 0), ("b", 10))]
+    assert run(crowded, *requests) == alone
+    assert crowded.scheduler.num_preemptions > 0
+
+
+def test_a_request_resumed_from_its_tokens_goes_on_as_before(
+    model: LoadedModel, compiler: GrammarCompiler
+) -> None:
+    whole = run(make_engine(model), make_request(compiler, SCHEMA, seed=3))["r", 0]
+    for num_done in (1, len(whole) // 2, len(whole) - 1):
+        resumed = make_request(compiler, SCHEMA, seed=3, output=whole[:num_done])
+        assert run(make_engine(model), resumed)["r", 0] == whole[num_done:]
+
+
+def test_every_beam_has_the_form(
+    model: LoadedModel, compiler: GrammarCompiler, decode: Callable[[list[int]], str]
+) -> None:
+    request = make_request(compiler, REGEX, beam=BeamParams(4), max_tokens=40)
+    answers = run(make_engine(model), request)
+    assert len(answers) == 4
+    for tokens in answers.values():
+        assert tokens[-1] == EOS
+        check(REGEX, decode(tokens[:-1]))
+
+
+def test_a_complete_answer_may_be_shorter_than_min_tokens(
+    model: LoadedModel, compiler: GrammarCompiler
+) -> None:
+    request = make_request(compiler, OutputFormat("regex", "ab"), min_tokens=5)
+    tokens = run(make_engine(model), request)["r", 0]
+    assert tokens[2:] == [EOS] * 3
+
+
+@pytest.mark.parametrize(
+    ("output_format", "message"),
+    [
+        (OutputFormat("json_schema", '{"type": "nonsense"}'), "nonsense"),
+        (OutputFormat("json_schema", '{"type"'), "EOF"),
+        (OutputFormat("regex", "[ab"), "unclosed character class"),
+        (OutputFormat("grammar", "start: missing"), "missing"),
+    ],
+)
+def test_a_bad_format_is_refused_in_the_compilers_words(
+    compiler: GrammarCompiler, output_format: OutputFormat, message: str
+) -> None:
+    with pytest.raises(BadFormatError, match=message):
+        compiler.compile(output_format, 0)
+
+
+def test_without_the_package_the_remedy_is_named(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    compiler = GrammarCompiler(lambda: "", model.vocab_size, frozenset({EOS}))
+    with pytest.raises(StructuredOutputUnavailableError, match=r"pip install quire\[structured\]"):
+        compiler.compile(REGEX, 0)
+
+
+def test_a_format_is_compiled_once(folder: Path, model: LoadedModel) -> None:
+    reads: list[Path] = []
+
+    def read() -> str:
+        reads.append(folder)
+        return (folder / "tokenizer.json").read_text("utf-8")
+
+    compiler = GrammarCompiler(read, model.vocab_size, frozenset({EOS}))
+    first, second = compiler.compile(REGEX, 0), compiler.compile(REGEX, 0)
+    assert len(reads) == 1
+    before = second.allowed([])
+    first.allowed([2 + 64])
+    assert (second.allowed([]) == before).all()
