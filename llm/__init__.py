@@ -1,0 +1,17 @@
+"""The engine for scripts: prompts in, answers out, in this process."""
+
+from __future__ import annotations
+
+from quire.llm.llm import LLM
+from quire.llm.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
+from quire.llm.params import BeamSearchParams, SamplingParams
+
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineStats",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+]

@@ -1,0 +1,322 @@
+"""The engine for scripts: one object, in one thread; the names are those of vLLM."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from quire.engine import sequence as engine_types
+from quire.engine.engine import Engine, RequestTooLongError
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import DTYPES, load_model
+from quire.engine.scheduler import SchedulerConfig
+from quire.kvindex.block_hash import block_hash
+from quire.llm.interrupt import uninterrupted
+from quire.llm.outputs import EngineStats, RequestOutput
+from quire.llm.params import BeamSearchParams, SamplingParams
+from quire.llm.progress import Advance, progress_bar
+from quire.llm.request import Prompt, Request, TextOptions
+from quire.models.bundled import demo_model_path
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer, load_model_files
+
+DEFAULT_KV_BYTES = 256 << 20
+DEFAULT_SWAP_BYTES = 64 << 20
+
+Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
+"""One prompt or several, each a text or its token ids."""
+
+Conversation = Sequence[Mapping[str, str]]
+"""Messages, each with ``role`` and ``content``."""
+
+P = TypeVar("P")
+
+
+class LLM:
+    """A model that answers many prompts at once, over paged KV blocks with a prefix cache.
+
+    Use it from one thread. Ctrl-C ends all requests and leaves it ready for the next.
+
+    Args:
+        model: a folder or hub id; None is the bundled demo model.
+        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+        block_size: tokens in a KV block.
+        kv_memory_bytes: size of the block pool; 256 MiB unless given.
+        num_blocks: the same in blocks.
+        swap_space_bytes: where requests wait that gave their blocks to others; 0 computes them again.
+        max_num_seqs: most sequences in a step.
+        max_num_batched_tokens: most tokens in a step.
+        max_model_len: most tokens of prompt and answer; None is what model and pool allow.
+        threads: of a step; None leaves it to torch.
+
+    Raises:
+        UnsupportedModelError: the architecture cannot run over paged blocks.
+        MissingTokenizerError: the model has no ``tokenizer.json``.
+        ValueError: settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        dtype: str = "auto",
+        block_size: int = 16,
+        kv_memory_bytes: int | None = None,
+        num_blocks: int | None = None,
+        swap_space_bytes: int = DEFAULT_SWAP_BYTES,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        max_model_len: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        config = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}; got {dtype!r}")
+        if num_blocks is not None and kv_memory_bytes is not None:
+            raise ValueError("give num_blocks or kv_memory_bytes, not both")
+        if swap_space_bytes < 0:
+            raise ValueError(f"swap_space_bytes must be at least 0; got {swap_space_bytes}")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        source = model or str(demo_model_path())
+        files = load_model_files(source)
+        self.tokenizer = Tokenizer.load(files.folder)
+        self._chat_template = ChatTemplate.load(files)
+        device = torch.device("cpu")
+        loaded = load_model(source, dtype, device)
+        shape = loaded.kv_shape(block_size)
+        if num_blocks is None:
+            kv_memory_bytes = DEFAULT_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes
+            num_blocks = kv_memory_bytes // shape.block_bytes
+        if num_blocks < 2:
+            raise ValueError(
+                f"the pool must hold two blocks of {shape.block_bytes} bytes at least: "
+                "raise num_blocks or kv_memory_bytes"
+            )
+        num_swap_blocks = swap_space_bytes // shape.block_bytes
+        self._engine: Engine | None = Engine(
+            loaded,
+            KvMemory(shape, num_blocks, device),
+            config,
+            block_hash,
+            max_model_len=max_model_len,
+            swap_memory=KvMemory(shape, num_swap_blocks, device) if num_swap_blocks else None,
+        )
+        self._ids = itertools.count()
+        self._num_requests = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_generated_tokens = 0
+
+    # --- its life -----------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine.
+
+        Raises:
+            RuntimeError: it is closed.
+        """
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed: make a new one")
+        return self._engine
+
+    def close(self) -> None:
+        """Give back the memory of model and blocks; nothing can be generated any more."""
+        self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def stats(self) -> EngineStats:
+        """Return the counts since the start, and the block pool as it is now."""
+        counts, preemptions = self.engine.pool.counts, self.engine.scheduler.preemptions
+        return EngineStats(
+            num_requests=self._num_requests,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_swapped=preemptions.swapped,
+            num_recomputed=preemptions.recomputed,
+            num_free_blocks=counts.free,
+            num_cached_blocks=counts.cached,
+            num_used_blocks=counts.used,
+        )
+
+    # --- what it does -------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts, in their order.
+
+        Args:
+            sampling_params: for all, or one for each; None is ``SamplingParams()``.
+            use_tqdm: show a progress bar on stderr.
+
+        Raises:
+            ValueError: a prompt or parameter can never be served; nothing has been computed.
+        """
+        return self._generate(self._encode(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; otherwise as ``generate``.
+
+        Raises:
+            ChatTemplateError: the model's template refuses a conversation.
+            ValueError: the model has no chat template.
+        """
+        if self._chat_template is None:
+            raise ValueError("the model has no chat template: use generate")
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [self._chat_template.render(conversation) for conversation in conversations]
+        # The template writes the special tokens.
+        prompts = map(Prompt, texts, self.tokenizer.encode_batch(texts, add_special_tokens=False))
+        return self._generate(list(prompts), sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Search for the most probable answers to prompts; each request's are ordered, the best first.
+
+        Raises:
+            ValueError: a prompt can never be served; nothing has been computed.
+        """
+        given = self._encode(prompts)
+        requests = [
+            self._request(at, prompt, each.to_engine(self._num_left(at, prompt)), TextOptions())
+            for at, (prompt, each) in enumerate(_paired(given, params))
+        ]
+        return self._run(requests, use_tqdm)
+
+    # --- from prompts to requests -------------------------------------------------------------------------
+
+    def _encode(self, prompts: Prompts) -> list[Prompt]:
+        given: Any = [prompts] if isinstance(prompts, str) or _are_token_ids(prompts) else prompts
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        encoded = iter(self.tokenizer.encode_batch(texts))
+        return [
+            Prompt(prompt, next(encoded)) if isinstance(prompt, str) else Prompt(None, list(prompt))
+            for prompt in given
+        ]
+
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        requests = []
+        given = SamplingParams() if params is None else params
+        for at, (prompt, each) in enumerate(_paired(prompts, given)):
+            for name, token_ids in each.named_token_ids.items():
+                self._check_token_ids(f"sampling_params[{at}].{name}", token_ids)
+            sampling = each.to_engine(self._num_left(at, prompt), self._bad_words(each.bad_words))
+            options = TextOptions(each.stop_strings, each.min_tokens, each.skip_special_tokens)
+            requests.append(self._request(at, prompt, sampling, options))
+        return self._run(requests, use_tqdm)
+
+    def _request(
+        self, at: int, prompt: Prompt, params: engine_types.SamplingParams, options: TextOptions
+    ) -> Request:
+        self._check_token_ids(f"prompts[{at}]", prompt.token_ids)
+        sequence = engine_types.Sequence(
+            request_id=str(next(self._ids)),
+            token_ids=list(prompt.token_ids),
+            num_prompt_tokens=len(prompt.token_ids),
+            params=params,
+            root_hash=b"",
+        )
+        return Request(prompt, sequence, options, self.tokenizer)
+
+    def _num_left(self, at: int, prompt: Prompt) -> int:
+        """Return how many tokens may follow a prompt."""
+        num_tokens, limit = len(prompt.token_ids), self.engine.max_model_len - 1
+        if not 1 <= num_tokens <= limit:
+            raise ValueError(
+                f"prompts[{at}] must hold from 1 to {limit} tokens, one less than the model's length; "
+                f"got {num_tokens}"
+            )
+        return self.engine.max_model_len - num_tokens
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        vocab_size = self.engine.model.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"{name} must be token ids below {vocab_size}; got {token_id}")
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of words, as they begin a text and as they follow a space."""
+        texts = [form for word in words for form in (word.lstrip(), f" {word.lstrip()}")]
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return tuple(dict.fromkeys(map(tuple, encoded)))
+
+    # --- from requests to answers -------------------------------------------------------------------------
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        engine = self.engine
+        by_id = {request.sequence.request_id: request for request in requests}
+        try:
+            with uninterrupted():
+                self._add(requests)
+            with progress_bar(len(requests), use_tqdm) as advance:
+                while not engine.is_idle:
+                    with uninterrupted():
+                        self._step(by_id, advance)
+        finally:
+            with uninterrupted():
+                for request_id in by_id:
+                    engine.abort(request_id)
+        self._count(requests)
+        return [request.output() for request in requests]
+
+    def _add(self, requests: list[Request]) -> None:
+        for at, request in enumerate(requests):
+            try:
+                self.engine.add(request.sequence)
+            except RequestTooLongError as error:
+                raise ValueError(f"prompts[{at}]: {error}") from error
+
+    def _step(self, by_id: Mapping[str, Request], advance: Advance) -> None:
+        num_running = len(self.engine.groups)
+        updates = self.engine.step()
+        for update in updates:
+            if by_id[update.sequence.request_id].take(update):
+                self.engine.stop(update.sequence)
+        num_ended = num_running - len(self.engine.groups)
+        advance(num_ended, sum(len(update.tokens) for update in updates))
+
+    def _count(self, requests: list[Request]) -> None:
+        self._num_requests += len(requests)
+        self._num_prompt_tokens += sum(request.sequence.num_prompt_tokens for request in requests)
+        self._num_cached_tokens += sum(request.sequence.num_cached_tokens for request in requests)
+        self._num_generated_tokens += sum(request.num_generated_tokens for request in requests)
+
+
+def _are_token_ids(prompts: Prompts) -> bool:
+    return bool(prompts) and isinstance(prompts[0], int)
+
+
+def _paired(prompts: list[Prompt], params: P | Sequence[P]) -> list[tuple[Prompt, P]]:
+    """Return each prompt with its parameters."""
+    each: Any = params if isinstance(params, Sequence) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} prompts, but parameters for {len(each)}")
+    return list(zip(prompts, each, strict=True))

@@ -1,0 +1,185 @@
+"""What a script may ask for; names and defaults are those of vLLM."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.engine import sequence as engine
+from quire.engine.sequence import MAX_LOGIT_BIASES, MAX_SEQUENCES
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw an answer and when to end it.
+
+    Attributes:
+        n: answers to each prompt; number i draws what a request alone would draw with ``seed + i``.
+        temperature: 0 takes the most probable token.
+        top_k: 0 or -1 is off.
+        seed: None draws one.
+        stop: strings that end an answer; they are not part of its text.
+        stop_token_ids: tokens that end an answer, as its last token.
+        ignore_eos: go on after the model's own end.
+        max_tokens: None goes on to the model's length.
+        min_tokens: nothing ends an answer before.
+        logprobs: how many of the most probable tokens to report at each position of the answer.
+        prompt_logprobs: how many to report at each position of the prompt.
+        presence_penalty: subtracted from the logits of tokens that the answer has.
+        frequency_penalty: subtracted from a token's logit for each time that the answer has it.
+        repetition_penalty: divides the logits of tokens that the prompt or the answer has.
+        logit_bias: added to the logits of tokens.
+        allowed_token_ids: the only tokens that may be drawn; empty allows all.
+        bad_words: texts that are never generated.
+
+    Raises:
+        ValueError: a value is outside its range; the message names the field and the limit.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        _check("n", self.n, 1 <= self.n <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}")
+        is_warm = math.isfinite(self.temperature) and self.temperature >= 0
+        _check("temperature", self.temperature, is_warm, "finite and at least 0")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _check("top_k", self.top_k, self.top_k >= -1, "at least 1, or 0 or -1 for off")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
+        _check("seed", self.seed, self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1")
+        _check("stop", self.stop, _are_texts(self.stop_strings), "strings that are not empty")
+        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "at least 1")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _check("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, f"from 0 to max_tokens = {most}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _check(name, count, count is None or 0 <= count <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "from -2 to 2")
+        is_factor = 0 < self.repetition_penalty < math.inf
+        _check("repetition_penalty", self.repetition_penalty, is_factor, "finite and above 0")
+        are_biases = all(-100 <= bias <= 100 for bias in self.logit_bias.values())
+        _check("logit_bias", self.logit_bias, are_biases, "from -100 to 100 for each token")
+        num_biases = len(self.logit_bias)
+        limits = f"at most {MAX_LOGIT_BIASES} tokens"
+        _check("logit_bias", f"{num_biases} tokens", num_biases <= MAX_LOGIT_BIASES, limits)
+        are_words = _are_texts(self.bad_words) and not any(map(str.isspace, self.bad_words))
+        _check("bad_words", self.bad_words, are_words, "texts that are not blank")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def named_token_ids(self) -> dict[str, Collection[int]]:
+        """The tokens that each field names."""
+        names = ("stop_token_ids", "logit_bias", "allowed_token_ids")
+        return {name: getattr(self, name) for name in names}
+
+    def to_engine(self, num_left: int, bad_words: tuple[tuple[int, ...], ...]) -> engine.SamplingParams:
+        """Return what the engine takes.
+
+        Args:
+            num_left: the model's length less the prompt's.
+            bad_words: their tokens.
+
+        Raises:
+            ValueError: there is less room than ``min_tokens``.
+        """
+        max_tokens = num_left if self.max_tokens is None else min(self.max_tokens, num_left)
+        is_room = self.min_tokens <= max_tokens
+        limits = f"at most {num_left}, the model's length less the prompt's"
+        _check("min_tokens", self.min_tokens, is_room, limits)
+        return engine.SamplingParams(
+            n=self.n,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            seed=secrets.randbits(64) if self.seed is None else self.seed,
+            stop_token_ids=frozenset(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            num_logprobs=self.logprobs,
+            num_prompt_logprobs=self.prompt_logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+            allowed_token_ids=frozenset(self.allowed_token_ids),
+            bad_words=bad_words,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How to search for the most probable answers.
+
+    Attributes:
+        beam_width: beams, and answers.
+        length_penalty: an answer's score is its logprob divided by its length to this power.
+        early_stopping: True ends with ``beam_width`` finished answers, False when the present beams are
+            unlikely to beat them, "never" when they cannot.
+
+    Raises:
+        ValueError: a value is outside its range; the message names the field and the limit.
+    """
+
+    beam_width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        is_in_range = 2 <= self.beam_width <= MAX_SEQUENCES
+        _check("beam_width", self.beam_width, is_in_range, f"from 2 to {MAX_SEQUENCES}")
+        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _check("length_penalty", self.length_penalty, math.isfinite(self.length_penalty), "finite")
+        is_known = self.early_stopping in (True, False, "never")
+        _check("early_stopping", self.early_stopping, is_known, "True, False or 'never'")
+
+    def to_engine(self, num_left: int) -> engine.SamplingParams:
+        """Return what the engine takes, for a prompt that leaves room for ``num_left`` tokens."""
+        beam = engine.BeamParams(self.beam_width, self.length_penalty, self.early_stopping)
+        return engine.SamplingParams(
+            temperature=0.0,
+            max_tokens=min(self.max_tokens, num_left),
+            ignore_eos=self.ignore_eos,
+            beam=beam,
+        )
+
+
+def _are_texts(texts: Any) -> bool:
+    # A lone str is a sequence too, of its letters.
+    return not isinstance(texts, str) and all(isinstance(text, str) and text for text in texts)
+
+
+def _check(name: str, value: Any, is_good: bool, limits: str) -> None:
+    if not is_good:
+        raise ValueError(f"{name} must be {limits}; got {value!r}")

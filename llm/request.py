@@ -1,0 +1,166 @@
+"""One request on its way: from the engine's updates to its answers."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
+from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.tokenization.stopping_decoder import StoppingDecoder
+from quire.tokenization.tokenizer import Tokenizer
+
+
+class Prompt(NamedTuple):
+    """A prompt; ``text`` is None if it was given as token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+class TextOptions(NamedTuple):
+    """How an answer's tokens become text."""
+
+    stop_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+
+
+class Answer:
+    """Collects one sequence's tokens; done when ``finish_reason`` is set."""
+
+    def __init__(self, index: int, options: TextOptions, tokenizer: Tokenizer) -> None:
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self.token_ids: list[int] = []
+        self._index = index
+        self._options = options
+        self._tokenizer = tokenizer
+        self._logprobs: list[TokenLogprobs] = []
+        self._cumulative_logprob: float | None = None
+        self._stop: str | None = None
+        self._text = ""
+        # Without stop strings the text is decoded once, at the end.
+        self._decoder = (
+            StoppingDecoder(
+                tokenizer,
+                options.stop_strings,
+                min_tokens=options.min_tokens,
+                skip_special_tokens=options.skip_special_tokens,
+            )
+            if options.stop_strings
+            else None
+        )
+
+    def take(self, update: SequenceUpdate) -> None:
+        """Take what a step did, up to a token that completes a stop string."""
+        for token in update.tokens:
+            self._append(token)
+            if self._stop is not None:
+                return
+        if update.status == SequenceStatus.FINISHED_STOPPED:
+            self.finish_reason = "stop"
+        elif update.status == SequenceStatus.FINISHED_LENGTH:
+            self.finish_reason = "length"
+        if self.finish_reason is not None:
+            self._flush()
+        beam = update.sequence.params.beam
+        if beam is not None and update.score is not None:
+            self._cumulative_logprob = update.score * len(self.token_ids) ** beam.length_penalty
+
+    def output(self, stop_token_ids: frozenset[int]) -> CompletionOutput:
+        """Return the answer; ``stop_token_ids`` are those of the request, not the model's own ends."""
+        assert self.finish_reason is not None
+        logprobs = _name_tokens(self.token_ids[: len(self._logprobs)], self._logprobs, self._tokenizer)
+        stop_reason: int | str | None = self._stop
+        if stop_reason is None and self.finish_reason == "stop" and self.token_ids[-1] in stop_token_ids:
+            stop_reason = self.token_ids[-1]
+        return CompletionOutput(
+            index=self._index,
+            text=self._text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=stop_reason,
+            cumulative_logprob=self._cumulative_logprob,
+            logprobs=logprobs or None,
+        )
+
+    def _append(self, token: GeneratedToken) -> None:
+        self.token_ids.append(token.token_id)
+        if token.logprobs is not None:
+            self._logprobs.append(token.logprobs)
+            self._cumulative_logprob = (self._cumulative_logprob or 0.0) + token.logprobs.logprob
+        if self._decoder is not None:
+            fed = self._decoder.step(token.token_id)
+            self._show(fed.text, fed.stop)
+
+    def _flush(self) -> None:
+        if self._decoder is None:
+            skip = self._options.skip_special_tokens
+            self._text = self._tokenizer.decode(self.token_ids, skip_special_tokens=skip)
+        else:
+            fed = self._decoder.flush()
+            self._show(fed.text, fed.stop)
+
+    def _show(self, text: str, stop: str | None) -> None:
+        self._text += text
+        if stop is not None:
+            self._stop = stop
+            self.finish_reason = "stop"
+
+
+class Request:
+    """A prompt in the engine and the answers that grow from it."""
+
+    def __init__(
+        self, prompt: Prompt, sequence: Sequence, options: TextOptions, tokenizer: Tokenizer
+    ) -> None:
+        self.sequence = sequence
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._answers = [Answer(i, options, tokenizer) for i in range(sequence.params.num_sequences)]
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(answer.token_ids) for answer in self._answers)
+
+    def take(self, update: SequenceUpdate) -> bool:
+        """Take what a step did; return whether a stop string has ended a sequence that would go on."""
+        answer = self._answers[update.sequence.index]
+        answer.take(update)
+        return answer.finish_reason is not None and not update.status.is_finished
+
+    def output(self) -> RequestOutput:
+        """Return the answers."""
+        sequence = self.sequence
+        # A beam search may end with fewer answers than beams.
+        answers = [
+            answer.output(sequence.params.stop_token_ids) for answer in self._answers if answer.finish_reason
+        ]
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if sequence.params.num_prompt_logprobs is not None:
+            following = self._prompt.token_ids[1:]
+            prompt_logprobs = [None, *_name_tokens(following, sequence.prompt_logprobs, self._tokenizer)]
+        return RequestOutput(
+            prompt=self._prompt.text,
+            prompt_token_ids=self._prompt.token_ids,
+            outputs=answers,
+            num_cached_tokens=sequence.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def _name_tokens(
+    token_ids: list[int], logprobs: list[TokenLogprobs], tokenizer: Tokenizer
+) -> list[dict[int, Logprob]]:
+    """Return, for each position, the most probable tokens and the one that is there."""
+    named = []
+    for token_id, (logprob, top) in zip(token_ids, logprobs, strict=True):
+        candidates = {candidate: (value, rank) for rank, (candidate, value) in enumerate(top, start=1)}
+        at_position: dict[int, tuple[float, int | None]] = {token_id: (logprob, None), **candidates}
+        named.append(
+            {
+                candidate: Logprob(value, rank, tokenizer.decode([candidate], skip_special_tokens=False))
+                for candidate, (value, rank) in at_position.items()
+            }
+        )
+    return named

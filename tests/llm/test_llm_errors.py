@@ -1,0 +1,167 @@
+"""What LLM refuses, before anything runs; and what Ctrl-C leaves behind."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.llm import LLM, BeamSearchParams, SamplingParams
+from quire.llm.interrupt import uninterrupted
+from quire.tokenization.errors import ChatTemplateError, MissingTokenizerError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"n": 0}, "n must be from 1 to 64; got 0"),
+        ({"temperature": -1.0}, "temperature must be finite and at least 0; got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be finite"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1; got 0.0"),
+        ({"top_k": -2}, "top_k must be at least 1, or 0 or -1 for off; got -2"),
+        ({"min_p": 1.5}, "min_p must be from 0 to 1; got 1.5"),
+        ({"seed": -1}, "seed must be from 0"),
+        ({"stop": ["a", ""]}, "stop must be strings that are not empty"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
+        ({"min_tokens": 17}, "min_tokens must be from 0 to max_tokens = 16; got 17"),
+        ({"logprobs": 21}, "logprobs must be from 0 to 20; got 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20; got -1"),
+        ({"presence_penalty": 3.0}, "presence_penalty must be from -2 to 2; got 3.0"),
+        ({"frequency_penalty": -3.0}, "frequency_penalty must be from -2 to 2; got -3.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be finite and above 0; got 0.0"),
+        ({"logit_bias": {1: 101.0}}, "logit_bias must be from -100 to 100 for each token"),
+        ({"bad_words": "word"}, "bad_words must be texts that are not blank; got 'word'"),
+        ({"bad_words": [" "]}, "bad_words must be texts that are not blank"),
+    ],
+)
+def test_parameters_name_field_limit_and_value(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**params)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"beam_width": 1}, "beam_width must be from 2 to 64; got 1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
+        ({"length_penalty": float("inf")}, "length_penalty must be finite; got inf"),
+        ({"early_stopping": "soon"}, "early_stopping must be True, False or 'never'; got 'soon'"),
+    ],
+)
+def test_beam_parameters_too(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BeamSearchParams(**{"beam_width": 4, "max_tokens": 8, **params})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (["fine", "x" * 400], GREEDY, r"prompts\[1\] must hold from 1 to 399 tokens.*; got 400"),
+        (["fine", ""], GREEDY, r"prompts\[1\] must hold from 1 to 399 tokens.*; got 0"),
+        ([[5, 320]], GREEDY, r"prompts\[0\] must be token ids below 320; got 320"),
+        (["fine", "fine"], [GREEDY], "there are 2 prompts, but parameters for 1"),
+        (["fine"], [], "there are 1 prompts, but parameters for 0"),
+        (["fine"], SamplingParams(n=64, max_tokens=300), r"prompts\[0\]: 64 sequences .* blocks"),
+        (["fine"], SamplingParams(max_tokens=None, min_tokens=399), "min_tokens must be at most 396"),
+        (["fine"], SamplingParams(stop_token_ids=[-1]), r"sampling_params\[0\].stop_token_ids must be token"),
+        (["fine"], SamplingParams(logit_bias={999: 1.0}), r"sampling_params\[0\].logit_bias must be token"),
+    ],
+)
+def test_one_bad_request_is_refused_before_any_runs(
+    tiny: LLM, prompts: Any, params: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny.generate(prompts, params)
+    assert tiny.engine.is_idle
+    assert tiny.stats().num_requests == tiny.stats().num_cached_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "int4"}, "dtype must be auto, float32, bfloat16, float16; got 'int4'"),
+        ({"num_blocks": 4, "kv_memory_bytes": 1 << 20}, "give num_blocks or kv_memory_bytes, not both"),
+        ({"kv_memory_bytes": 1}, "the pool must hold two blocks of .* raise num_blocks or kv_memory_bytes"),
+        ({"num_blocks": 0}, "the pool must hold two blocks"),
+        ({"swap_space_bytes": -1}, "swap_space_bytes must be at least 0; got -1"),
+        ({"max_num_seqs": 600}, "max_num_batched_tokens"),
+    ],
+)
+def test_settings_that_contradict_each_other(
+    tiny_folder: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tiny_folder), **settings)
+
+
+def test_models_without_tokenizer_or_template(tiny: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no chat template: use generate"):
+        tiny.chat([{"role": "user", "content": "hello"}])
+    with pytest.raises(MissingTokenizerError, match="save_pretrained"):
+        LLM(str(tmp_path))
+
+
+def test_a_template_that_refuses(demo: LLM) -> None:
+    with pytest.raises(ChatTemplateError, match="unknown role: tool"):
+        demo.chat([{"role": "tool", "content": ""}])
+
+
+def test_a_closed_one_says_so(tiny_folder: Path) -> None:
+    with LLM(str(tiny_folder), num_blocks=8) as llm:
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("hello")
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_all_requests_between_steps(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, num_steps, num_finished = tiny.engine, 0, 0
+    step = engine.step
+
+    def interrupted_step() -> Any:
+        nonlocal num_steps, num_finished
+        num_steps += 1
+        if num_steps == 3:
+            signal.raise_signal(signal.SIGINT)
+        updates = step()
+        num_finished += 1
+        return updates
+
+    expected = tiny.generate("the code", GREEDY, use_tqdm=False)[0].outputs
+    monkeypatch.setattr(engine, "step", interrupted_step)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.generate(["the code", "of the", "lantern is"], SamplingParams(n=3, max_tokens=100))
+    assert (num_steps, num_finished) == (3, 3)
+    assert engine.is_idle
+    assert not engine.groups
+    engine.check_conservation()
+    assert engine.pool.counts.used == 0
+    monkeypatch.undo()
+    assert tiny.generate("the code", GREEDY, use_tqdm=False)[0].outputs == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_second_ctrl_c_comes_through() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("first")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("second")
+    assert reached == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_who_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, previous)
