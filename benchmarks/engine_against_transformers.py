@@ -3,9 +3,9 @@
     python -m quire.benchmarks.engine_against_transformers --model models/demo
     python -m quire.benchmarks.engine_against_transformers --model random-100m --output-len 32
 
-``generate`` runs one static batch, padded on the left; ``generate_batch`` is transformers' own continuous
-batching. The ceiling of all three is the forward pass: the share of it in an engine step is shown. The last
-line is JSON.
+``quire`` is the bare engine, ``quire.LLM`` adds text and answers; ``generate`` runs one static batch, padded
+on the left; ``generate_batch`` is transformers' own continuous batching. The ceiling of all is the
+forward pass: the share of it in an engine step is shown. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ from quire.engine.model_loader import load_model
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import SamplingParams, Sequence
 from quire.kvindex.block_hash import block_hash
+from quire.llm import LLM
+from quire.llm import SamplingParams as LLMSamplingParams
 
 BLOCK_SIZE = 16
+NUM_BLOCKS = 4096
 PHASES = ("schedule", "prepare", "forward", "sample", "process")
 
 
-def make_prompts(num: int, length: int, vocab_size: int) -> list[list[int]]:
+def make_prompts(num: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
     """Return random prompts of lengths from half of ``length`` to ``length``."""
-    random = Random(0)
+    random = Random(seed)
     return [random.choices(range(10, vocab_size), k=random.randint(length // 2, length)) for _ in range(num)]
 
 
@@ -59,6 +62,12 @@ def run_engine(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dic
             for phase in PHASES:
                 steps[phase].append(getattr(engine.step_seconds, phase))
     return {phase: sorted(seconds)[len(seconds) // 2] for phase, seconds in steps.items() if seconds}
+
+
+def run_llm(llm: LLM, prompts: list[list[int]], max_tokens: int) -> None:
+    """Generate with the interface for scripts."""
+    params = LLMSamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    assert len(llm.generate(prompts, params, use_tqdm=False)) == len(prompts)
 
 
 def run_generate(model: Any, prompts: list[list[int]], max_tokens: int) -> None:
@@ -104,16 +113,18 @@ def make_100m_model(folder: str) -> str:
     return folder
 
 
-def timed(run: Callable[[list[list[int]]], Any], prompts: list[list[int]]) -> tuple[float, Any]:
-    """Return the seconds and the result of a run over all prompts, after one over two of them."""
-    run(prompts[:2])
+def timed(
+    run: Callable[[list[list[int]]], Any], prompts: list[list[int]], warm_up: list[list[int]]
+) -> tuple[float, Any]:
+    """Return the seconds and the result of a run over the prompts, after one over others."""
+    run(warm_up)
     start = time.perf_counter()
     result = run(prompts)
     return time.perf_counter() - start, result
 
 
 def main() -> None:
-    """Run the three and print the table."""
+    """Run all and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="models/demo")
     parser.add_argument("--dtype", default="float32")
@@ -130,21 +141,24 @@ def main() -> None:
 
 
 def measure(path: str, arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
-    """Run the three; return the seconds of each and those of the phases of an engine step."""
+    """Run all; return the seconds of each and those of the phases of an engine step."""
     loaded = load_model(path, arguments.dtype, torch.device("cpu"))
     prompts = make_prompts(arguments.num_requests, arguments.input_len, loaded.vocab_size)
-    memory = KvMemory(loaded.kv_shape(BLOCK_SIZE), 4096, torch.device("cpu"))
+    warm_up = make_prompts(2, arguments.input_len, loaded.vocab_size, seed=1)
+    memory = KvMemory(loaded.kv_shape(BLOCK_SIZE), NUM_BLOCKS, torch.device("cpu"))
     limits = SchedulerConfig(BLOCK_SIZE, arguments.num_requests, 512)
 
     def fresh_engine_run(prompts: list[list[int]]) -> dict[str, float]:
         return run_engine(Engine(loaded, memory, limits, block_hash), prompts, arguments.output_len)
 
     seconds: dict[str, float] = {}
-    seconds["quire"], phases = timed(fresh_engine_run, prompts)
+    seconds["quire"], phases = timed(fresh_engine_run, prompts, warm_up)
+    with LLM(path, dtype=arguments.dtype, num_blocks=NUM_BLOCKS, max_num_seqs=arguments.num_requests) as llm:
+        call = partial(run_llm, llm, max_tokens=arguments.output_len)
+        seconds["quire.LLM"], _ = timed(call, prompts, warm_up)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=loaded.dtype, attn_implementation="sdpa").eval()
     for name, run in (("generate", run_generate), ("generate_batch", run_generate_batch)):
-        call = partial(run, model, max_tokens=arguments.output_len)
-        seconds[name], _ = timed(lambda prompts, call=call: call(prompts=prompts), prompts)  # type: ignore[misc]
+        seconds[name], _ = timed(partial(run, model, max_tokens=arguments.output_len), prompts, warm_up)
     return seconds, phases
 
 

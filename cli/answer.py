@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from quire.cli.sizes import format_size
 
 if TYPE_CHECKING:
-    from quire.client import Client, GenerationOptions, Prompt, Usage
+    from quire.client import Client, Delta, GenerationOptions, Prompt, Usage
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished answer and its timings."""
+    """A finished answer, the first if there are several, and the timings of all."""
 
     text: str
     usage: Usage
@@ -25,7 +25,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: the tokens after the first, by the time they took; 0 for a single token."""
+        """Decoding speed: the tokens after the first, of all answers, by the time they took."""
         decode_seconds = self.e2e_seconds - self.ttft_seconds
         return (self.usage.completion_tokens - 1) / decode_seconds if decode_seconds > 0 else 0.0
 
@@ -34,10 +34,10 @@ def stream_answer(
     client: Client,
     prompt: Prompt,
     options: GenerationOptions,
-    write: Callable[[str], None],
+    show: Callable[[Delta], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Answer:
-    """Write an answer's text as it arrives and return it; an interrupt cancels the request.
+    """Show the steps of an answer, or of several, as they arrive; an interrupt cancels the request.
 
     Raises:
         QuireError: the call failed.
@@ -50,9 +50,9 @@ def stream_answer(
         for delta in deltas:
             first = clock() if first is None and delta.token_ids else first
             usage = delta.usage or usage
-            if delta.text:
+            if delta.index == 0:
                 pieces.append(delta.text)
-                write(delta.text)
+            show(delta)
     end = clock()
     if usage is None:
         from quire.client import ServerError

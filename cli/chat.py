@@ -28,6 +28,9 @@ def chat(
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     min_p: options.MinP = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     address: options.Address = options.DEFAULT_ADDRESS,
     model: options.ServedModel = None,
@@ -46,6 +49,9 @@ def chat(
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
         "seed": seed,
         "model": model,
     }
@@ -100,7 +106,7 @@ class Conversation:
 
         asked: list[Message] = [*self._messages, {"role": "user", "content": turn}]
         try:
-            self._last = stream_answer(self._client, asked, self._sampling, _write)
+            self._last = stream_answer(self._client, asked, self._sampling, lambda delta: _write(delta.text))
         except QuireError as error:
             self.num_failures += 1
             _tell(f"error: {describe(error, self._address)}")

@@ -13,7 +13,7 @@ from quire.models import notes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from quire.client import Message
+    from quire.client import GenerationOptions, Message
 
 NUM_NOTES = 12
 
@@ -27,7 +27,8 @@ def ask_example(address: str) -> None:
     _write(f"\n> {messages[-1]['content']}\n")
     with Client(address) as client:
         try:
-            answer = stream_answer(client, messages, {"max_tokens": 64, "temperature": 0.0}, _write)
+            sampling: GenerationOptions = {"max_tokens": 64, "temperature": 0.0}
+            answer = stream_answer(client, messages, sampling, lambda delta: _write(delta.text))
         except QuireError as error:
             typer.echo(f"the example failed: {error.message}", err=True)
             return

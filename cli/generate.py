@@ -1,8 +1,9 @@
-"""``quire generate``: one prompt, one streamed answer."""
+"""``quire generate``: one prompt, one streamed answer, or several at their end."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +13,14 @@ from quire.cli.answer import format_stats, stream_answer
 from quire.cli.failure import INTERRUPTED, describe, fail
 
 if TYPE_CHECKING:
-    from quire.client import GenerationOptions, Message, Prompt
+    from quire.client import Delta, EarlyStopping, GenerationOptions, Message, Prompt
+
+_EARLY_STOPPING: Mapping[str | None, EarlyStopping | None] = {
+    "true": True,
+    "false": False,
+    "never": "never",
+    None: None,
+}
 
 
 def generate(
@@ -25,13 +33,22 @@ def generate(
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     min_p: options.MinP = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
+    n: options.NumAnswers = None,
+    beam_width: options.BeamWidth = None,
+    length_penalty: options.LengthPenalty = None,
+    early_stopping: options.EarlyStopping = None,
     stop: options.Stop = None,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
     address: options.Address = options.DEFAULT_ADDRESS,
     model: options.ServedModel = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
-    """Continue one prompt and stream the answer to stdout."""
+    """Continue one prompt and stream the answer to stdout; several come whole, each under its number."""
     from quire.client import Client, QuireError
 
     text = _read_prompt(prompt)
@@ -41,21 +58,54 @@ def generate(
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
         "seed": seed,
+        "n": n,
+        "beam_width": beam_width,
+        "length_penalty": length_penalty,
+        "early_stopping": _EARLY_STOPPING[early_stopping],
         "stop": stop,
+        "json_schema": json_schema.read_text("utf-8") if json_schema else None,
+        "regex": regex,
         "model": model,
     }
+    answers = Answers() if beam_width or (n or 1) > 1 else None
     with Client(address, timeout=timeout) as client:
         try:
-            answer = stream_answer(client, _to_prompt(text, chat, system), sampling, _write)
+            show = answers.take if answers else lambda delta: _write(delta.text)
+            answer = stream_answer(client, _to_prompt(text, chat, system), sampling, show)
         except QuireError as error:
             fail(describe(error, address))
         except KeyboardInterrupt:
             _write("\n")
             raise typer.Exit(INTERRUPTED) from None
-    _write("\n")
+    _write(answers.format() if answers else "\n")
     if stats:
         typer.echo(format_stats(answer), err=True)
+
+
+class Answers:
+    """Collects several answers, whose steps come mixed."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+        self._scores: dict[int, float] = {}
+
+    def take(self, delta: Delta) -> None:
+        """Take one step of one of them."""
+        self._texts[delta.index] = self._texts.get(delta.index, "") + delta.text
+        if delta.score is not None:
+            self._scores[delta.index] = delta.score
+
+    def format(self) -> str:
+        """Return all of them, each under its number, and its score if it has one."""
+        return "".join(f"{self._heading(index)}\n{self._texts[index]}\n" for index in sorted(self._texts))
+
+    def _heading(self, index: int) -> str:
+        score = self._scores.get(index)
+        return f"[{index}]" if score is None else f"[{index}] score {score:.4f}"
 
 
 def _read_prompt(prompt: str | None) -> str:

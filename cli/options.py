@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -51,8 +52,72 @@ MinP = Annotated[
         "--min-p", help="Keep tokens at least this share as probable as the best.", rich_help_panel="Sampling"
     ),
 ]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--presence-penalty", help="Avoid tokens that the answer has, -2 to 2.", rich_help_panel="Sampling"
+    ),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--frequency-penalty",
+        help="Avoid tokens the more, the more often the answer has them, -2 to 2.",
+        rich_help_panel="Sampling",
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        help="Avoid tokens that the prompt or the answer has; 1 is off, 1.1 is mild.",
+        rich_help_panel="Sampling",
+    ),
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(
+        "--json-schema",
+        help="File with a JSON schema that the answer follows.",
+        exists=True,
+        dir_okay=False,
+        rich_help_panel="Sampling",
+    ),
+]
+Regex = Annotated[
+    str | None,
+    typer.Option("--regex", help="Regular expression that the answer matches.", rich_help_panel="Sampling"),
+]
 Seed = Annotated[
     int | None, typer.Option("--seed", help="Same seed, same tokens.", rich_help_panel="Sampling")
+]
+NumAnswers = Annotated[
+    int | None,
+    typer.Option("--n", help="Answers to draw side by side.", rich_help_panel="Sampling"),
+]
+BeamWidth = Annotated[
+    int | None,
+    typer.Option(
+        "--beam-width",
+        help="Search for this many most probable answers instead of drawing them.",
+        rich_help_panel="Beam search",
+    ),
+]
+LengthPenalty = Annotated[
+    float | None,
+    typer.Option(
+        "--length-penalty",
+        help="A score is a logprob divided by its answer's length to this power; default 1.",
+        rich_help_panel="Beam search",
+    ),
+]
+EarlyStopping = Annotated[
+    Literal["true", "false", "never"] | None,
+    typer.Option(
+        "--early-stopping",
+        help="End with enough answers (true), when better ones are unlikely (false) or impossible (never).",
+        rich_help_panel="Beam search",
+    ),
 ]
 Stop = Annotated[
     list[str] | None,

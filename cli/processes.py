@@ -26,6 +26,14 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class Preemption(StrEnum):
+    """What becomes of a request whose blocks are taken for an older one."""
+
+    AUTO = "auto"
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
 class LogLevel(StrEnum):
     """Least severity of the events that are logged."""
 
@@ -77,6 +85,20 @@ KvMemory = Annotated[
 NumBlocks = Annotated[
     int | None, setting("--num-blocks", "KV blocks of a worker; instead of --kv-memory.", CACHE, min=1)
 ]
+SwapMemory = Annotated[
+    int,
+    setting(
+        "--swap-memory",
+        "Host memory for the blocks of preempted requests, as 64MiB; 0 for none.",
+        CACHE,
+        parser=parse_size,
+        metavar="SIZE",
+    ),
+]
+PreemptionOption = Annotated[
+    Preemption,
+    setting("--preemption", "Bring preempted requests back from host memory or compute them again.", CACHE),
+]
 MaxNumSeqs = Annotated[int, setting("--max-num-seqs", "Most sequences in a step.", LIMITS, min=1)]
 MaxNumBatchedTokens = Annotated[
     int, setting("--max-num-batched-tokens", "Most tokens in a step.", LIMITS, min=1)
@@ -102,6 +124,8 @@ def serve(
     block_size: BlockSize = 16,
     kv_memory: KvMemory = None,
     num_blocks: NumBlocks = None,
+    swap_memory: SwapMemory = "64MiB",  # type: ignore[assignment]  # typer parses it
+    preemption: PreemptionOption = Preemption.AUTO,
     max_num_seqs: MaxNumSeqs = 64,
     max_num_batched_tokens: MaxNumBatchedTokens = 512,
     threads: Threads = None,
@@ -128,6 +152,8 @@ def serve(
             block_size=block_size,
             kv_memory_bytes=kv_memory,
             num_blocks=num_blocks,
+            swap_memory_bytes=swap_memory,
+            preemption=preemption.value,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             threads=threads,
@@ -213,6 +239,8 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
         block_size: BlockSize = 16,
         kv_memory: KvMemory = None,
         num_blocks: NumBlocks = None,
+        swap_memory: SwapMemory = "64MiB",  # type: ignore[assignment]  # typer parses it
+        preemption: PreemptionOption = Preemption.AUTO,
         max_num_seqs: MaxNumSeqs = 64,
         max_num_batched_tokens: MaxNumBatchedTokens = 512,
         threads: Threads = None,
@@ -236,6 +264,8 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
                 block_size=block_size,
                 kv_memory_bytes=kv_memory,
                 num_blocks=num_blocks,
+                swap_memory_bytes=swap_memory,
+                preemption=preemption.value,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 threads=threads,

@@ -18,8 +18,10 @@ from quire.client.errors import (
 from quire.client.sync_client import Client
 from quire.client.types import (
     Candidate,
+    Choice,
     Completion,
     Delta,
+    EarlyStopping,
     FinishReason,
     GenerationOptions,
     Message,
@@ -33,10 +35,12 @@ __all__ = [
     "AsyncClient",
     "Cancelled",
     "Candidate",
+    "Choice",
     "Client",
     "Completion",
     "DeadlineExceeded",
     "Delta",
+    "EarlyStopping",
     "FinishReason",
     "GenerationOptions",
     "Interrupted",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 from quire.client.errors import ServerError, invalid_request
 from quire.client.types import (
     Candidate,
+    Choice,
     Completion,
     Delta,
     FinishReason,
@@ -27,15 +30,36 @@ _FIELDS: Mapping[str, tuple[str, str]] = {
     "top_k": ("sampling", "top_k"),
     "min_p": ("sampling", "min_p"),
     "seed": ("sampling", "seed"),
+    "n": ("sampling", "n"),
+    "beam_width": ("sampling.beam", "width"),
+    "length_penalty": ("sampling.beam", "length_penalty"),
+    "early_stopping": ("sampling.beam", "early_stopping"),
+    "presence_penalty": ("sampling", "presence_penalty"),
+    "frequency_penalty": ("sampling", "frequency_penalty"),
+    "repetition_penalty": ("sampling", "repetition_penalty"),
+    "logit_bias": ("sampling", "logit_bias"),
+    "allowed_token_ids": ("sampling", "allowed_token_ids"),
+    "bad_words": ("sampling", "bad_words"),
+    "bad_word_token_ids": ("sampling", "bad_word_token_ids"),
     "max_tokens": ("stopping", "max_tokens"),
     "min_tokens": ("stopping", "min_tokens"),
     "stop": ("stopping", "stop_strings"),
     "stop_token_ids": ("stopping", "stop_token_ids"),
     "ignore_eos": ("stopping", "ignore_eos"),
+    "json_schema": ("format", "json_schema"),
+    "regex": ("format", "regex"),
+    "grammar": ("format", "grammar"),
     "logprobs": ("response", "logprobs"),
+    "prompt_logprobs": ("response", "prompt_logprobs"),
     "keep_special_tokens": ("response", "keep_special_tokens"),
     "model": ("", "model"),
     "request_id": ("", "request_id"),
+}
+_FORMATS = ("json_schema", "regex", "grammar")
+_EARLY_STOPPING: Mapping[bool | str, pb.EarlyStopping] = {
+    False: pb.EARLY_STOPPING_UNLIKELY,
+    "never": pb.EARLY_STOPPING_IMPOSSIBLE,
+    True: pb.EARLY_STOPPING_ENOUGH,
 }
 _FINISH_REASONS: Mapping[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
@@ -52,12 +76,15 @@ def to_generation(prompt: Prompt, options: GenerationOptions) -> pb.Generation:
     """
     generation = pb.Generation()
     _set_prompt(generation, prompt)
+    formats = [name for name in _FORMATS if options.get(name) is not None]
+    if len(formats) > 1:
+        raise invalid_request(formats[1], f"cannot go with {formats[0]}: an answer has one format")
     for name, value in options.items():
         if name not in _FIELDS:
             raise TypeError(f"unknown option {name!r}; known are {', '.join(sorted(_FIELDS))}")
         if value is not None:
             group, field = _FIELDS[name]
-            owner = getattr(generation, group) if group else generation
+            owner = attrgetter(group)(generation) if group else generation
             _set(owner, field, [value] if field == "stop_strings" and isinstance(value, str) else value, name)
     return generation
 
@@ -78,16 +105,27 @@ def to_detokenize_request(token_ids: Iterable[int]) -> pb.DetokenizeRequest:
 
 def to_completion(response: pb.GenerateResponse) -> Completion:
     """Return a whole answer."""
-    reason = _FINISH_REASONS.get(response.finish_reason)
+    if not response.choices:
+        raise ServerError("the response came without an answer")
+    return Completion(
+        choices=tuple(map(_to_choice, response.choices)),
+        usage=_to_usage(response.usage),
+        request_id=response.request_id,
+        prompt_logprobs=_to_logprobs(response.prompt_logprobs),
+    )
+
+
+def _to_choice(choice: pb.Choice) -> Choice:
+    reason = _FINISH_REASONS.get(choice.finish_reason)
     if reason is None:
         raise ServerError("the answer came without a finish reason")
-    return Completion(
-        text=response.text,
-        token_ids=tuple(response.token_ids),
+    return Choice(
+        index=choice.index,
+        text=choice.text,
+        token_ids=tuple(choice.token_ids),
         finish_reason=reason,
-        usage=_to_usage(response.usage),
-        logprobs=_to_logprobs(response.logprobs),
-        request_id=response.request_id,
+        logprobs=_to_logprobs(choice.logprobs),
+        score=choice.score if choice.HasField("score") else None,
     )
 
 
@@ -100,6 +138,9 @@ def to_delta(response: pb.GenerateStreamResponse) -> Delta:
         finish_reason=_FINISH_REASONS.get(response.finish_reason),
         usage=_to_usage(response.usage) if response.HasField("usage") else None,
         request_id=response.request_id,
+        prompt_logprobs=_to_logprobs(response.prompt_logprobs),
+        index=response.index,
+        score=response.score if response.HasField("score") else None,
     )
 
 
@@ -141,11 +182,19 @@ def _to_chat_message(message: Message) -> pb.ChatMessage:
 def _set(owner: Any, field: str, value: Any, name: str) -> None:
     """Set a field, scalar or repeated; ``name`` is what the caller knows it by."""
     try:
-        if isinstance(value, Iterable) and not isinstance(value, str):
+        if field == "json_schema" and isinstance(value, Mapping):
+            owner.json_schema = json.dumps(value)
+        elif isinstance(value, Mapping):
+            getattr(owner, field).update(value)
+        elif field == "early_stopping":
+            owner.early_stopping = _EARLY_STOPPING[value]
+        elif field == "bad_word_token_ids":
+            owner.bad_word_token_ids.extend(pb.TokenIds(ids=token_ids) for token_ids in value)
+        elif isinstance(value, Iterable) and not isinstance(value, str):
             getattr(owner, field).extend(value)
         else:
             setattr(owner, field, value)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise invalid_request(name, f"{value!r:.80} does not fit: {error}") from error
 
 
@@ -158,6 +207,8 @@ def _to_usage(usage: pb.Usage) -> Usage:
         bytes_shipped=usage.bytes_shipped,
         blocks_reused_on_decode=usage.blocks_reused_on_decode,
         retries=usage.retries,
+        blocks_pulled=usage.blocks_pulled,
+        bytes_pulled=usage.bytes_pulled,
     )
 
 

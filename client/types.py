@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 
 class Message(TypedDict):
@@ -16,6 +16,9 @@ class Message(TypedDict):
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 """Plain text, token ids, or a conversation that the server renders with the model's chat template."""
+
+
+EarlyStopping: TypeAlias = Literal[True, False, "never"]
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -35,6 +38,29 @@ class GenerationOptions(TypedDict, total=False):
     """Keep tokens at least this share as probable as the best."""
     seed: int | None
     """Same seed, same tokens."""
+    n: int | None
+    """Answers to draw side by side; number i is what a request alone gets with the seed + i."""
+    beam_width: int | None
+    """Search for this many most probable answers instead of drawing them."""
+    length_penalty: float | None
+    """Of a beam search: an answer's score is its logprob divided by its length to this power; default 1."""
+    early_stopping: EarlyStopping | None
+    """Of a beam search: True ends it with ``beam_width`` answers, False (the default) when the present beams
+    are unlikely to beat them, "never" when they cannot."""
+    presence_penalty: float | None
+    """Subtracted from the logits of tokens that the answer has, from -2 to 2."""
+    frequency_penalty: float | None
+    """Subtracted from a token's logit for each time that the answer has it, from -2 to 2."""
+    repetition_penalty: float | None
+    """Divides the logits of tokens that the prompt or the answer has; above 0, 1 is off."""
+    logit_bias: Mapping[int, float] | None
+    """Added to the logits of these token ids, from -100 to 100."""
+    allowed_token_ids: Sequence[int] | None
+    """The only tokens that may be drawn."""
+    bad_words: Sequence[str] | None
+    """Texts that are never generated."""
+    bad_word_token_ids: Sequence[Sequence[int]] | None
+    """Token ids in a row that are never generated."""
     stop: str | Sequence[str] | None
     """Stop when the text contains one of these; it is not returned."""
     stop_token_ids: Sequence[int] | None
@@ -43,6 +69,14 @@ class GenerationOptions(TypedDict, total=False):
     """Go on past the model's end-of-sequence tokens."""
     logprobs: int | None
     """Return this many top logprobs at each position; 0 returns the drawn token's alone."""
+    json_schema: str | Mapping[str, Any] | None
+    """The answer is a JSON value that this schema accepts."""
+    regex: str | None
+    """The whole answer matches this regular expression."""
+    grammar: str | None
+    """The answer follows this grammar in Lark's notation."""
+    prompt_logprobs: int | None
+    """Return this many top logprobs at each position of the prompt; such a prompt uses no prefix cache."""
     keep_special_tokens: bool | None
     """Keep special tokens in the returned text."""
     model: str | None
@@ -85,35 +119,78 @@ class Usage:
     """Prompt blocks the decode worker already held, so that they were not sent."""
     retries: int
     """Times the request moved to another worker after a failure."""
+    blocks_pulled: int = 0
+    """Blocks copied from another worker's cache instead of computed."""
+    bytes_pulled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a request's answers."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token if asked for, otherwise empty."""
+    score: float | None = None
+    """A beam search's: the logprob, divided by the length to the power of the length penalty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """The answers to a prompt; ``text`` and the other properties are those of the first."""
 
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
+    choices: tuple[Choice, ...]
+    """At least one, in the order of their index; a beam search's are the best first."""
     usage: Usage
-    logprobs: tuple[TokenLogprobs, ...]
-    """One for each token if asked for, otherwise empty."""
+    """Of all answers together."""
     request_id: str
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each prompt token but the first, if asked for."""
+
+    @property
+    def text(self) -> str:
+        """The generated text."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The generated tokens."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why generation stopped."""
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """One for each token if asked for, otherwise empty."""
+        return self.choices[0].logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One step of a streamed answer."""
+    """One step of one streamed answer. A beam search's answers come whole, at its end."""
 
     text: str
     """New text; may be empty while a character or a stop string is incomplete."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
-    """Set on the last delta alone."""
+    """Set on the answer's last delta alone."""
     usage: Usage | None
-    """Set on the last delta alone."""
+    """Set on the request's last delta alone."""
     request_id: str
     """Set on the first delta alone."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each prompt token but the first, if asked for; on the first delta alone."""
+    index: int = 0
+    """Which of the request's answers it is about."""
+    score: float | None = None
+    """A beam search's answer: its score."""
 
 
 @dataclass(frozen=True, slots=True)

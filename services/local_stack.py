@@ -27,7 +27,7 @@ from quire.services.errors import ServiceError
 from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent
 from quire.services.router.app import RouterConfig, RunningRouter, run_router
-from quire.services.worker.app import RunningWorker, WorkerConfig, run_worker
+from quire.services.worker.app import DEFAULT_SWAP_BYTES, RunningWorker, WorkerConfig, run_worker
 
 JOIN_SECONDS = 30.0
 JOIN_POLL_SECONDS = 0.05
@@ -55,6 +55,8 @@ class LocalStackConfig:
     num_blocks: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    preemption: str = "auto"
+    swap_memory_bytes: int = DEFAULT_SWAP_BYTES
     threads: int | None = None
     log_level: str = "warning"
     stop_seconds: float = 10.0
@@ -174,6 +176,8 @@ def _worker_configs(
             num_blocks=config.num_blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            preemption=config.preemption,
+            swap_memory_bytes=config.swap_memory_bytes,
             cpus=tuple(cpus),
             threads=config.threads,
             cluster_secret=secret,

@@ -22,15 +22,15 @@ from quire.services.grpc_server import (
 )
 from quire.services.log import get_logger
 from quire.services.metrics_server import metrics_server
-from quire.services.router.chat_template import ChatTemplate
 from quire.services.router.generation import Cluster
 from quire.services.router.legs import Spawn
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.sources import open_sources
-from quire.services.router.tokenizer import Tokenizer, load_model_files
 from quire.services.router.validation import ServedModel
 from quire.services.router.workers import POLL_SECONDS, WorkerSet
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
 STARTUP_POLL_SECONDS = 0.1
 """Pace of the look for workers until the router can serve."""

@@ -55,7 +55,8 @@ def to_service_error(failure: LegFailed, num_emitted: int, num_retries: int) -> 
     metadata = {"tokens_emitted": str(num_emitted), "retries": str(num_retries)}
     match failure.code:
         case grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidArgument("request", failure.details, metadata=metadata)
+            field, _, problem = failure.details.partition(": ")
+            return InvalidArgument(field, problem, metadata=metadata)
         case grpc.StatusCode.FAILED_PRECONDITION:
             return FailedPrecondition(f"the {role} worker refused: {failure.details}", metadata=metadata)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from quire.protos import inference_pb2 as pb
@@ -23,9 +23,12 @@ from quire.services.router.failures import (
     to_service_error,
 )
 from quire.services.router.legs import Event, Legs, Spawn
+from quire.services.router.merge import merged
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.output import OutputAssembler
+from quire.services.router.part import Part
 from quire.services.router.prefix_lookup import PrefixLookup
+from quire.services.router.pulls import PullPlanner
 from quire.services.router.validation import ServedModel, ValidRequest
 from quire.services.router.workers import Worker, WorkerSet
 
@@ -50,6 +53,7 @@ class Cluster:
     local_prefill_tokens: int = 0
     """A decode worker computes up to this many uncached prompt tokens itself."""
     clock: Callable[[], float] = time.monotonic
+    pulls: PullPlanner = field(default_factory=PullPlanner)
 
 
 class Plan(NamedTuple):
@@ -59,13 +63,8 @@ class Plan(NamedTuple):
     prefill: Worker | None
     uncached_tokens: int
     """What the prefill worker must compute, by the index."""
-
-
-class Step(NamedTuple):
-    """What one message of a worker brings."""
-
-    tokens: Sequence[worker_pb2.SampledToken]
-    finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
+    pull_from: worker_pb2.PullSource | None = None
+    """Whose blocks the worker that computes the prompt copies first."""
 
 
 class GenerationRun:
@@ -75,11 +74,13 @@ class GenerationRun:
     2. ``D.Decode``: D accepts, names the place for the blocks and what it holds of them.
     3. ``P.Prefill``: P computes the prompt, pushes the blocks to D and draws the first token, which goes to
        the client at once. Without P, D does it all and this step falls away.
-    4. D streams the tokens after the first. Each worker message becomes one message to the client: ids, and
-       the text that is certain and holds no stop string.
-    5. The end: a finish reason from P or D, or a stop string. Whoever still runs is aborted.
+       Of several answers D draws all tokens, from the prompt's last one, which P leaves to it.
+    4. D streams the tokens. What is new of an answer becomes one message to the client: ids, and the text
+       that is certain and holds no stop string.
+    5. The end: a finish reason from P or D, or a stop string, for each answer. Whoever still runs is aborted.
     6. A leg fails: both are aborted, and the next attempt continues on other workers from prompt + tokens
-       already sent, with the same seed. Nothing is repeated or lost.
+       already sent, with the same seed. Nothing is repeated or lost. Several answers go on each by itself; a
+       beam search, of which nothing was sent, starts again.
 
     One deadline, a reading of the cluster's clock, holds for all of it: every call carries what is left.
     """
@@ -90,82 +91,126 @@ class GenerationRun:
         self._deadline = deadline
         # Clients may choose the same id; a worker must never see it twice.
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
-        self._output = OutputAssembler(request, cluster.model.tokenizer)
+        num_answers = request.sampling.beam.width or request.sampling.n or 1
+        self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
         self._shunned: set[str] = set()
         self._is_first_message = True
         self._is_cache_counted = False
+        self._prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
         self.usage = pb.Usage(prompt_tokens=len(request.prompt_token_ids))
 
     async def stream(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Yield the answer's messages; the last one carries the finish reason.
+        """Yield the answers' messages; each answer's last one carries its finish reason.
 
         Raises:
             ServiceError: the request cannot be served, or not to its end.
         """
-        while True:
+        request = self._request
+        part = Part(self._sequence_id, request.prompt_token_ids, request.sampling, self._answers)
+        num_finished = 0
+        async with aclosing(self._serve(part)) as responses:
+            async for response in responses:
+                if self._is_first_message:
+                    self._is_first_message = False
+                    response.request_id = request.request_id
+                    response.prompt_logprobs.extend(self._prompt_logprobs)
+                self.usage.completion_tokens = self._num_emitted
+                num_finished += bool(response.finish_reason)
+                if is_last := num_finished == len(self._answers):
+                    response.usage.CopyFrom(self.usage)
+                yield response
+                if is_last:
+                    return
+
+    async def _serve(self, part: Part) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Yield the messages of a part's answers, over as many attempts as it takes."""
+        while not part.is_finished:
             try:
-                async with aclosing(self._attempt()) as steps:
-                    async for step in steps:
-                        response = self._respond(step)
-                        yield response
-                        if response.finish_reason:
+                async with aclosing(self._attempt(part)) as outputs:
+                    async for output in outputs:
+                        answer = part.answers[output.index]
+                        # Past its stop string D goes on until the others have ended.
+                        if not answer.finish_reason:
+                            yield answer.respond(output)
+                        if part.is_finished:
                             return
             except LegFailed as failure:
-                if finish_reason := self._implied_finish_reason():
-                    yield self._respond(Step([], finish_reason))
+                for answer in part.answers:
+                    reason = answer.implied_finish_reason(self._cluster.model.eos_token_ids)
+                    if reason and not answer.finish_reason:
+                        yield answer.respond(worker_pb2.SequenceOutput(finish_reason=reason))
+                if part.is_finished:
                     return
-                self._account_failure(failure)
-            await asyncio.sleep(RETRY_BACKOFF_SECONDS * self.usage.retries)
+                self._account_failure(part, failure)
+            await asyncio.sleep(RETRY_BACKOFF_SECONDS * part.attempt)
+            if part.must_split:
+                async with aclosing(merged(map(self._serve, part.split()))) as responses:
+                    async for response in responses:
+                        yield response
 
-    async def _attempt(self) -> AsyncGenerator[Step, None]:
-        plan = await self._choose()
-        legs = Legs(self._sequence_id, self._cluster.spawn)
+    async def _attempt(self, part: Part) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
+        plan = await self._choose(part)
+        legs = Legs(part.sequence_id, self._cluster.spawn)
         try:
             with ExitStack() as accounts:
                 dispatched = self._cluster.workers.dispatched
-                accounts.enter_context(dispatched(plan.decode, len(self._token_ids)))
+                accounts.enter_context(dispatched(plan.decode, len(part.token_ids)))
                 if plan.prefill is not None:
                     release = accounts.enter_context(dispatched(plan.prefill, plan.uncached_tokens))
-                async with legs, aclosing(self._run(legs, plan)) as steps:
-                    async for step in steps:
+                async with legs, aclosing(self._run(legs, plan, part)) as outputs:
+                    async for output in outputs:
                         if plan.prefill is not None:
                             release()
-                        yield step
+                        yield output
         except LegFailed:
             # An abort names no attempt: one that came late would end the next attempt.
             await legs.aborted()
             raise
 
-    async def _run(self, legs: Legs, plan: Plan) -> AsyncGenerator[Step, None]:
-        sequence = self._sequence()
-        decode = worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=plan.prefill is not None)
+    async def _run(
+        self, legs: Legs, plan: Plan, part: Part
+    ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
+        sequence = self._sequence(part)
+        decode = worker_pb2.DecodeRequest(
+            sequence=sequence,
+            remote_prefill=plan.prefill is not None,
+            pull_from=plan.pull_from if plan.prefill is None else None,
+        )
         legs.start(plan.decode, plan.decode.stub.Decode(decode, timeout=self._remaining_seconds()))
         accepted = await self._accepted(legs, plan)
         early: deque[Event] = deque()
         if plan.prefill is not None:
-            prefill = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket)
+            prefill = worker_pb2.PrefillRequest(
+                sequence=sequence, ticket=accepted.ticket, pull_from=plan.pull_from
+            )
             legs.start(plan.prefill, plan.prefill.stub.Prefill(prefill, timeout=self._remaining_seconds()))
-            first = await self._first_token(legs, plan, early)
-            yield first
-            if first.finish_reason:
-                return
-        async for step in self._decoded(legs, plan, early):
-            yield step
+            if part.is_single:
+                first = await self._first_token(legs, plan, early)
+                yield first
+                if first.finish_reason:
+                    return
+        async for output in self._decoded(legs, plan, part, early):
+            yield output
 
     async def _accepted(self, legs: Legs, plan: Plan) -> worker_pb2.Accepted:
         """Return what D promised."""
+        start = self._cluster.clock()
         message = _message(await legs.next())
         if not message.HasField("accepted"):
             raise LegFailed(plan.decode, None)
+        self._prompt_logprobs = message.prompt_logprobs
         accepted: worker_pb2.Accepted = message.accepted
         if plan.prefill is None:
             self._count_cached(accepted.num_cached_tokens)
+            self._count_pulled(accepted.pulled)
+            self._learn(plan, accepted, start)
         else:
             self.usage.blocks_reused_on_decode = accepted.ticket.first_block
         return accepted
 
-    async def _first_token(self, legs: Legs, plan: Plan, early: deque[Event]) -> Step:
+    async def _first_token(self, legs: Legs, plan: Plan, early: deque[Event]) -> worker_pb2.SequenceOutput:
         """Return P's first token; what D sends before it (the calls are not ordered) goes into ``early``."""
+        start = self._cluster.clock()
         while True:
             event = await legs.next()
             if event.worker is plan.decode and event.message is not None:
@@ -174,10 +219,14 @@ class GenerationRun:
             message = _message(event)
             self._count_prefill(message)
             if message.tokens:
-                return Step(message.tokens, message.finish_reason)
+                self._learn(plan, message, start)
+                return worker_pb2.SequenceOutput(tokens=message.tokens, finish_reason=message.finish_reason)
 
-    async def _decoded(self, legs: Legs, plan: Plan, early: deque[Event]) -> AsyncGenerator[Step, None]:
-        """Yield D's steps; P's failure counts until D's first, which proves that the blocks arrived."""
+    async def _decoded(
+        self, legs: Legs, plan: Plan, part: Part, early: deque[Event]
+    ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
+        """Yield D's outputs; P's failure counts until D's first, which proves that the blocks arrived."""
+        num_left = len(part.answers)
         has_blocks = plan.prefill is None
         while True:
             event = early.popleft() if early else await legs.next()
@@ -189,11 +238,16 @@ class GenerationRun:
                 continue
             message = _message(event)
             has_blocks = True
-            if message.finish_reason:
+            num_left -= sum(bool(output.finish_reason) for output in message.outputs)
+            if part.is_search and message.outputs:
+                # All answers come at once, fewer than there were beams where few tokens are allowed.
+                del part.answers[len(message.outputs) :]
+                num_left = 0
+            if not num_left:
                 await self._settle(legs, plan)
-            if message.tokens or message.finish_reason:
-                yield Step(message.tokens, message.finish_reason)
-            if message.finish_reason:
+            for output in message.outputs:
+                yield output
+            if not num_left:
                 return
 
     async def _settle(self, legs: Legs, plan: Plan) -> None:
@@ -207,8 +261,8 @@ class GenerationRun:
         except TimeoutError:
             return
 
-    async def _choose(self) -> Plan:
-        token_ids = self._token_ids
+    async def _choose(self, part: Part) -> Plan:
+        token_ids = part.token_ids
         cached = await self._cluster.prefixes.cached_tokens(token_ids)
         key = policy.affinity_key(token_ids, self._cluster.model.block_size)
         workers = {w.worker_id: w for role in ("prefill", "decode") for w in self._cluster.workers.live(role)}
@@ -217,17 +271,23 @@ class GenerationRun:
             raise Unavailable(
                 "no decode worker is alive; start one, or try again",
                 reason="NO_DECODE_WORKER",
-                metadata={"tokens_emitted": str(len(self._output.token_ids))},
+                metadata={"tokens_emitted": str(self._num_emitted)},
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
         prefill = policy.choose_prefill(self._candidates("prefill", cached), len(token_ids), key)
-        if not policy.needs_prefill_worker(decode, len(token_ids), self._cluster.local_prefill_tokens):
+        num_tokens, num_local = part.num_prefilled_tokens, self._cluster.local_prefill_tokens
+        # The logprob of the prompt's last token would be lost where P computes the prompt without it.
+        is_local = not part.is_single and self._request.num_prompt_logprobs is not None
+        if is_local or not policy.needs_prefill_worker(decode, num_tokens, num_local):
             prefill = None
-        self._account_choice(decode, prefill)
+        self._account_choice(part, decode, prefill)
+        computing = workers[(prefill or decode).worker_id]
+        peers = (w for w in workers.values() if not self._cluster.workers.is_shunned(w))
+        pull = self._cluster.pulls.plan(part.sequence_id, computing, peers, cached, len(token_ids))
         if prefill is None:
-            return Plan(workers[decode.worker_id], None, 0)
+            return Plan(computing, None, 0, pull)
         uncached = len(token_ids) - prefill.cached_tokens
-        return Plan(workers[decode.worker_id], workers[prefill.worker_id], uncached)
+        return Plan(workers[decode.worker_id], computing, uncached, pull)
 
     def _candidates(self, role: str, cached: Mapping[str, int]) -> list[policy.Candidate]:
         workers = self._cluster.workers
@@ -242,92 +302,64 @@ class GenerationRun:
         ]
 
     @property
-    def _token_ids(self) -> list[int]:
-        return self._request.prompt_token_ids + self._output.token_ids
+    def _num_emitted(self) -> int:
+        return sum(len(answer.token_ids) for answer in self._answers)
 
-    def _sequence(self) -> worker_pb2.Sequence:
+    def _sequence(self, part: Part) -> worker_pb2.Sequence:
         request = self._request
         return worker_pb2.Sequence(
-            request_id=self._sequence_id,
-            attempt=self.usage.retries,
-            token_ids=self._token_ids,
-            num_output_tokens=len(self._output.token_ids),
-            sampling=request.sampling,
+            request_id=part.sequence_id,
+            attempt=part.attempt,
+            token_ids=part.token_ids,
+            num_output_tokens=len(part.output_token_ids),
+            sampling=part.sampling,
             stopping=request.stopping,
+            format=request.format,
             logprobs=request.num_logprobs,
+            # The first message brings them, and with it the first token.
+            prompt_logprobs=request.num_prompt_logprobs if self._is_first_message else None,
         )
 
     def _remaining_seconds(self) -> float:
         remaining = self._deadline - self._cluster.clock()
         if remaining <= 0:
-            raise deadline_exceeded(len(self._output.token_ids))
+            raise deadline_exceeded(self._num_emitted)
         return remaining
 
-    def _respond(self, step: Step) -> pb.GenerateStreamResponse:
-        delta = self._output.add(step.tokens)
-        finish_reason = pb.FINISH_REASON_STOP if delta.is_stopped else step.finish_reason
-        text = delta.text
-        if finish_reason and not delta.is_stopped:
-            rest = self._output.flush()
-            text += rest.text
-            finish_reason = pb.FINISH_REASON_STOP if rest.is_stopped else finish_reason
-        response = pb.GenerateStreamResponse(
-            text=text, token_ids=delta.token_ids, logprobs=delta.logprobs, finish_reason=finish_reason
-        )
-        if self._is_first_message:
-            self._is_first_message = False
-            response.request_id = self._request.request_id
-        self.usage.completion_tokens = len(self._output.token_ids)
-        if finish_reason:
-            response.usage.CopyFrom(self.usage)
-        return response
-
-    def _implied_finish_reason(self) -> pb.FinishReason:
-        """Return the finish reason that a lost worker had no time to send, if the tokens imply one."""
-        stopping, tokens = self._request.stopping, self._output.token_ids
-        if not tokens:
-            return pb.FINISH_REASON_UNSPECIFIED
-        stops = set(stopping.stop_token_ids)
-        if not stopping.ignore_eos:
-            stops |= self._cluster.model.eos_token_ids
-        if tokens[-1] in stops and len(tokens) >= stopping.min_tokens:
-            return pb.FINISH_REASON_STOP
-        if len(tokens) >= stopping.max_tokens:
-            return pb.FINISH_REASON_LENGTH
-        return pb.FINISH_REASON_UNSPECIFIED
-
-    def _account_failure(self, failure: LegFailed) -> None:
+    def _account_failure(self, part: Part, failure: LegFailed) -> None:
         """Prepare the next attempt, or raise the client's error."""
-        metrics, worker, retries = self._cluster.metrics, failure.worker, self.usage.retries
+        metrics, worker, retries = self._cluster.metrics, failure.worker, part.attempt
         is_last = not failure.is_retryable or retries >= MAX_RETRIES
         _log.warning(
             "attempt_failed",
-            request_id=self._sequence_id,
+            request_id=part.sequence_id,
             attempt=retries,
             worker=worker.worker_id,
             role=worker.info.role,
             code=failure.code.name,
             details=failure.details,
-            tokens_emitted=len(self._output.token_ids),
+            tokens_emitted=self._num_emitted,
             is_last=is_last,
         )
         if failure.is_unreachable:
             self._cluster.workers.shun(worker)
         if is_last:
-            raise to_service_error(failure, len(self._output.token_ids), retries) from failure
+            raise to_service_error(failure, self._num_emitted, retries) from failure
         self._shunned.add(worker.worker_id)
-        self.usage.retries += 1
+        part.attempt += 1
+        # Answers that were lost together, and go on apart, count once.
+        self.usage.retries = max(self.usage.retries, part.attempt)
         is_prefill = worker.info.role == "prefill"
         (metrics.prefill_retries if is_prefill else metrics.decode_retries).inc()
 
-    def _account_choice(self, decode: policy.Choice, prefill: policy.Choice | None) -> None:
+    def _account_choice(self, part: Part, decode: policy.Choice, prefill: policy.Choice | None) -> None:
         decisions = self._cluster.metrics.decisions
         decisions.labels("decode", decode.reason).inc()
         decisions.labels("prefill", prefill.reason if prefill else "none").inc()
         _log.debug(
             "request_dispatched",
-            request_id=self._sequence_id,
-            attempt=self.usage.retries,
+            request_id=part.sequence_id,
+            attempt=part.attempt,
             decode=decode.worker_id,
             decode_reason=decode.reason,
             prefill=prefill.worker_id if prefill else "none",
@@ -336,11 +368,29 @@ class GenerationRun:
         )
 
     def _count_prefill(self, message: worker_pb2.PrefillResponse) -> None:
-        if message.tokens:
+        if not message.HasField("pushed"):
+            self._prompt_logprobs = message.prompt_logprobs
             self._count_cached(message.num_cached_tokens)
+            self._count_pulled(message.pulled)
         if message.HasField("pushed"):
             self.usage.blocks_shipped += message.pushed.num_blocks
             self.usage.bytes_shipped += message.pushed.num_bytes
+
+    def _count_pulled(self, pulled: worker_pb2.PullSummary) -> None:
+        self.usage.blocks_pulled += pulled.num_blocks
+        self.usage.bytes_pulled += pulled.num_bytes
+
+    def _learn(
+        self, plan: Plan, message: worker_pb2.PrefillResponse | worker_pb2.Accepted, start: float
+    ) -> None:
+        """Note how fast the blocks came that were pulled, and how fast the rest was computed."""
+        pulls, pulled = self._cluster.pulls, message.pulled
+        if plan.pull_from is not None:
+            pulls.pulled(plan.pull_from, pulled)
+            self._cluster.metrics.pulls.labels(pulled.failure or "ok").inc()
+        num_computed = self.usage.prompt_tokens - message.num_cached_tokens
+        seconds = self._cluster.clock() - start - pulled.seconds
+        pulls.computed(plan.prefill or plan.decode, num_computed, seconds)
 
     def _count_cached(self, num_tokens: int) -> None:
         # Later attempts find what the first one computed: only the first tells what was there before.

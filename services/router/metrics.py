@@ -38,6 +38,9 @@ class RouterMetrics:
         )
         self.rejections = _counter(registry, "admission_rejections", "Requests refused at once.", "reason")
         self.decisions = _counter(registry, "router_decision", "Choices of a worker.", "role", "reason")
+        self.pulls = _counter(
+            registry, "kv_pull_requests", "Pulls that were asked for, by how they ended.", "result"
+        )
         self.prefill_retries = _counter(registry, "prefill_retries", "Attempts lost on the prefill worker.")
         self.decode_retries = _counter(registry, "decode_retries", "Attempts lost on the decode worker.")
         self.time_to_first_token = _histogram(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.router.stop_strings import StopMatcher
-from quire.services.router.tokenizer import IncrementalDecoder, Tokenizer
 from quire.services.router.validation import ValidRequest
+from quire.tokenization.stop_strings import StopMatcher
+from quire.tokenization.tokenizer import IncrementalDecoder, Tokenizer
 
 
 @dataclass(slots=True)
@@ -24,17 +24,51 @@ class Delta:
 
 
 class OutputAssembler:
-    """Collects one request's tokens, over all of its attempts.
+    """Collects the tokens of one of a request's answers, over all attempts.
 
     Stop strings count only in the text of tokens after the first ``min_tokens``.
     """
 
-    def __init__(self, request: ValidRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: ValidRequest, tokenizer: Tokenizer, index: int = 0) -> None:
+        self.index = index
         self.token_ids: list[int] = []
+        self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
+        self._stopping = request.stopping
         self._min_tokens = request.stopping.min_tokens
         self._wants_logprobs = request.num_logprobs is not None
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=not request.keep_special_tokens)
         self._matcher = StopMatcher(request.stop_strings)
+
+    def respond(self, output: worker_pb2.SequenceOutput) -> pb.GenerateStreamResponse:
+        """Take what a worker sends and return what the client gets."""
+        delta = self.add(output.tokens)
+        text, is_stopped = delta.text, delta.is_stopped
+        if output.finish_reason and not is_stopped:
+            rest = self.flush()
+            text, is_stopped = text + rest.text, rest.is_stopped
+        self.finish_reason = pb.FINISH_REASON_STOP if is_stopped else output.finish_reason
+        return pb.GenerateStreamResponse(
+            index=self.index,
+            text=text,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+            finish_reason=self.finish_reason,
+            score=output.score if output.HasField("score") else None,
+        )
+
+    def implied_finish_reason(self, eos_token_ids: frozenset[int]) -> pb.FinishReason:
+        """Return the finish reason that a lost worker had no time to send, if the tokens imply one."""
+        stopping, tokens = self._stopping, self.token_ids
+        if not tokens:
+            return pb.FINISH_REASON_UNSPECIFIED
+        stops = set(stopping.stop_token_ids)
+        if not stopping.ignore_eos:
+            stops |= eos_token_ids
+        if tokens[-1] in stops and len(tokens) >= stopping.min_tokens:
+            return pb.FINISH_REASON_STOP
+        if len(tokens) >= stopping.max_tokens:
+            return pb.FINISH_REASON_LENGTH
+        return pb.FINISH_REASON_UNSPECIFIED
 
     def add(self, tokens: Iterable[worker_pb2.SampledToken]) -> Delta:
         """Take the next tokens, up to the one that completes a stop string."""

@@ -19,6 +19,12 @@ TIE_SHARE = 0.02
 AFFINITY_BLOCKS = 16
 """So many first blocks decide which worker a prompt prefers, all else equal."""
 
+MIN_PULLED_BLOCKS = 4
+"""Fewer blocks are computed: a pull has a cost of its own."""
+
+PULL_ROUND_TRIP_SECONDS = 0.005
+"""What a pull takes besides the bytes."""
+
 
 class Candidate(NamedTuple):
     """A worker that could serve the request."""
@@ -39,6 +45,46 @@ class Choice(NamedTuple):
     cached_tokens: int
     reason: str
     """``only`` candidate, ``prefix`` it holds, least ``load``, or ``tie`` broken by the key's order."""
+
+
+class Peer(NamedTuple):
+    """A worker whose blocks could be copied."""
+
+    worker_id: str
+    cached_tokens: int
+    """Prompt tokens that it holds blocks for, by the index."""
+    bytes_per_second: float
+
+
+class PullChoice(NamedTuple):
+    """Whose blocks to copy, and what that and computing them would take."""
+
+    worker_id: str
+    num_blocks: int
+    """Leading blocks of the prompt, those that need no copy included."""
+    pull_seconds: float
+    compute_seconds: float
+
+
+def choose_pull(
+    own_tokens: int, peers: Sequence[Peer], *, block_size: int, block_bytes: int, tokens_per_second: float
+) -> PullChoice | None:
+    """Return the pull that saves most time over computing the same tokens, or None where none saves any.
+
+    Args:
+        own_tokens: prompt tokens that the worker holds blocks for itself.
+        tokens_per_second: how fast it computes a prompt.
+    """
+    own_blocks = own_tokens // block_size
+    pulls = []
+    for peer in peers:
+        num_blocks = peer.cached_tokens // block_size
+        num_missing = num_blocks - own_blocks
+        pull_seconds = PULL_ROUND_TRIP_SECONDS + num_missing * block_bytes / peer.bytes_per_second
+        compute_seconds = num_missing * block_size / tokens_per_second
+        if num_missing >= MIN_PULLED_BLOCKS and pull_seconds < compute_seconds:
+            pulls.append(PullChoice(peer.worker_id, num_blocks, pull_seconds, compute_seconds))
+    return max(pulls, key=lambda pull: pull.compute_seconds - pull.pull_seconds, default=None)
 
 
 def choose_prefill(candidates: Sequence[Candidate], num_tokens: int, key: bytes) -> Choice | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -49,17 +49,15 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Collect the stream."""
         whole = pb.GenerateResponse()
-        texts = []
+        answers: dict[int, list[pb.GenerateStreamResponse]] = {}
         async with aclosing(self._generate(request.generation, context)) as responses:
             async for response in responses:
-                texts.append(response.text)
-                whole.token_ids.extend(response.token_ids)
-                whole.logprobs.extend(response.logprobs)
+                answers.setdefault(response.index, []).append(response)
+                whole.prompt_logprobs.extend(response.prompt_logprobs)
                 whole.request_id = whole.request_id or response.request_id
-                if response.finish_reason:
-                    whole.finish_reason = response.finish_reason
+                if response.HasField("usage"):
                     whole.usage.CopyFrom(response.usage)
-        whole.text = "".join(texts)
+        whole.choices.extend(_choice(answers[index]) for index in sorted(answers))
         return whole
 
     async def GenerateStream(
@@ -116,17 +114,18 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         self, responses: AsyncIterator[pb.GenerateStreamResponse], arrival: float
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Pass an answer on and observe its latencies."""
-        metrics, last = self._metrics, None
+        metrics = self._metrics
+        last: dict[int, float] = {}
         async for response in responses:
             now = self._clock()
             if response.token_ids:
                 metrics.generation_tokens.inc(len(response.token_ids))
-                if last is None:
+                if not last:
                     metrics.time_to_first_token.observe(now - arrival)
-                else:
-                    metrics.inter_token_latency.observe(now - last)
-                last = now
-            if response.finish_reason:
+                elif response.index in last:
+                    metrics.inter_token_latency.observe(now - last[response.index])
+                last[response.index] = now
+            if response.HasField("usage"):
                 metrics.e2e_latency.observe(now - arrival)
                 metrics.success.labels(_FINISH_NAMES[response.finish_reason]).inc()
                 metrics.prompt_tokens_cached.inc(response.usage.cached_prompt_tokens)
@@ -176,6 +175,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 cached_prompt_tokens=usage.cached_prompt_tokens,
                 completion_tokens=usage.completion_tokens,
                 blocks_shipped=usage.blocks_shipped,
+                blocks_pulled=usage.blocks_pulled,
                 retries=usage.retries,
             )
 
@@ -190,6 +190,19 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 reason="NO_WORKER",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             ) from None
+
+
+def _choice(responses: Sequence[pb.GenerateStreamResponse]) -> pb.Choice:
+    """Return the whole of one streamed answer."""
+    last = responses[-1]
+    return pb.Choice(
+        index=last.index,
+        text="".join(response.text for response in responses),
+        token_ids=[token_id for response in responses for token_id in response.token_ids],
+        finish_reason=last.finish_reason,
+        logprobs=[each for response in responses for each in response.logprobs],
+        score=last.score if last.HasField("score") else None,
+    )
 
 
 def _remaining_seconds(context: Any) -> float:

@@ -7,17 +7,22 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument, NotFound
-from quire.services.router.chat_template import ChatTemplate
-from quire.services.router.tokenizer import Tokenizer
+from quire.services.router.logits_rules import logits_rules
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.errors import ChatTemplateError
+from quire.tokenization.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
+MAX_ANSWERS = 64
 MAX_PROMPT_BYTES = 8 << 20
+MAX_FORMAT_BYTES = 64 << 10
 ROLES = ("system", "user", "assistant")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -50,7 +55,9 @@ class ValidRequest:
     """As workers take it: ``max_tokens`` and ``min_tokens`` set, no stop strings."""
     stop_strings: tuple[str, ...]
     num_logprobs: int | None
+    num_prompt_logprobs: int | None
     keep_special_tokens: bool
+    format: pb.ResponseFormat
 
 
 async def validate(generation: pb.Generation, model: ServedModel) -> ValidRequest:
@@ -68,8 +75,10 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         )
     request_id = _request_id(generation.request_id)
     sampling = _sampling(generation.sampling, model)
-    _check_logprobs(generation.response)
+    sampling.MergeFrom(await logits_rules(generation.sampling, model.tokenizer, model.vocab_size))
+    _check_logprobs(generation.response, is_search=sampling.HasField("beam"))
     _check_stops(generation.stopping, model)
+    _check_format(generation)
     prompt = await _prompt(generation, model)
     return ValidRequest(
         request_id=request_id,
@@ -77,8 +86,10 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         sampling=sampling,
         stopping=_stopping(generation.stopping, model.max_model_len - len(prompt)),
         stop_strings=tuple(generation.stopping.stop_strings),
-        num_logprobs=generation.response.logprobs if generation.response.HasField("logprobs") else None,
+        num_logprobs=_optional(generation.response, "logprobs"),
+        num_prompt_logprobs=_optional(generation.response, "prompt_logprobs"),
         keep_special_tokens=generation.response.keep_special_tokens,
+        format=generation.format,
     )
 
 
@@ -105,7 +116,11 @@ async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") ->
             )
     _check_size("".join(message.content for message in chat.messages), f"{field}.messages")
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-    return await model.tokenizer.encode(model.chat_template.render(messages), add_special_tokens=False)
+    try:
+        text = model.chat_template.render(messages)
+    except ChatTemplateError as error:
+        raise InvalidArgument(f"{field}.messages", str(error)) from error
+    return await model.tokenizer.encode(text, add_special_tokens=False)
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
@@ -153,9 +168,45 @@ def _sampling(params: pb.SamplingParams, model: ServedModel) -> pb.SamplingParam
             "sampling.top_k", f"must be from 0 (off) to {model.vocab_size}; got {params.top_k}"
         )
     seed = params.seed if params.HasField("seed") else secrets.randbits(64)
+    _check_answers(params)
     return pb.SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=params.top_k, min_p=params.min_p, seed=seed
+        temperature=temperature,
+        top_p=top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=seed,
+        n=params.n if params.n > 1 else None,
+        beam=params.beam if params.HasField("beam") else None,
     )
+
+
+def _check_answers(params: pb.SamplingParams) -> None:
+    if params.HasField("n") and not 1 <= params.n <= MAX_ANSWERS:
+        raise InvalidArgument(
+            "sampling.n",
+            f"must be from 1 to {MAX_ANSWERS}; got {params.n}",
+            metadata={"limit": str(MAX_ANSWERS)},
+        )
+    if not params.HasField("beam"):
+        return
+    beam = params.beam
+    if params.n > 1:
+        raise InvalidArgument(
+            "sampling.n", f"must be 1 with sampling.beam, which has its width; got {params.n}"
+        )
+    if not 2 <= beam.width <= MAX_ANSWERS:
+        raise InvalidArgument(
+            "sampling.beam.width",
+            f"must be from 2 to {MAX_ANSWERS}; got {beam.width}",
+            metadata={"limit": str(MAX_ANSWERS)},
+        )
+    if not math.isfinite(beam.length_penalty):
+        raise InvalidArgument("sampling.beam.length_penalty", f"must be finite; got {beam.length_penalty:g}")
+    if beam.early_stopping not in pb.EarlyStopping.values():
+        raise InvalidArgument(
+            "sampling.beam.early_stopping",
+            f"must be one of {', '.join(pb.EarlyStopping.keys())}; got {beam.early_stopping}",
+        )
 
 
 def _stopping(params: pb.StoppingParams, num_left: int) -> pb.StoppingParams:
@@ -201,13 +252,39 @@ def _check_stops(params: pb.StoppingParams, model: ServedModel) -> None:
     check_token_ids(params.stop_token_ids, model, "stopping.stop_token_ids")
 
 
-def _check_logprobs(options: pb.ResponseOptions) -> None:
-    if options.logprobs > MAX_LOGPROBS:
+def _check_format(generation: pb.Generation) -> None:
+    """Check what can be checked without the compiler, which the workers have."""
+    kind = generation.format.WhichOneof("format")
+    if kind is None:
+        return
+    num_bytes = len(getattr(generation.format, kind).encode())
+    if not 1 <= num_bytes <= MAX_FORMAT_BYTES:
         raise InvalidArgument(
-            "response.logprobs",
-            f"must be at most {MAX_LOGPROBS}; got {options.logprobs}",
-            metadata={"limit": str(MAX_LOGPROBS)},
+            f"format.{kind}",
+            f"must hold from 1 to {MAX_FORMAT_BYTES} bytes; got {num_bytes}",
+            metadata={"limit": str(MAX_FORMAT_BYTES)},
         )
+    if generation.stopping.ignore_eos:
+        raise InvalidArgument(
+            "stopping.ignore_eos", "cannot go with a format, whose end is an end-of-sequence token"
+        )
+
+
+def _check_logprobs(options: pb.ResponseOptions, *, is_search: bool) -> None:
+    if is_search and options.HasField("logprobs"):
+        raise InvalidArgument("response.logprobs", "must be absent with sampling.beam, which returns scores")
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(options, name)
+        if number > MAX_LOGPROBS:
+            raise InvalidArgument(
+                f"response.{name}",
+                f"must be at most {MAX_LOGPROBS}; got {number}",
+                metadata={"limit": str(MAX_LOGPROBS)},
+            )
+
+
+def _optional(options: pb.ResponseOptions, name: Literal["logprobs", "prompt_logprobs"]) -> int | None:
+    return getattr(options, name) if options.HasField(name) else None
 
 
 def _check_size(text: str, field: str) -> None:

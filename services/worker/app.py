@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from quire.models.bundled import demo_model_path
+
+DEFAULT_SWAP_BYTES = 64 << 20
 DEMO_MODEL = "demo"
 """Name under which the bundled model is served."""
 
@@ -22,6 +25,8 @@ class WorkerConfig:
         advertise: host:port at which others reach it; None is where it listens.
         redis_url: where it publishes its blocks; None leaves it to routers that list its address.
         kv_memory_bytes: size of the block pool; overridden by ``num_blocks``.
+        preemption: "swap", "recompute", or "auto", whichever is measured to be cheaper.
+        swap_memory_bytes: host memory for the blocks of preempted requests.
         cpus: processors to stay on; None is all.
         threads: threads of a step; None is one for each processor.
         cluster_secret: keys the block hashes; must be the router's.
@@ -45,6 +50,8 @@ class WorkerConfig:
     num_blocks: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    preemption: str = "auto"
+    swap_memory_bytes: int = DEFAULT_SWAP_BYTES
     cpus: tuple[int, ...] | None = None
     threads: int | None = None
     worker_id: str | None = None
@@ -91,11 +98,6 @@ class RunningWorker(NamedTuple):
     model: str
     num_blocks: int
     max_model_len: int
-
-
-def demo_model_path() -> Path:
-    """Return the folder of the bundled model."""
-    return Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 def run_worker(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] | None = None) -> None:

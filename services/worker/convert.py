@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from quire.engine.sequence import GeneratedToken, SamplingParams, Sequence, SequenceStatus
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from quire.engine.logits_processing import LogitsRules
+from quire.engine.sequence import (
+    BeamParams,
+    GeneratedToken,
+    SamplingParams,
+    Sequence,
+    SequenceStatus,
+    SequenceUpdate,
+    TokenLogprobs,
+)
+from quire.engine.structured_output import GrammarMatcher, OutputFormat
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.errors import InvalidArgument
 
 _FINISH_REASONS = {
     SequenceStatus.FINISHED_STOPPED: inference_pb2.FINISH_REASON_STOP,
     SequenceStatus.FINISHED_LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+_EARLY_STOPPING: Mapping[int, bool | str] = {
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    inference_pb2.EARLY_STOPPING_UNLIKELY: False,
+    inference_pb2.EARLY_STOPPING_IMPOSSIBLE: "never",
+    inference_pb2.EARLY_STOPPING_ENOUGH: True,
 }
 
 
@@ -18,7 +37,12 @@ def engine_id(request_id: str, attempt: int) -> str:
 
 
 def sequence_from_proto(
-    message: worker_pb2.Sequence, root_hash: bytes, vocab_size: int, *, stops_after_prefill: bool
+    message: worker_pb2.Sequence,
+    root_hash: bytes,
+    vocab_size: int,
+    grammar: GrammarMatcher | None = None,
+    *,
+    stops_after_prefill: bool,
 ) -> Sequence:
     """Read a sequence.
 
@@ -33,6 +57,8 @@ def sequence_from_proto(
     if message.num_output_tokens >= len(token_ids):
         raise InvalidArgument("num_output_tokens", "must leave at least one prompt token")
     sampling, stopping = message.sampling, message.stopping
+    _check_token_ids(sampling, stopping, vocab_size)
+    repetition = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
     try:
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -45,27 +71,104 @@ def sequence_from_proto(
             stop_token_ids=frozenset(stopping.stop_token_ids),
             ignore_eos=stopping.ignore_eos,
             num_logprobs=message.logprobs if message.HasField("logprobs") else None,
+            num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=repetition,
+            logit_bias=tuple(sampling.logit_bias.items()),
+            allowed_token_ids=frozenset(sampling.allowed_token_ids),
+            bad_words=tuple(tuple(word.ids) for word in sampling.bad_word_token_ids),
+            n=sampling.n if sampling.HasField("n") else 1,
+            beam=_beam_from_proto(sampling.beam) if sampling.HasField("beam") else None,
         )
     except ValueError as error:
         raise InvalidArgument(str(error).split(" ", 1)[0], str(error)) from error
+    num_prompt_tokens = len(token_ids) - message.num_output_tokens
     return Sequence(
         request_id=engine_id(message.request_id, message.attempt),
         token_ids=token_ids,
-        num_prompt_tokens=len(token_ids) - message.num_output_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        logits_rules=LogitsRules(params, num_prompt_tokens, grammar) if grammar else None,
         params=params,
         root_hash=root_hash,
         stops_after_prefill=stops_after_prefill,
     )
 
 
+def format_from_proto(message: inference_pb2.ResponseFormat) -> OutputFormat | None:
+    """Read a format; None if there is none."""
+    kind = message.WhichOneof("format")
+    return None if kind is None else OutputFormat(kind, getattr(message, kind))
+
+
+def without_last_token(prompt: Sequence) -> Sequence:
+    """Return what a prefill worker computes for several sequences: all draw from the prompt's last token.
+
+    Raises:
+        InvalidArgument: nothing is left.
+    """
+    token_ids = prompt.token_ids[:-1]
+    if not token_ids:
+        raise InvalidArgument("token_ids", "must hold at least two, if several sequences are to be drawn")
+    params = replace(prompt.params, n=1, beam=None, num_prompt_logprobs=None)
+    return replace(
+        prompt,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        params=params,
+        draws_tokens=False,
+        logits_rules=None,
+    )
+
+
+def outputs_to_proto(updates: Iterable[SequenceUpdate]) -> list[worker_pb2.SequenceOutput]:
+    """Return what steps did for a request, in one message for each sequence."""
+    outputs: dict[int, worker_pb2.SequenceOutput] = {}
+    for update in updates:
+        index = update.sequence.index
+        output = outputs.setdefault(index, worker_pb2.SequenceOutput(index=index))
+        output.tokens.extend(map(token_to_proto, update.tokens))
+        output.finish_reason = finish_reason(update.status)
+        if update.score is not None:
+            output.score = update.score
+    return [output for output in outputs.values() if output.tokens or output.finish_reason]
+
+
 def token_to_proto(token: GeneratedToken) -> worker_pb2.SampledToken:
     """Return the token that a step drew."""
     message = worker_pb2.SampledToken(token_id=token.token_id)
     if token.logprobs is not None:
-        message.logprobs.logprob = token.logprobs.logprob
-        for token_id, logprob in token.logprobs.top:
-            message.logprobs.top.add(token_id=token_id, logprob=logprob)
+        message.logprobs.CopyFrom(logprobs_to_proto(token.logprobs))
     return message
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
+    """Return the logprobs at one position."""
+    message = inference_pb2.TokenLogprobs(logprob=logprobs.logprob)
+    for token_id, logprob in logprobs.top:
+        message.top.add(token_id=token_id, logprob=logprob)
+    return message
+
+
+def _beam_from_proto(message: inference_pb2.BeamParams) -> BeamParams:
+    length_penalty = message.length_penalty if message.HasField("length_penalty") else 1.0
+    return BeamParams(message.width, length_penalty, _EARLY_STOPPING[message.early_stopping])
+
+
+def _check_token_ids(
+    sampling: inference_pb2.SamplingParams, stopping: inference_pb2.StoppingParams, vocab_size: int
+) -> None:
+    """Refuse ids that have no logit."""
+    ids: dict[str, Iterable[int]] = {
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_word_token_ids": (token_id for word in sampling.bad_word_token_ids for token_id in word.ids),
+        "stop_token_ids": stopping.stop_token_ids,
+    }
+    for name, token_ids in ids.items():
+        largest = max(token_ids, default=0)
+        if largest >= vocab_size:
+            raise InvalidArgument(name, f"{largest} is not below the vocabulary's {vocab_size}")
 
 
 def finish_reason(status: SequenceStatus) -> inference_pb2.FinishReason:

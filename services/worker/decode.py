@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from dataclasses import dataclass
 
+from quire.engine.engine import num_transferred_tokens
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import Sequence
@@ -60,7 +61,7 @@ class Tickets:
 
     def issue(self, sequence: Sequence, attempt: int, num_held_blocks: int, updates: Updates) -> Promise:
         """Promise to take the sequence's blocks from ``num_held_blocks`` on."""
-        num_blocks = -(-sequence.num_tokens // self.layout.block_size)
+        num_blocks = -(-num_transferred_tokens(sequence) // self.layout.block_size)
         promise = Promise(secrets.token_hex(16), sequence, attempt, num_held_blocks, num_blocks, updates)
         self._promises[promise.ticket_id] = promise
         return promise
@@ -120,7 +121,7 @@ class PromisedBlocks:
         """Write a block into its place, if it is the one that belongs there."""
         self._require_open()
         sequence = self._promise.sequence
-        is_full = frame.index < sequence.num_tokens // self._memory.shape.block_size
+        is_full = frame.index < num_transferred_tokens(sequence) // self._memory.shape.block_size
         if frame.block_hash != (sequence.block_hashes[frame.index] if is_full else b""):
             raise DigestMismatchError(f"block {frame.index} is not the block of these tokens")
         try:
@@ -128,8 +129,8 @@ class PromisedBlocks:
         except ValueError as error:
             raise ProtocolError(str(error)) from error
 
-    async def commit(self, first_token_id: int) -> None:
-        """Let the engine decode the sequence from its first token on."""
+    async def commit(self, first_token_id: int | None) -> None:
+        """Let the engine decode from the first token on; without one it draws that too."""
         self._require_open()
         self._is_committed = True
         engine_id = self._promise.sequence.request_id

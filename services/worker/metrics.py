@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire.engine.engine import Engine
+from quire.engine.scheduler import PreemptionCounts
 
 _STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
@@ -20,7 +21,13 @@ class WorkerMetrics:
             "quire_kv_pinned_blocks", "Blocks of finished prefills not yet released.", registry=registry
         )
         self._usage = Gauge("quire_kv_cache_usage_ratio", "Share of blocks in use.", registry=registry)
-        self._preemptions = Gauge("quire_preemptions", "Preempted sequences so far.", registry=registry)
+        self._preemptions = Counter(
+            "quire_preemptions_total",
+            "Preempted requests, by how they come back.",
+            ["kind"],
+            registry=registry,
+        )
+        self._counted = PreemptionCounts(0, 0)
         self._steps = Histogram(
             "quire_step_phase_seconds",
             "Time of a step by phase.",
@@ -49,4 +56,7 @@ class WorkerMetrics:
             self._blocks.labels(state).set(count)
         self._pinned.set(engine.num_pinned_blocks)
         self._usage.set(counts.used / engine.pool.num_blocks)
-        self._preemptions.set(engine.scheduler.num_preemptions)
+        preemptions = engine.scheduler.preemptions
+        for kind, now, before in zip(preemptions._fields, preemptions, self._counted, strict=True):
+            self._preemptions.labels(kind).inc(now - before)
+        self._counted = preemptions

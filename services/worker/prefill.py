@@ -1,4 +1,4 @@
-"""The prefill role: compute a prompt's blocks, push them as they become full, draw the first token."""
+"""The prefill role: compute a prompt's blocks, push them as they become full, commit the first token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PrefillPush:
         self._progress.put_nowait(update)
 
     async def run(self, first_block: int) -> PushSummary:
-        """Push every block from ``first_block`` on, each as soon as it is full, and commit the first token.
+        """Push every block from ``first_block`` on, each as soon as it is full, and commit.
 
         Raises:
             PushFailedError: the decode worker refused or vanished.
@@ -40,13 +40,13 @@ class PrefillPush:
             while True:
                 update = await next_update(self._progress)
                 num_ready = update.num_computed_tokens // block_size
-                if update.tokens:
+                if update.status.is_finished:
                     # The last block goes too, full or not: nothing will be added to it here.
                     num_ready = -(-update.num_computed_tokens // block_size)
                 await push.send(map(self._frame, range(next_block, num_ready)))
                 next_block = max(next_block, num_ready)
-                if update.tokens:
-                    return await push.commit(update.tokens[0].token_id)
+                if update.status.is_finished:
+                    return await push.commit(update.tokens[0].token_id if update.tokens else None)
 
     def _frame(self, index: int) -> Frame:
         is_full = (index + 1) * self._memory.shape.block_size <= self._sequence.num_computed_tokens

@@ -12,16 +12,39 @@ from quire.engine.engine import Engine, RequestTooLongError
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.structured_output import (
+    BadFormatError,
+    GrammarCompiler,
+    GrammarMatcher,
+    StructuredOutputUnavailableError,
+)
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push import BlockPush, ChannelPool
-from quire.protos import kvtransfer_pb2, worker_pb2, worker_pb2_grpc
-from quire.services.errors import Aborted, AlreadyExists, InvalidArgument, ServiceError, Unavailable
-from quire.services.worker.convert import finish_reason, sequence_from_proto, token_to_proto
+from quire.protos import inference_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
+from quire.services.errors import (
+    Aborted,
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    ServiceError,
+    Unavailable,
+)
+from quire.services.worker.borrow import PrefixPuller
+from quire.services.worker.convert import (
+    finish_reason,
+    format_from_proto,
+    logprobs_to_proto,
+    outputs_to_proto,
+    sequence_from_proto,
+    token_to_proto,
+    without_last_token,
+)
 from quire.services.worker.decode import Promise, Tickets
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.prefill import PrefillPush
 from quire.services.worker.updates import Updates, next_update, next_updates
+from quire.tokenization.errors import MissingTokenizerError
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -35,6 +58,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         tickets: Tickets,
         channels: ChannelPool,
         metrics: TransferMetrics,
+        grammars: GrammarCompiler,
+        puller: PrefixPuller,
     ) -> None:
         self._identity = identity
         self._engine = engine
@@ -42,6 +67,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._tickets = tickets
         self._channels = channels
         self._metrics = metrics
+        self._grammars = grammars
+        self._puller = puller
         self._handlers: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
 
     # --- prefill ------------------------------------------------------------------------------------------
@@ -49,18 +76,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        """Compute a prompt, push its blocks, draw its first token."""
-        sequence = self._sequence(request.sequence, stops_after_prefill=True)
+        """Compute a prompt, push its blocks, draw its first token if it is one sequence's."""
+        sequence = await self._sequence(request.sequence, stops_after_prefill=True)
+        if sequence.params.num_sequences > 1:
+            sequence = without_last_token(sequence)
         with self._running(request.sequence.request_id, sequence) as updates:
+            pulled = await self._pull(request, sequence)
             await self._add(sequence)
             if not request.HasField("ticket"):
-                yield await self._first_token(sequence, updates)
+                computed = await self._computed(sequence, updates)
+                computed.pulled.CopyFrom(pulled)
+                yield computed
                 return
             push = PrefillPush(sequence, self._memory, self._open_push(request, sequence, context))
             pushing = asyncio.create_task(push.run(request.ticket.first_block))
             pushing.add_done_callback(lambda task: _report_failure(task, updates))
             try:
-                first = await self._first_token(sequence, updates, push.computed)
+                first = await self._computed(sequence, updates, push.computed)
+                first.pulled.CopyFrom(pulled)
                 yield first
                 if first.finish_reason:
                     return
@@ -72,21 +105,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             finally:
                 pushing.cancel()
 
-    async def _first_token(
+    async def _computed(
         self,
         sequence: Sequence,
         updates: Updates,
         on_update: Callable[[SequenceUpdate], None] = lambda update: None,
     ) -> worker_pb2.PrefillResponse:
-        """Follow the prompt's chunks to its first token."""
+        """Follow the prompt's chunks to its end, and its first token."""
         while True:
             update = await next_update(updates)
             on_update(update)
-            if update.tokens:
+            if update.status.is_finished:
                 return worker_pb2.PrefillResponse(
                     tokens=map(token_to_proto, update.tokens),
                     num_cached_tokens=sequence.num_cached_tokens,
                     finish_reason=finish_reason(update.status),
+                    prompt_logprobs=await _prompt_logprobs(sequence),
                 )
 
     def _open_push(self, request: worker_pb2.PrefillRequest, sequence: Sequence, context: Any) -> BlockPush:
@@ -106,18 +140,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.DecodeRequest, context: Any
     ) -> AsyncIterator[worker_pb2.DecodeResponse]:
         """Generate from a prompt whose blocks are pushed here, or computed here."""
-        sequence = self._sequence(request.sequence, stops_after_prefill=False)
+        if request.remote_prefill:
+            # The prompt's logits are the prefill worker's; asking for them here would refuse cached blocks.
+            request.sequence.ClearField("prompt_logprobs")
+        sequence = await self._sequence(request.sequence, stops_after_prefill=False)
         with self._running(request.sequence.request_id, sequence) as updates:
+            pulled = await self._pull(request, sequence)
             if not request.remote_prefill:
                 await self._add(sequence)
                 async for response in self._tokens(sequence, updates, is_local=True):
+                    if response.HasField("accepted"):
+                        response.accepted.pulled.CopyFrom(pulled)
                     yield response
                 return
-            with _known_errors():
+            with _known_errors(sequence):
                 num_held = await self._engine.call(lambda e: e.accept(sequence))
             promise = self._tickets.issue(sequence, request.sequence.attempt, num_held, updates)
             try:
-                yield worker_pb2.DecodeResponse(accepted=self._accepted(promise, sequence))
+                accepted = self._accepted(promise, sequence)
+                accepted.pulled.CopyFrom(pulled)
+                yield worker_pb2.DecodeResponse(accepted=accepted)
                 async for response in self._tokens(sequence, updates, is_local=False):
                     yield response
             finally:
@@ -135,19 +177,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _tokens(
         self, sequence: Sequence, updates: Updates, *, is_local: bool
     ) -> AsyncIterator[worker_pb2.DecodeResponse]:
-        status = SequenceStatus.WAITING
-        while not status.is_finished:
+        params = sequence.params
+        num_left = params.num_sequences
+        while num_left:
             batch = await next_updates(updates)
-            status = batch[-1].status
-            tokens = [token_to_proto(token) for update in batch for token in update.tokens]
-            if not tokens and not status.is_finished:
+            outputs = outputs_to_proto(batch)
+            if not outputs:
                 continue
+            num_finished = sum(update.status.is_finished for update in batch)
+            # A beam search's answers come all at once, and may be fewer than its beams.
+            num_left -= num_left if params.beam and num_finished else num_finished
             if is_local:
                 # What was cached is known only now that the scheduler has admitted the sequence.
                 accepted = worker_pb2.Accepted(num_cached_tokens=sequence.num_cached_tokens)
-                yield worker_pb2.DecodeResponse(accepted=accepted)
+                yield worker_pb2.DecodeResponse(
+                    accepted=accepted, prompt_logprobs=await _prompt_logprobs(sequence)
+                )
                 is_local = False
-            yield worker_pb2.DecodeResponse(tokens=tokens, finish_reason=finish_reason(status))
+            yield worker_pb2.DecodeResponse(outputs=outputs)
 
     # --- the rest -----------------------------------------------------------------------------------------
 
@@ -170,13 +217,36 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Count this worker's requests and blocks."""
         return await self._engine.call(load)
 
-    def _sequence(self, message: worker_pb2.Sequence, *, stops_after_prefill: bool) -> Sequence:
-        root_hash = self._identity.root_hash(message.cache_scope)
-        vocab_size = self._identity.vocab_size
-        return sequence_from_proto(message, root_hash, vocab_size, stops_after_prefill=stops_after_prefill)
+    async def _sequence(self, message: worker_pb2.Sequence, *, stops_after_prefill: bool) -> Sequence:
+        return sequence_from_proto(
+            message,
+            self._identity.root_hash(message.cache_scope),
+            self._identity.vocab_size,
+            await self._grammar(message),
+            stops_after_prefill=stops_after_prefill,
+        )
+
+    async def _grammar(self, message: worker_pb2.Sequence) -> GrammarMatcher | None:
+        output_format = format_from_proto(message.format)
+        if output_format is None:
+            return None
+        num_prompt_tokens = len(message.token_ids) - message.num_output_tokens
+        try:
+            return await asyncio.to_thread(self._grammars.compile, output_format, num_prompt_tokens)
+        except BadFormatError as error:
+            raise InvalidArgument(f"format.{output_format.kind}", str(error)) from error
+        except (StructuredOutputUnavailableError, MissingTokenizerError) as error:
+            raise FailedPrecondition(str(error), reason="NO_STRUCTURED_OUTPUT") from error
+
+    async def _pull(
+        self, request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest, sequence: Sequence
+    ) -> worker_pb2.PullSummary:
+        if not request.HasField("pull_from"):
+            return worker_pb2.PullSummary()
+        return await self._puller.pull(sequence, request.pull_from)
 
     async def _add(self, sequence: Sequence) -> None:
-        with _known_errors():
+        with _known_errors(sequence):
             await self._engine.call(lambda e: e.add(sequence))
 
     @contextmanager
@@ -189,7 +259,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise AlreadyExists(f"request {name} is already here")
         self._handlers[request_id].add(task)
         try:
-            with _known_errors():
+            with _known_errors(sequence):
                 yield self._engine.subscribe(name)
         finally:
             self._engine.unsubscribe(name)
@@ -198,6 +268,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._handlers[request_id].discard(task)
             if not self._handlers[request_id]:
                 del self._handlers[request_id]
+
+
+async def _prompt_logprobs(sequence: Sequence) -> list[inference_pb2.TokenLogprobs]:
+    """Return the logprobs of a computed prompt; those of a long one take too long for the event loop."""
+    if not sequence.prompt_logprobs:
+        return []
+    return await asyncio.to_thread(lambda: list(map(logprobs_to_proto, sequence.prompt_logprobs)))
 
 
 def load(engine: Engine) -> worker_pb2.GetLoadResponse:
@@ -219,16 +296,23 @@ def load(engine: Engine) -> worker_pb2.GetLoadResponse:
 
 
 @contextmanager
-def _known_errors() -> Iterator[None]:
+def _known_errors(sequence: Sequence) -> Iterator[None]:
     """Turn the engine's and the transfer's errors into statuses."""
     try:
         yield
     except RequestTooLongError as error:
-        raise InvalidArgument("token_ids", str(error)) from error
+        raise InvalidArgument(_field_of_size(sequence), str(error)) from error
     except EngineStoppedError as error:
         raise Unavailable(str(error), reason="DRAINING") from error
     except PushFailedError as error:
         raise Aborted(f"the push failed: {error}", reason="KV_TRANSFER_FAILED") from error
+
+
+def _field_of_size(sequence: Sequence) -> str:
+    """Return which field makes a request too large: several sequences, or a long prompt."""
+    if sequence.params.num_sequences == 1:
+        return "token_ids"
+    return "sampling.beam.width" if sequence.params.beam else "sampling.n"
 
 
 def _report_failure(task: asyncio.Task[Any], updates: Updates) -> None:

@@ -17,14 +17,18 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.structured_output import GrammarCompiler
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.lender import KvPullServicer
 from quire.kvtransfer.malloc import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
+from quire.kvtransfer.pin import BlockLeases
+from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.push import ChannelPool
 from quire.kvtransfer.receiver import KvTransferServicer
 from quire.protos import kvtransfer_pb2_grpc, worker_pb2_grpc
@@ -32,16 +36,26 @@ from quire.services.grpc_server import Service, grpc_server, serve_until_signal
 from quire.services.log import configure_logging, get_logger
 from quire.services.metrics_server import metrics_server
 from quire.services.worker.app import RunningWorker, WorkerConfig
+from quire.services.worker.borrow import PrefixPuller
 from quire.services.worker.decode import Tickets
 from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.lend import PoolSource
 from quire.services.worker.metrics import WorkerMetrics
 from quire.services.worker.servicer import WorkerServicer
+from quire.tokenization.tokenizer import load_model_files
 
 DEFAULT_KV_BYTES = 256 << 20
 """Size of a pool on the CPU, unless it is given: 16k tokens of the largest model one would run there."""
 
+GPU_KV_SHARE = 0.8
+"""Of a GPU's memory that is free once the model is loaded; the rest is for the forward pass."""
+
 WORKER_SERVICE = "quire.v1.WorkerService"
 KV_SERVICE = "quire.v1.KvTransferService"
+PULL_SERVICE = "quire.v1.KvPullService"
+
+LENT_SHARE = 0.3
+"""Most of the pool that other workers' leases may keep from being evicted."""
 
 _log = get_logger("worker")
 
@@ -52,15 +66,20 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
     configure_logging(config.log_level, process=worker_id)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     keep_freed_buffers()
-    model = await asyncio.to_thread(load_model, config.model_path, config.dtype, torch.device("cpu"))
-    memory = _allocate(config, model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = await asyncio.to_thread(load_model, config.model_path, config.dtype, device)
+    memory = _allocate(config, model, device)
     identity = _identify(config, worker_id, model, memory)
     registry = CollectorRegistry()
     metrics, transfers = WorkerMetrics(registry), TransferMetrics(registry)
     async with AsyncExitStack() as stack:
         publisher = _publisher(config, registry, stack)
-        limits = SchedulerConfig(config.block_size, config.max_num_seqs, config.max_num_batched_tokens)
-        engine = Engine(model, memory, limits, block_hash, publisher, identity.max_model_len)
+        limits = SchedulerConfig(
+            config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.preemption
+        )
+        engine = Engine(
+            model, memory, limits, block_hash, publisher, identity.max_model_len, _swap_memory(config, memory)
+        )
         await asyncio.to_thread(_warm_up, engine)
         metrics.refresh(engine)
         thread = EngineThread(engine, metrics.stepped)
@@ -69,14 +88,31 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         channels = ChannelPool()
         stack.push_async_callback(channels.close)
         tickets = Tickets(thread, memory, identity.layout, identity.epoch)
-        servicer = WorkerServicer(identity, thread, memory, tickets, channels, transfers)
+        grammars = GrammarCompiler(
+            lambda: _read_tokenizer(config.model_path), model.vocab_size, model.eos_token_ids
+        )
+        pulls = PullMetrics(registry)
+        puller = PrefixPuller(thread, memory, identity.layout, block_hash, channels, pulls)
+        servicer = WorkerServicer(identity, thread, memory, tickets, channels, transfers, grammars, puller)
         receiver = KvTransferServicer(tickets, transfers)
+        leases = BlockLeases(
+            PoolSource(thread, memory, identity.layout, identity.epoch),
+            pulls,
+            max_blocks=max(1, int(LENT_SHARE * memory.num_blocks)),
+        )
+        sweeping = asyncio.create_task(leases.sweep_forever())
+        stack.callback(sweeping.cancel)
         server = await stack.enter_async_context(
             grpc_server(
                 [
                     Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, WORKER_SERVICE),
                     Service(
                         kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, KV_SERVICE
+                    ),
+                    Service(
+                        kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server,
+                        KvPullServicer(leases, pulls),
+                        PULL_SERVICE,
                     ),
                 ],
                 host=config.host,
@@ -105,12 +141,25 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         await serve_until_signal(server)
 
 
-def _allocate(config: WorkerConfig, model: LoadedModel) -> KvMemory:
+def _allocate(config: WorkerConfig, model: LoadedModel, device: torch.device) -> KvMemory:
     shape = model.kv_shape(config.block_size)
-    num_blocks = config.num_blocks or (config.kv_memory_bytes or DEFAULT_KV_BYTES) // shape.block_bytes
+    num_bytes = config.kv_memory_bytes or _default_kv_bytes(device)
+    num_blocks = config.num_blocks or num_bytes // shape.block_bytes
     if num_blocks < 2:
         raise ValueError(f"one KV block takes {shape.block_bytes} bytes; --kv-memory must hold two at least")
-    return KvMemory(shape, num_blocks, torch.device("cpu"))
+    return KvMemory(shape, num_blocks, device)
+
+
+def _default_kv_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return DEFAULT_KV_BYTES
+    num_free, _ = torch.cuda.mem_get_info(device)
+    return int(num_free * GPU_KV_SHARE)
+
+
+def _swap_memory(config: WorkerConfig, memory: KvMemory) -> KvMemory | None:
+    num_blocks = config.swap_memory_bytes // memory.shape.block_bytes
+    return KvMemory(memory.shape, num_blocks, torch.device("cpu")) if num_blocks else None
 
 
 def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: KvMemory) -> WorkerIdentity:
@@ -139,6 +188,10 @@ def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: 
     )
 
 
+def _read_tokenizer(model_path: str) -> str:
+    return (load_model_files(model_path).folder / "tokenizer.json").read_text("utf-8")
+
+
 def _publisher(
     config: WorkerConfig, registry: CollectorRegistry, stack: AsyncExitStack
 ) -> BlockPublisher | None:
@@ -163,3 +216,4 @@ def _warm_up(engine: Engine) -> None:
     engine.add(prompt)
     while not engine.is_idle:
         engine.step()
+    engine.pool.clear_cache()

@@ -10,6 +10,7 @@ from typer.testing import Result
 
 from quire.cli.answer import Answer, format_stats
 from quire.client import Usage
+from quire.protos import inference_pb2 as pb
 from quire.services import errors as service_errors
 
 Quire = Callable[..., Result]
@@ -34,6 +35,16 @@ def test_chat_uses_the_template(quire: Quire, fake_generation: Any) -> None:
     quire("generate", "Hi", "--address", fake_generation.address, "--system", "Be brief.")
     roles = [[each.role for each in sent.chat.messages] for sent in fake_generation.requests]
     assert roles == [["user"], ["system", "user"]]
+
+
+def test_several_answers_come_under_their_numbers(quire: Quire, fake_generation: Any) -> None:
+    result = quire("generate", "Hi", "--address", fake_generation.address, "--n", "2")
+    assert result.stdout == "[0]\nBlue is é🙂.\n[1]\nBlue is é🙂.\n"
+    search = ("--beam-width", "2", "--length-penalty", "0.5", "--early-stopping", "never")
+    result = quire("generate", "Hi", "--address", fake_generation.address, *search)
+    assert result.stdout == "[0] score -0.5000\nBlue is é🙂.\n[1] score -1.5000\nBlue is é🙂.\n"
+    beam = fake_generation.requests[1].sampling.beam
+    assert (beam.width, beam.length_penalty, beam.early_stopping) == (2, 0.5, pb.EARLY_STOPPING_IMPOSSIBLE)
 
 
 def test_stats_go_to_stderr(quire: Quire, fake_generation: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import grpc
@@ -39,10 +40,17 @@ class FakeGeneration(GenerationServiceServicer):
     def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         self._begin(request.generation, context)
         return pb.GenerateResponse(
-            text="".join(self.answer),
-            token_ids=range(len(self.answer)),
-            finish_reason=pb.FINISH_REASON_STOP,
-            logprobs=self._logprobs(request.generation) * len(self.answer),
+            choices=[
+                pb.Choice(
+                    index=index,
+                    score=-0.5 - index if request.generation.sampling.HasField("beam") else None,
+                    text="".join(self.answer),
+                    token_ids=range(len(self.answer)),
+                    finish_reason=pb.FINISH_REASON_STOP,
+                    logprobs=self._logprobs(request.generation) * len(self.answer),
+                )
+                for index in range(_num_answers(request.generation))
+            ],
             usage=self._usage(),
             request_id="r-1",
         )
@@ -53,13 +61,18 @@ class FakeGeneration(GenerationServiceServicer):
         is_complete = threading.Event()
         context.add_callback(lambda: is_complete.is_set() or self.cancelled.set())
         self._begin(request.generation, context)
-        for index, word in enumerate(self.answer):
-            is_last = index == len(self.answer) - 1
+        num_answers = _num_answers(request.generation)
+        is_search = request.generation.sampling.HasField("beam")
+        for index, (word, answer) in enumerate(product(self.answer, range(num_answers))):
+            is_last = index == len(self.answer) * num_answers - 1
+            is_end = index >= len(self.answer) * num_answers - num_answers
             yield pb.GenerateStreamResponse(
                 text=word,
-                token_ids=[index],
+                token_ids=[index // num_answers],
+                index=answer,
+                score=-0.5 - answer if is_search and is_end else None,
                 logprobs=self._logprobs(request.generation),
-                finish_reason=pb.FINISH_REASON_STOP if is_last else pb.FINISH_REASON_UNSPECIFIED,
+                finish_reason=pb.FINISH_REASON_STOP if is_end else pb.FINISH_REASON_UNSPECIFIED,
                 usage=self._usage() if is_last else None,
                 request_id="" if index else "r-1",
             )
@@ -107,6 +120,10 @@ class FakeGeneration(GenerationServiceServicer):
         if not generation.response.HasField("logprobs"):
             return []
         return [pb.TokenLogprobs(logprob=-0.5, top=[pb.CandidateLogprob(token_id=7, logprob=-0.5)])]
+
+
+def _num_answers(generation: pb.Generation) -> int:
+    return generation.sampling.beam.width or generation.sampling.n or 1
 
 
 @pytest.fixture

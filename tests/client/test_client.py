@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from quire.client import (
     Unavailable,
     Unsupported,
 )
+from quire.protos import inference_pb2 as pb
 from quire.services import errors as service_errors
 
 WAIT_SECONDS = 10.0
@@ -51,10 +53,18 @@ def test_options_reach_their_fields(client: Client, fake_generation: Any) -> Non
         top_k=3,
         min_p=0.25,
         seed=2**64 - 1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        logit_bias={7: -100, 8: 1.5},
+        allowed_token_ids=[7, 8],
+        bad_words=["no"],
+        bad_word_token_ids=[[4], [5, 6]],
         stop="\n",
         stop_token_ids=[9],
         ignore_eos=True,
         logprobs=0,
+        prompt_logprobs=0,
         keep_special_tokens=True,
         model="demo",
         request_id="mine",
@@ -67,9 +77,26 @@ def test_options_reach_their_fields(client: Client, fake_generation: Any) -> Non
     assert (sent.sampling.min_p, sent.sampling.seed) == (0.25, 2**64 - 1)
     assert (list(sent.stopping.stop_strings), list(sent.stopping.stop_token_ids)) == (["\n"], [9])
     assert sent.stopping.ignore_eos
+    penalties = sent.sampling.presence_penalty, sent.sampling.frequency_penalty
+    assert (*penalties, sent.sampling.repetition_penalty) == (0.5, -0.5, 1.25)
+    assert dict(sent.sampling.logit_bias) == {7: -100.0, 8: 1.5}
+    assert (list(sent.sampling.allowed_token_ids), list(sent.sampling.bad_words)) == ([7, 8], ["no"])
+    assert [list(word.ids) for word in sent.sampling.bad_word_token_ids] == [[4], [5, 6]]
     assert sent.response.HasField("logprobs")
+    assert sent.response.HasField("prompt_logprobs")
     assert sent.response.keep_special_tokens
     assert (sent.model, sent.request_id) == ("demo", "mine")
+
+
+def test_a_format_reaches_its_field(client: Client, fake_generation: Any) -> None:
+    client.generate("x", json_schema={"type": "integer"})
+    client.generate("x", regex="[ab]+")
+    client.generate("x", grammar='start: "a"')
+    formats = [sent.format for sent in fake_generation.requests]
+    assert [json.loads(formats[0].json_schema), formats[1].regex] == [{"type": "integer"}, "[ab]+"]
+    assert formats[2].grammar == 'start: "a"'
+    with pytest.raises(InvalidRequest, match="one format"):
+        client.generate("x", regex="a", grammar='start: "a"')
 
 
 def test_absent_options_stay_absent(client: Client, fake_generation: Any) -> None:
@@ -200,6 +227,9 @@ def test_no_server_is_unavailable() -> None:
         ("x", {"temperature": "hot"}, "temperature"),
         ("x", {"stop": 3}, "stop"),
         ("x", {"stop_token_ids": [-1]}, "stop_token_ids"),
+        ("x", {"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ("x", {"logit_bias": 3}, "logit_bias"),
+        ("x", {"bad_word_token_ids": [3]}, "bad_word_token_ids"),
         ([-1], {}, "prompt"),
         ([{"role": "user"}], {}, "prompt"),
         ([{"role": "user", "content": None}], {}, "prompt"),
@@ -214,6 +244,46 @@ def test_values_that_fit_no_field_are_refused_here(
     assert not fake_generation.requests
 
 
+def test_several_answers_are_choices(client: Client, fake_generation: Any) -> None:
+    completion = client.generate("x", n=2, seed=3)
+    text = "Blue is é🙂."
+    assert [(choice.index, choice.text) for choice in completion.choices] == [(0, text), (1, text)]
+    assert completion.text == completion.choices[0].text
+    assert [choice.score for choice in completion.choices] == [None, None]
+    texts = ["", ""]
+    for delta in client.stream("x", n=2):
+        texts[delta.index] += delta.text
+    assert texts == [text, text]
+    assert fake_generation.requests[0].sampling.n == 2
+
+
+@pytest.mark.parametrize(
+    ("early_stopping", "sent"),
+    [
+        (True, pb.EARLY_STOPPING_ENOUGH),
+        (False, pb.EARLY_STOPPING_UNLIKELY),
+        ("never", pb.EARLY_STOPPING_IMPOSSIBLE),
+        (None, pb.EARLY_STOPPING_UNSPECIFIED),
+    ],
+)
+def test_a_beam_search_has_scores(
+    client: Client, fake_generation: Any, early_stopping: Any, sent: int
+) -> None:
+    options: Any = {"beam_width": 3, "length_penalty": 0.5, "early_stopping": early_stopping}
+    completion = client.generate("x", **options)
+    assert [choice.score for choice in completion.choices] == [-0.5, -1.5, -2.5]
+    scores = [delta.score for delta in client.stream("x", **options)]
+    assert [score for score in scores if score is not None] == [-0.5, -1.5, -2.5]
+    beam = fake_generation.requests[0].sampling.beam
+    assert (beam.width, beam.length_penalty, beam.early_stopping) == (3, 0.5, sent)
+
+
+def test_early_stopping_is_one_of_three(client: Client) -> None:
+    options: Any = {"beam_width": 3, "early_stopping": "soon"}
+    with pytest.raises(InvalidRequest, match="early_stopping: 'soon' does not fit"):
+        client.generate("x", **options)
+
+
 def test_an_unknown_option_is_a_type_error(client: Client) -> None:
-    with pytest.raises(TypeError, match="beam_width"):
-        client.generate("x", beam_width=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="best_of"):
+        client.generate("x", best_of=3)  # type: ignore[call-arg]

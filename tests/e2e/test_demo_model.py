@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from quire.models.bundled import demo_model_path
 from quire.models.notes import HELD_OUT_SEEDS, Example, held_out, question, sample_notes, text
 from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
-from quire.services.worker.app import demo_model_path
 
 NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 200, 20, 16
 NUM_CHATS, NUM_TURNS = 8, 8

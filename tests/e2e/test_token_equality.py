@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from quire.client import InvalidRequest
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import load_model
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import SamplingParams, Sequence
+from quire.kvindex.block_hash import block_hash
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.local_stack import RunningStack
 
@@ -95,6 +106,24 @@ async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(stack: RunningS
         await e2e.quiet(workers)
 
 
+async def test_structured_output_crosses_two_processes(stack: RunningStack, e2e: Any) -> None:
+    async with e2e.connected(stack) as (client, workers):
+        for seed in range(3):
+            answer = await client.generate(e2e.make_prompt(30), regex="[a-f]{3}(-[0-9]{2}){1,3}", seed=seed)
+            assert re.fullmatch("[a-f]{3}(-[0-9]{2}){1,3}", answer.text)
+            assert answer.finish_reason == "stop"
+        schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 5}
+        answer = await client.generate(e2e.make_prompt(30), json_schema=schema)
+        assert set(json.loads(answer.text)) <= {"a", "b"}
+        answer = await client.generate(e2e.make_prompt(30), regex="(ab|cd){2,4}", n=3, prompt_logprobs=1)
+        assert len(answer.choices) == 3
+        assert all(re.fullmatch("(ab|cd){2,4}", choice.text) for choice in answer.choices)
+        assert len(answer.prompt_logprobs) == 29
+        with pytest.raises(InvalidRequest, match="unclosed character class"):
+            await client.generate(e2e.make_prompt(30), regex="[ab")
+        await e2e.quiet(workers)
+
+
 async def _collect(call: Any) -> list[Any]:
     return [message async for message in call]
 
@@ -109,5 +138,49 @@ async def _disaggregated(
     request = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket)
     prefilled = await _collect(prefill.Prefill(request))
     decoded = [message async for message in responses]
-    messages = [*prefilled, *decoded]
-    return [token.token_id for message in messages for token in message.tokens], accepted, prefilled[0]
+    parts = [*prefilled, *(output for message in decoded for output in message.outputs)]
+    return [token.token_id for part in parts for token in part.tokens], accepted, prefilled[0]
+
+
+async def test_rules_and_prompt_logprobs_cross_two_processes(
+    stack: RunningStack, tiny_model: Callable[[str], Path], e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(50, seed=9)
+    rules: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.3}
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=24,
+        ignore_eos=True,
+        logit_bias=((60, 0.5),),
+        bad_words=((17,), (44, 45)),
+        num_prompt_logprobs=2,
+        **rules,
+    )
+    sequence = Sequence("r", list(prompt), len(prompt), sampling, b"")
+    model = load_model(str(tiny_model("llama")), "float32", torch.device("cpu"))
+    memory = KvMemory(model.kv_shape(16), 16, torch.device("cpu"))
+    engine = Engine(model, memory, SchedulerConfig(), block_hash)
+    engine.add(sequence)
+    expected: list[int] = []
+    while not engine.is_idle:
+        expected += [token.token_id for update in engine.step() for token in update.tokens]
+    async with e2e.connected(stack) as (client, workers):
+        for _ in range(2):  # the second time all blocks are cached, but for the logits
+            answer = await client.generate(
+                prompt,
+                temperature=0.0,
+                max_tokens=24,
+                ignore_eos=True,
+                logit_bias={60: 0.5},
+                bad_word_token_ids=[[17], [44, 45]],
+                prompt_logprobs=2,
+                **rules,
+            )
+            assert list(answer.token_ids) == expected
+            assert len(answer.prompt_logprobs) == len(prompt) - 1
+            for found, wanted in zip(answer.prompt_logprobs, sequence.prompt_logprobs, strict=True):
+                assert found.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+                assert [top.token_id for top in found.top] == [token_id for token_id, _ in wanted.top]
+        assert answer.usage.cached_prompt_tokens == 0
+        assert answer.usage.blocks_reused_on_decode > 0
+        await e2e.quiet(workers)

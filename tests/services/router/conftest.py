@@ -1,9 +1,8 @@
-"""A tiny tokenizer, scripted workers on real servers, and a router in front of them."""
+"""Scripted workers on real servers, and a router in front of them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -12,9 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-import tokenizers
 from prometheus_client import CollectorRegistry
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
@@ -22,45 +19,11 @@ from quire.protos import kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.services.errors import Aborted, ServiceError
 from quire.services.grpc_server import GrpcServer, Service, grpc_server
 from quire.services.router.app import RouterConfig, RunningRouter, router
-from quire.services.router.chat_template import ChatTemplate
-from quire.services.router.tokenizer import Tokenizer, load_model_files
 from quire.services.router.validation import ServedModel
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
 VOCAB_SIZE = 320
-TEMPLATE = """{{ bos_token }}{% for message in messages %}
-<|{{ message.role }}|>{{ message.content | trim }}{{ eos_token }}
-{% endfor %}
-{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder that holds a byte-level BPE tokenizer: <s> is 0, </s> is 1."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["hello world, stop here and say the end"] * 4, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "bos_token": "<s>",
-        "eos_token": {"__type": "AddedToken", "content": "</s>"},
-        "chat_template": TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model_folder: Path) -> Tokenizer:
-    return Tokenizer.load(model_folder)
 
 
 @pytest.fixture
@@ -99,10 +62,27 @@ class Script:
         is_last = position + 1 >= min(sequence.stopping.max_tokens, len(self.answer))
         return pb.FINISH_REASON_LENGTH if is_last else pb.FINISH_REASON_UNSPECIFIED
 
+    def beams(self, sequence: worker_pb2.Sequence) -> list[worker_pb2.SequenceOutput]:
+        """Return a search's answers, one fewer than its beams: the script, each a token shorter."""
+        return [
+            worker_pb2.SequenceOutput(
+                index=index,
+                tokens=[self.token(position) for position in range(len(self.answer) - index)],
+                finish_reason=pb.FINISH_REASON_STOP,
+                score=-0.5 - index,
+            )
+            for index in range(sequence.sampling.beam.width - 1)
+        ]
+
     def token(self, position: int) -> worker_pb2.SampledToken:
         return worker_pb2.SampledToken(
             token_id=self.answer[position], logprobs=pb.TokenLogprobs(logprob=-float(position))
         )
+
+
+def num_sequences(sequence: worker_pb2.Sequence) -> int:
+    """Return how many answers a request wants."""
+    return sequence.sampling.beam.width or sequence.sampling.n or 1
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -146,13 +126,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         try:
             position = request.sequence.num_output_tokens
             await self._before_token(0)
-            finish_reason = self.script.finish_reason(request.sequence, position)
-            yield worker_pb2.PrefillResponse(
-                tokens=[self.script.token(position)],
-                num_cached_tokens=self.num_cached_tokens,
-                finish_reason=finish_reason,
-            )
-            if finish_reason:
+            first = worker_pb2.PrefillResponse(num_cached_tokens=self.num_cached_tokens)
+            if num_sequences(request.sequence) == 1:
+                first.tokens.append(self.script.token(position))
+                first.finish_reason = self.script.finish_reason(request.sequence, position)
+            yield first
+            if first.finish_reason:
                 return
             await self._before_token(1)
             self.script.commits[request.ticket.ticket_id].set()
@@ -176,12 +155,21 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             position = request.sequence.num_output_tokens
             if request.remote_prefill:
                 await self.script.commits[ticket].wait()
-                position += 1
+                position += num_sequences(request.sequence) == 1
+            if request.sequence.sampling.HasField("beam"):
+                await self._before_token(0)
+                yield worker_pb2.DecodeResponse(outputs=self.script.beams(request.sequence))
+                return
             for count in range(len(self.script.answer)):
                 await self._before_token(count)
                 reason = self.script.finish_reason(request.sequence, position + count)
                 token = self.script.token(position + count)
-                yield worker_pb2.DecodeResponse(tokens=[token], finish_reason=reason)
+                yield worker_pb2.DecodeResponse(
+                    outputs=[
+                        worker_pb2.SequenceOutput(index=index, tokens=[token], finish_reason=reason)
+                        for index in range(num_sequences(request.sequence))
+                    ]
+                )
                 if reason:
                     return
         finally:

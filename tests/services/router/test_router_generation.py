@@ -87,9 +87,10 @@ async def test_the_unary_call_collects_the_stream(pair: Any) -> None:
     request = generation()
     request.response.logprobs = 0
     whole = await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
-    assert whole.text == TEXT
-    assert list(whole.token_ids) == pair.script.answer
-    assert [entry.logprob for entry in whole.logprobs] == [-float(i) for i in range(len(pair.script.answer))]
+    (choice,) = whole.choices
+    assert choice.text == TEXT
+    assert list(choice.token_ids) == pair.script.answer
+    assert [entry.logprob for entry in choice.logprobs] == [-float(i) for i in range(len(pair.script.answer))]
     assert whole.request_id == "test"
     assert whole.usage.prompt_tokens == len((await stub.Tokenize(pb.TokenizeRequest(text="say"))).token_ids)
 

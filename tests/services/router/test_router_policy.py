@@ -7,9 +7,11 @@ import pytest
 from quire.services.router.policy import (
     Candidate,
     Choice,
+    Peer,
     affinity_key,
     choose_decode,
     choose_prefill,
+    choose_pull,
     needs_prefill_worker,
 )
 
@@ -77,3 +79,31 @@ def test_overlap_counts_half_for_decode() -> None:
 @pytest.mark.parametrize(("cached", "limit", "needed"), [(0, 0, True), (90, 16, False), (80, 16, True)])
 def test_short_rests_need_no_prefill_worker(cached: int, limit: int, needed: bool) -> None:
     assert needs_prefill_worker(Choice("d", cached, "only"), 100, limit) is needed
+
+
+def pull_of(own_tokens: int, *peers: Peer, tokens_per_second: float = 1000.0) -> tuple[str, int] | None:
+    pull = choose_pull(
+        own_tokens, peers, block_size=16, block_bytes=1 << 20, tokens_per_second=tokens_per_second
+    )
+    return pull and (pull.worker_id, pull.num_blocks)
+
+
+def test_blocks_are_pulled_where_that_is_faster_than_computing() -> None:
+    peer = Peer("peer", 1600, 1e9)
+    assert pull_of(0, peer) == ("peer", 100)
+    assert pull_of(0, peer, tokens_per_second=1e5) is None
+    assert pull_of(0, Peer("slow", 1600, 1e7)) is None
+
+
+def test_blocks_that_are_there_and_few_blocks_are_not_pulled() -> None:
+    peer = Peer("peer", 1600, 1e9)
+    assert pull_of(1600, peer) is None
+    assert pull_of(1600 - 3 * 16, peer) is None
+    assert pull_of(1600 - 4 * 16, peer) == ("peer", 100)
+    assert pull_of(1600, Peer("behind", 800, 1e9)) is None
+    assert pull_of(0) is None
+
+
+def test_the_pull_that_saves_most_is_taken() -> None:
+    assert pull_of(0, Peer("near", 800, 1e10), Peer("far", 1600, 1e9)) == ("far", 100)
+    assert pull_of(0, Peer("slow", 1600, 1e8), Peer("fast", 1600, 1e9)) == ("fast", 100)

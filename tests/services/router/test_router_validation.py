@@ -68,6 +68,24 @@ def chat(*messages: tuple[str, str]) -> pb.Generation:
         (sampling(min_p=math.nan), "sampling.min_p", "got nan"),
         (sampling(top_k=321), "sampling.top_k", "to 320; got 321"),
         (request(response=pb.ResponseOptions(logprobs=21)), "response.logprobs", "at most 20; got 21"),
+        (sampling(n=0), "sampling.n", "from 1 to 64; got 0"),
+        (sampling(n=65), "sampling.n", "from 1 to 64; got 65"),
+        (sampling(n=2, beam=pb.BeamParams(width=2)), "sampling.n", "must be 1 with sampling.beam"),
+        (sampling(beam=pb.BeamParams()), "sampling.beam.width", "from 2 to 64; got 0"),
+        (sampling(beam=pb.BeamParams(width=65)), "sampling.beam.width", "from 2 to 64; got 65"),
+        (
+            sampling(beam=pb.BeamParams(width=2, length_penalty=math.inf)),
+            "sampling.beam.length_penalty",
+            "must be finite; got inf",
+        ),
+        (
+            request(
+                sampling=pb.SamplingParams(beam=pb.BeamParams(width=2)),
+                response=pb.ResponseOptions(logprobs=0),
+            ),
+            "response.logprobs",
+            "must be absent with sampling.beam",
+        ),
     ],
 )
 async def test_what_is_wrong_is_named(

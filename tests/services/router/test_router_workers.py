@@ -203,7 +203,7 @@ async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_pa
         assert cluster.metric("quire_index_lookup_seconds_count", result="hit") >= 2
         server.shutdown(nosave=True)
         answer = await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
-        assert list(answer.token_ids) == cluster.script.answer
+        assert list(answer.choices[0].token_ids) == cluster.script.answer
         assert cluster.metric("quire_index_fallback_total", reason="error") >= 1
         await cluster.running.workers.refresh()
         assert len(ids_of(cluster.running.workers)) == 3

@@ -1,0 +1,37 @@
+"""What other workers may copy from this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from quire.engine.engine_thread import EngineStoppedError, EngineThread
+from quire.engine.kv_memory import KvMemory
+from quire.kvtransfer.errors import TransferError
+from quire.kvtransfer.layout import KvLayout
+
+
+class PoolSource:
+    """The engine's blocks as a ``BlockSource``."""
+
+    def __init__(self, engine: EngineThread, memory: KvMemory, layout: KvLayout, epoch: str) -> None:
+        self.layout = layout
+        self.epoch = epoch
+        self._engine = engine
+        self._memory = memory
+
+    async def pin(self, lease_id: str, block_hashes: Sequence[bytes]) -> Sequence[int]:
+        """Hold the leading blocks that are present; see ``BlockSource``."""
+        try:
+            return await self._engine.call(lambda e: e.pins.pin(lease_id, block_hashes))
+        except EngineStoppedError as error:
+            raise TransferError(str(error)) from error
+
+    def unpin(self, lease_id: str) -> None:
+        """Hold them no longer."""
+        with suppress(EngineStoppedError):
+            self._engine.post(lambda e: e.unpin(lease_id))
+
+    def read(self, block_id: int) -> bytes:
+        """Copy a block."""
+        return self._memory.read(block_id)

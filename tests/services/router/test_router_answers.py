@@ -1,0 +1,146 @@
+"""Several answers to one request: one prefill, one stream, each answer with an end of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import InvalidArgument, Unavailable
+
+TEXT = "hello world, stop here"
+SEED = 2**64 - 2
+
+
+def generation(prompt: list[int] | None = None, stop: str = "", **sampling: Any) -> pb.Generation:
+    return pb.Generation(
+        token_ids=pb.TokenIds(ids=prompt or [5, 6, 7, 8]),
+        sampling=pb.SamplingParams(seed=SEED, **sampling),
+        stopping=pb.StoppingParams(stop_strings=[stop] if stop else []),
+        request_id="test",
+    )
+
+
+async def stream(stub: Any, *arguments: Any, **options: Any) -> list[pb.GenerateStreamResponse]:
+    request = pb.GenerateStreamRequest(generation=generation(*arguments, **options))
+    return [response async for response in stub.GenerateStream(request, timeout=10)]
+
+
+def answers_of(responses: list[pb.GenerateStreamResponse]) -> dict[int, list[int]]:
+    answers: defaultdict[int, list[int]] = defaultdict(list)
+    for response in responses:
+        answers[response.index] += response.token_ids
+    return dict(answers)
+
+
+def calls(cluster: Any, role: str) -> list[Any]:
+    return [call for worker in cluster.workers.values() if worker.role == role for call in worker.calls]
+
+
+async def test_samples_take_one_prefill_and_end_one_by_one(pair: Any) -> None:
+    stub = await pair.start()
+    responses = await stream(stub, n=4)
+    assert answers_of(responses) == dict.fromkeys(range(4), pair.script.answer)
+    assert sorted(r.index for r in responses if r.finish_reason) == [0, 1, 2, 3]
+    assert [r.HasField("usage") for r in responses] == [False] * (len(responses) - 1) + [True]
+    assert [r.request_id for r in responses] == ["test"] + [""] * (len(responses) - 1)
+    usage = responses[-1].usage
+    assert (usage.completion_tokens, usage.blocks_shipped) == (4 * len(pair.script.answer), 3)
+    (prefill,), (decode,) = calls(pair, "prefill"), calls(pair, "decode")
+    assert prefill.sequence == decode.sequence
+    assert (decode.remote_prefill, decode.sequence.sampling.n) == (True, 4)
+
+
+async def test_the_unary_call_returns_choices(pair: Any) -> None:
+    stub = await pair.start()
+    whole = await stub.Generate(pb.GenerateRequest(generation=generation(n=2)), timeout=10)
+    assert [(choice.index, choice.text) for choice in whole.choices] == [(0, TEXT), (1, TEXT)]
+    assert whole.usage.completion_tokens == 2 * len(pair.script.answer)
+
+
+async def test_one_prompt_token_leaves_nothing_to_prefill(pair: Any) -> None:
+    responses = await stream(await pair.start(), [5], n=2)
+    assert answers_of(responses) == dict.fromkeys(range(2), pair.script.answer)
+    assert not calls(pair, "prefill")
+    assert not calls(pair, "decode")[0].remote_prefill
+
+
+async def test_prompt_logprobs_of_samples_come_from_the_decode_worker(pair: Any) -> None:
+    request = generation(n=2)
+    request.response.prompt_logprobs = 1
+    await (await pair.start()).Generate(pb.GenerateRequest(generation=request), timeout=10)
+    assert not calls(pair, "prefill")
+
+
+async def test_all_stopped_ends_the_request_at_the_decode_worker(pair: Any) -> None:
+    stub = await pair.start()
+    responses = await stream(stub, stop="stop", n=3)
+    texts = ["".join(r.text for r in responses if r.index == index) for index in range(3)]
+    assert texts == ["hello world, "] * 3
+    assert [r.finish_reason for r in responses if r.finish_reason] == [pb.FINISH_REASON_STOP] * 3
+    (decode,) = [w for w in pair.workers.values() if w.role == "decode" and w.calls]
+    await asyncio.wait_for(decode.aborted.wait(), 5)
+
+
+async def test_a_lost_decode_worker_splits_the_samples(pair: Any, fault: Any) -> None:
+    stub = await pair.start()
+    for worker in pair.workers.values():
+        if worker.role == "decode":
+            worker.fault = fault(3, Unavailable("killed")) if worker.worker_id == "d1" else None
+    responses: list[pb.GenerateStreamResponse] = []
+    while not pair.workers["d1"].calls:
+        responses = await stream(stub, list(range(5, 9 + len(responses))), n=3)
+    assert answers_of(responses) == dict.fromkeys(range(3), pair.script.answer)
+    assert responses[-1].usage.retries == 1
+    apart = [call.sequence for call in calls(pair, "decode") if call.sequence.attempt == 1]
+    assert sorted((s.sampling.seed, s.num_output_tokens) for s in apart) == [(0, 3), (SEED, 3), (SEED + 1, 3)]
+    assert not any(s.sampling.HasField("n") for s in apart)
+    assert len({s.request_id for s in apart}) == 3
+    assert all(call.remote_prefill for call in calls(pair, "decode"))
+
+
+async def test_a_failed_prefill_starts_all_samples_again(pair: Any, fault: Any) -> None:
+    stub = await pair.start()
+    for worker in pair.workers.values():
+        if worker.role == "prefill":
+            worker.fault = fault(0, Unavailable("killed"))
+    responses = await stream(stub, n=2)
+    assert answers_of(responses) == dict.fromkeys(range(2), pair.script.answer)
+    assert {call.sequence.sampling.n for call in calls(pair, "decode")} == {2}
+    assert responses[-1].usage.retries in (1, 2)
+
+
+async def test_beams_come_at_the_end_with_their_scores(pair: Any) -> None:
+    stub = await pair.start()
+    beam = pb.BeamParams(width=3, length_penalty=0.6, early_stopping=pb.EARLY_STOPPING_ENOUGH)
+    responses = await stream(stub, beam=beam)
+    answer = pair.script.answer
+    assert answers_of(responses) == {0: answer, 1: answer[:-1]}
+    assert [(r.index, r.score) for r in responses] == [(0, -0.5), (1, -1.5)]
+    assert [r.HasField("usage") for r in responses] == [False, True]
+    assert calls(pair, "decode")[0].sequence.sampling.beam == beam
+
+
+async def test_a_lost_search_starts_again(pair: Any, fault: Any) -> None:
+    stub = await pair.start()
+    for worker in pair.workers.values():
+        if worker.role == "decode":
+            worker.fault = fault(0, Unavailable("killed"))
+    responses = await stream(stub, beam=pb.BeamParams(width=2))
+    assert answers_of(responses) == {0: pair.script.answer}
+    assert [call.sequence.num_output_tokens for call in calls(pair, "decode")] == [0, 0, 0]
+    assert {call.sequence.sampling.beam.width for call in calls(pair, "decode")} == {2}
+
+
+async def test_a_worker_that_refuses_names_the_field(cluster: Any, fault: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    worker.fault = fault(0, InvalidArgument("sampling.n", "64 sequences take more blocks than there are"))
+    stub = await cluster.start()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream(stub, n=64)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "sampling.n: 64 sequences take more blocks than there are"

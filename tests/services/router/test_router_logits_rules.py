@@ -1,0 +1,87 @@
+"""Penalties, biases and bans of a request: every limit, and bad words as token ids."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import InvalidArgument
+from quire.services.router.validation import ServedModel, validate
+
+
+def request(**sampling: Any) -> pb.Generation:
+    return pb.Generation(text="hello", sampling=pb.SamplingParams(**sampling))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field", "problem"),
+    [
+        ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2; got 2.5"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty", "got nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "above 0; got 0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty", "finite"),
+        ({"logit_bias": {320: 1.0}}, "logit_bias", "below 320; got 320"),
+        ({"logit_bias": {7: 101.0}}, "logit_bias[7]", "from -100 to 100; got 101"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias", "at most 1024; got 1025"),
+        ({"allowed_token_ids": [3, 320]}, "allowed_token_ids", "below 320; got 320"),
+        ({"bad_words": ["x"] * 129}, "bad_words", "at most 128; got 129"),
+        ({"bad_words": ["fine", " "]}, "bad_words[1]", "from 1 to 256 characters; got 0"),
+        ({"bad_words": ["x" * 257]}, "bad_words[0]", "got 257"),
+        ({"bad_word_token_ids": [pb.TokenIds()]}, "bad_word_token_ids[0]", "1 to 256 token ids; got 0"),
+        ({"bad_word_token_ids": [pb.TokenIds(ids=[320])]}, "bad_word_token_ids[0]", "got 320"),
+    ],
+)
+async def test_limits(sampling: dict[str, Any], field: str, problem: str, model: ServedModel) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await validate(request(**sampling), model)
+    assert caught.value.field == f"sampling.{field}"
+    assert problem in caught.value.problem
+
+
+async def test_bad_words_are_sent_with_and_without_a_space_before_them(model: ServedModel) -> None:
+    own = pb.TokenIds(ids=[5, 6])
+    valid = await validate(request(bad_words=["hello"], bad_word_token_ids=[own, own]), model)
+    expected = [await model.tokenizer.encode(text, add_special_tokens=False) for text in ("hello", " hello")]
+    assert [list(word.ids) for word in valid.sampling.bad_word_token_ids] == [*expected, [5, 6]]
+    assert not valid.sampling.bad_words
+
+
+async def test_what_is_not_asked_for_is_not_sent(model: ServedModel) -> None:
+    sent = {field.name for field, _ in (await validate(request(), model)).sampling.ListFields()}
+    assert not {name for name in sent if "penalty" in name or "bad" in name or "bias" in name}
+
+
+async def test_prompt_logprobs_are_limited(model: ServedModel) -> None:
+    too_many = pb.Generation(text="hello", response=pb.ResponseOptions(prompt_logprobs=21))
+    with pytest.raises(InvalidArgument, match=r"response\.prompt_logprobs: must be at most 20; got 21"):
+        await validate(too_many, model)
+    assert (await validate(request(), model)).num_prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("generation", "field"),
+    [
+        (pb.Generation(text="x", format=pb.ResponseFormat(regex="")), "format.regex"),
+        (pb.Generation(text="x", format=pb.ResponseFormat(grammar="x" * 65537)), "format.grammar"),
+        (
+            pb.Generation(
+                text="x",
+                format=pb.ResponseFormat(json_schema="{}"),
+                stopping=pb.StoppingParams(ignore_eos=True),
+            ),
+            "stopping.ignore_eos",
+        ),
+    ],
+)
+async def test_formats_are_limited(generation: pb.Generation, field: str, model: ServedModel) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await validate(generation, model)
+    assert caught.value.field == field
+
+
+async def test_a_format_is_passed_on(model: ServedModel) -> None:
+    wanted = pb.ResponseFormat(json_schema='{"type": "integer"}')
+    assert (await validate(pb.Generation(text="x", format=wanted), model)).format == wanted
