@@ -306,15 +306,16 @@ def _progress(console: Console | None) -> Progress:
 
 def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStack) -> None:
     some = next(iter(stack.ready.values()))
-    console.print(f"[bold]quire[/bold] serves [bold]{some.model}[/bold] at {stack.address} (gRPC)")
+    show = partial(console.print, soft_wrap=True)
+    show(f"[bold]quire[/bold] serves [bold]{some.model}[/bold] at {stack.address} (gRPC)")
     for name, worker in sorted(stack.ready.items()):
         capacity = worker.num_blocks * config.block_size
-        console.print(
+        show(
             f"  {name:<10} {worker.address}  {worker.num_blocks} blocks = {capacity} tokens of KV, "
             f"metrics at :{worker.metrics_port}"
         )
     redis = "127.0.0.1, private" if config.redis_url is None else config.redis_url.rpartition("@")[2]
-    console.print(f"  redis      {redis}; requests up to {some.max_model_len} tokens")
+    show(f"  redis      {redis}; requests up to {some.max_model_len} tokens")
 
 
 def _raise_keyboard_interrupt(number: int, frame: object) -> None:

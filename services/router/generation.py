@@ -150,22 +150,17 @@ class GenerationRun:
 
     async def _attempt(self, part: Part) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
         plan = await self._choose(part)
-        legs = Legs(part.sequence_id, self._cluster.spawn)
-        try:
-            with ExitStack() as accounts:
-                dispatched = self._cluster.workers.dispatched
-                accounts.enter_context(dispatched(plan.decode, len(part.token_ids)))
-                if plan.prefill is not None:
-                    release = accounts.enter_context(dispatched(plan.prefill, plan.uncached_tokens))
-                async with legs, aclosing(self._run(legs, plan, part)) as outputs:
-                    async for output in outputs:
-                        if plan.prefill is not None:
-                            release()
-                        yield output
-        except LegFailed:
-            # An abort names no attempt: one that came late would end the next attempt.
-            await legs.aborted()
-            raise
+        with ExitStack() as accounts:
+            dispatched = self._cluster.workers.dispatched
+            accounts.enter_context(dispatched(plan.decode, len(part.token_ids)))
+            if plan.prefill is not None:
+                release = accounts.enter_context(dispatched(plan.prefill, plan.uncached_tokens))
+            legs = Legs(part.sequence_id, part.attempt, self._cluster.spawn)
+            async with legs, aclosing(self._run(legs, plan, part)) as outputs:
+                async for output in outputs:
+                    if plan.prefill is not None:
+                        release()
+                    yield output
 
     async def _run(
         self, legs: Legs, plan: Plan, part: Part
@@ -209,11 +204,14 @@ class GenerationRun:
         return accepted
 
     async def _first_token(self, legs: Legs, plan: Plan, early: deque[Event]) -> worker_pb2.SequenceOutput:
-        """Return P's first token; what D sends before it (the calls are not ordered) goes into ``early``."""
+        """Return P's first token; what D sends before it goes into ``early``.
+
+        The calls are not ordered: of a short answer D's end may come first.
+        """
         start = self._cluster.clock()
         while True:
             event = await legs.next()
-            if event.worker is plan.decode and event.message is not None:
+            if event.worker is plan.decode and event.error is None:
                 early.append(event)
                 continue
             message = _message(event)

@@ -35,12 +35,12 @@ class _Leg(NamedTuple):
 class Legs:
     """Runs the calls to the workers of one attempt; on exit, those that have not ended are aborted."""
 
-    def __init__(self, request_id: str, spawn: Spawn) -> None:
+    def __init__(self, request_id: str, attempt: int, spawn: Spawn) -> None:
         self._request_id = request_id
+        self._attempt = attempt
         self._spawn = spawn
         self._events: asyncio.Queue[Event] = asyncio.Queue(QUEUE_SIZE)
         self._running: dict[str, _Leg] = {}
-        self._aborts: list[asyncio.Task[None]] = []
 
     def start(self, worker: Worker, call: Any) -> None:
         """Add a streaming call."""
@@ -59,11 +59,6 @@ class Legs:
             self._running.pop(event.worker.worker_id)
         return event
 
-    async def aborted(self) -> None:
-        """Wait until the workers confirmed the aborts, a short time at most."""
-        if self._aborts:
-            await asyncio.wait(self._aborts, timeout=ABORT_SECONDS)
-
     async def __aenter__(self) -> Legs:
         return self
 
@@ -72,7 +67,7 @@ class Legs:
             leg.call.cancel()
             leg.pump.cancel()
             # The cancelled stream says the same, but nobody confirms it.
-            self._aborts.append(self._spawn(self._abort(leg.worker)))
+            self._spawn(self._abort(leg.worker))
         await asyncio.gather(*(leg.pump for leg in self._running.values()), return_exceptions=True)
 
     async def _pump(self, worker: Worker, call: Any) -> None:
@@ -84,7 +79,7 @@ class Legs:
             await self._events.put(Event(worker, error=error))
 
     async def _abort(self, worker: Worker) -> None:
-        request = worker_pb2.AbortRequest(request_ids=[self._request_id])
+        request = worker_pb2.AbortRequest(request_ids=[self._request_id], attempt=self._attempt)
         try:
             await worker.stub.Abort(request, timeout=ABORT_SECONDS)
         except grpc.aio.AioRpcError:

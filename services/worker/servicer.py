@@ -69,7 +69,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._metrics = metrics
         self._grammars = grammars
         self._puller = puller
-        self._handlers: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
+        self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
+        """The attempt that each task serves, by request."""
 
     # --- prefill ------------------------------------------------------------------------------------------
 
@@ -80,7 +81,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         sequence = await self._sequence(request.sequence, stops_after_prefill=True)
         if sequence.params.num_sequences > 1:
             sequence = without_last_token(sequence)
-        with self._running(request.sequence.request_id, sequence) as updates:
+        with self._running(request.sequence, sequence) as updates:
             pulled = await self._pull(request, sequence)
             await self._add(sequence)
             if not request.HasField("ticket"):
@@ -144,7 +145,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             # The prompt's logits are the prefill worker's; asking for them here would refuse cached blocks.
             request.sequence.ClearField("prompt_logprobs")
         sequence = await self._sequence(request.sequence, stops_after_prefill=False)
-        with self._running(request.sequence.request_id, sequence) as updates:
+        with self._running(request.sequence, sequence) as updates:
             pulled = await self._pull(request, sequence)
             if not request.remote_prefill:
                 await self._add(sequence)
@@ -199,8 +200,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     # --- the rest -----------------------------------------------------------------------------------------
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
-        """End requests and wait until nothing of them is left."""
-        tasks = [task for request_id in request.request_ids for task in self._handlers.get(request_id, ())]
+        """End attempts of requests and wait until nothing of them is left."""
+        tasks = [
+            task
+            for request_id in request.request_ids
+            for task, attempt in self._handlers.get(request_id, {}).items()
+            if attempt <= request.attempt
+        ]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -250,14 +256,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await self._engine.call(lambda e: e.add(sequence))
 
     @contextmanager
-    def _running(self, request_id: str, sequence: Sequence) -> Iterator[Updates]:
+    def _running(self, message: worker_pb2.Sequence, sequence: Sequence) -> Iterator[Updates]:
         """Register the handler for ``Abort``; at its end, however it ends, free what the engine holds."""
-        name = sequence.request_id
+        name, request_id = sequence.request_id, message.request_id
         task = asyncio.current_task()
         assert task is not None
         if self._engine.is_subscribed(name):
             raise AlreadyExists(f"request {name} is already here")
-        self._handlers[request_id].add(task)
+        self._handlers[request_id][task] = message.attempt
         try:
             with _known_errors(sequence):
                 yield self._engine.subscribe(name)
@@ -265,7 +271,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._engine.unsubscribe(name)
             with suppress(EngineStoppedError):
                 self._engine.post(lambda e: e.abort(name))
-            self._handlers[request_id].discard(task)
+            del self._handlers[request_id][task]
             if not self._handlers[request_id]:
                 del self._handlers[request_id]
 

@@ -188,8 +188,9 @@ async def test_a_lost_decode_continues_elsewhere_without_repetition(pair: Any, f
     (other,) = [w for w in callers(pair, "decode") if w is not chosen]
     sequence = other.calls[0].sequence
     prompt = (await stub.Tokenize(pb.TokenizeRequest(text="say"))).token_ids
-    assert sequence.num_output_tokens == 4
-    assert list(sequence.token_ids) == [*prompt, *pair.script.answer[:4]]
+    # The two calls are not ordered: the loss may overtake the prefill worker's first token.
+    assert sequence.num_output_tokens in (0, 4)
+    assert list(sequence.token_ids) == [*prompt, *pair.script.answer[: sequence.num_output_tokens]]
     assert sequence.attempt == 1
     assert sequence.stopping.max_tokens == 64 - len(prompt)
 
