@@ -20,10 +20,14 @@ class AttentionMetadata(NamedTuple):
         block_tables: int32 ``[num_seqs, max_blocks_per_seq]``; entries past a sequence's length are ignored.
         query_starts: int32 ``[num_seqs + 1]``.
         seq_lens: int32 ``[num_seqs]``.
-        slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + offset`` of each new token.
+        slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + offset`` of each new token, or below 0
+            for one that is not written.
+        max_new_tokens: the most new tokens of a sequence, where the host knows: 1 saves a GPU the launch for
+            prefill.
     """
 
     block_tables: torch.Tensor
     query_starts: torch.Tensor
     seq_lens: torch.Tensor
     slot_mapping: torch.Tensor
+    max_new_tokens: int | None = None

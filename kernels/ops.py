@@ -1,8 +1,8 @@
 """The operations on paged KV blocks, registered with torch: its dispatcher picks the implementation.
 
 KV memory is one tensor ``kv[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; a layer's view
-is ``kv[:, layer]``. As ``torch.library`` operators they are opaque to ``torch.compile``, which fuses what is
-around them.
+is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers, 2, num_kv_heads]``. As
+``torch.library`` operators they are opaque to ``torch.compile``, which fuses what is around them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from quire.kernels.cpu import attention as cpu_attention
 from quire.kernels.cpu import blocks as cpu_blocks
 from quire.kernels.metadata import AttentionMetadata
+from quire.kernels.quantization import KV_FORMATS
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,7 +23,13 @@ if torch.cuda.is_available():
     from quire.kernels.triton import attention as triton_attention
     from quire.kernels.triton import blocks as triton_blocks
 
-    _ON_CUDA = {"paged_attention": triton_attention.paged_attention, "write_kv": triton_blocks.write_kv}
+    _ON_CUDA: dict[str, Callable[..., Any]] = {
+        "paged_attention": triton_attention.paged_attention,
+        "write_kv": triton_blocks.write_kv,
+        "copy_blocks": triton_blocks.copy_blocks,
+        "gather_blocks": triton_blocks.gather_blocks,
+        "scatter_blocks": triton_blocks.scatter_blocks,
+    }
 
 _library = torch.library.Library("quire", "DEF")
 
@@ -39,13 +46,26 @@ def _register(schema: str, on_cpu: Callable[..., Any], shape: Callable[..., Any]
 _register(
     "paged_attention(Tensor query, Tensor kv_layer, Tensor block_tables, Tensor query_starts, "
     "Tensor seq_lens, *, float scale, int? sliding_window=None, float? logit_softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, int? max_new_tokens=None) "
+    "-> Tensor",
     cpu_attention.paged_attention,
     lambda query, *_, **__: query.new_empty(query.shape),
 )
 _register(
-    "write_kv(Tensor key, Tensor value, Tensor(a!) kv_layer, Tensor slot_mapping) -> ()",
+    "write_kv(Tensor key, Tensor value, Tensor(a!) kv_layer, Tensor slot_mapping, Tensor(b!)? kv_scales=None)"
+    " -> ()",
     cpu_blocks.write_kv,
+    lambda *_: None,
+)
+_register("copy_blocks(Tensor(a!) blocks, Tensor pairs) -> ()", cpu_blocks.copy_blocks, lambda *_: None)
+_register(
+    "gather_blocks(Tensor blocks, Tensor ids, Tensor(a!) out) -> ()",
+    cpu_blocks.gather_blocks,
+    lambda *_: None,
+)
+_register(
+    "scatter_blocks(Tensor staging, Tensor ids, Tensor(a!) blocks) -> ()",
+    cpu_blocks.scatter_blocks,
     lambda *_: None,
 )
 
@@ -60,6 +80,7 @@ def paged_attention(
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally with each new token over all earlier tokens of its sequence.
 
@@ -75,6 +96,7 @@ def paged_attention(
         logit_softcap: scores become ``cap * tanh(score / cap)``.
         sinks: ``[num_heads]``, a logit of each head that takes part in the softmax and has no value.
         alibi_slopes: ``[num_heads]``; ``slope * (key position - p)`` is added to each score.
+        kv_scales: float32 ``[num_blocks, 2, num_kv_heads]``, with 8-bit blocks alone.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]`` in the query's dtype.
@@ -82,14 +104,13 @@ def paged_attention(
     Raises:
         ValueError: shapes or dtypes do not fit together.
     """
-    _check_blocks(kv_layer)
+    _check_blocks(kv_layer, kv_scales)
     if query.shape[2] != kv_layer.shape[4] or query.shape[1] % kv_layer.shape[2]:
         raise ValueError(
             f"query [tokens, heads, head_dim] is {tuple(query.shape)}; blocks have {kv_layer.shape[2]} "
             f"KV heads of {kv_layer.shape[4]}: head_dim must be equal and heads a multiple"
         )
-    if query.dtype != kv_layer.dtype:
-        raise ValueError(f"query is {query.dtype}, blocks are {kv_layer.dtype}: they must be equal")
+    _check_dtype("query", query, kv_layer)
     for name, each in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if each is not None and each.shape != query.shape[1:2]:
             raise ValueError(f"{name} is {tuple(each.shape)}: there are {query.shape[1]} query heads")
@@ -104,32 +125,66 @@ def paged_attention(
         logit_softcap=logit_softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        kv_scales=kv_scales,
+        max_new_tokens=metadata.max_new_tokens,
     )
     return output
 
 
 def write_kv(
-    key: torch.Tensor, value: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Write the new tokens' keys and values ``[num_tokens, num_kv_heads, head_dim]`` into their slots.
+
+    Tokens with a slot below 0 are skipped. Into 8-bit blocks they are quantized, and the token in slot 0 sets
+    its block's scales: a step brings the tokens of a block in a row.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
     """
-    _check_blocks(kv_layer)
+    _check_blocks(kv_layer, kv_scales)
     expected = (slot_mapping.shape[0], kv_layer.shape[2], kv_layer.shape[4])
     if tuple(key.shape) != expected or tuple(value.shape) != expected:
         raise ValueError(f"key and value must be {expected}, got {tuple(key.shape)} and {tuple(value.shape)}")
-    if not key.dtype == value.dtype == kv_layer.dtype:
-        raise ValueError(
-            f"key, value and blocks differ in dtype: {key.dtype}, {value.dtype}, {kv_layer.dtype}"
-        )
-    torch.ops.quire.write_kv(key, value, kv_layer, slot_mapping)
+    _check_dtype("key", key, kv_layer)
+    _check_dtype("value", value, kv_layer)
+    torch.ops.quire.write_kv(key, value, kv_layer, slot_mapping, kv_scales)
 
 
-def _check_blocks(kv_layer: torch.Tensor) -> None:
-    if kv_layer.dtype not in _DTYPES:
-        raise ValueError(f"blocks are {kv_layer.dtype}: there are kernels for {[*map(str, _DTYPES)]}")
+def copy_blocks(blocks: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copy each block ``pairs[i, 0]`` to ``pairs[i, 1]``, ``blocks[num_blocks, ...]``.
+
+    No block may be in both columns, or twice in the second: the copies happen at once.
+    """
+    torch.ops.quire.copy_blocks(blocks, pairs)
+
+
+def gather_blocks(blocks: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy ``blocks[ids[i]]`` to ``out[i]``."""
+    torch.ops.quire.gather_blocks(blocks, ids, out)
+
+
+def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Copy ``staging[i]`` to ``blocks[ids[i]]``; no id may occur twice."""
+    torch.ops.quire.scatter_blocks(staging, ids, blocks)
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, kv_layer: torch.Tensor) -> None:
+    if kv_layer.dtype not in KV_FORMATS and tensor.dtype != kv_layer.dtype:
+        raise ValueError(f"{name} is {tensor.dtype}, blocks are {kv_layer.dtype}: they must be equal")
+
+
+def _check_blocks(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+    if kv_layer.dtype not in (*_DTYPES, *KV_FORMATS):
+        known = [*map(str, (*_DTYPES, *KV_FORMATS))]
+        raise ValueError(f"blocks are {kv_layer.dtype}: there are kernels for {known}")
+    scales_shape = tuple(kv_layer.shape[:3]) if kv_layer.dtype in KV_FORMATS else None
+    if scales_shape != (None if kv_scales is None else tuple(kv_scales.shape)):
+        raise ValueError(f"blocks of {kv_layer.dtype} have scales of shape {scales_shape}, got {kv_scales}")
     # A block's part of a layer is one run of bytes: only the blocks may lie apart.
     if kv_layer[0].numel() and not kv_layer[0].is_contiguous():
         raise ValueError(f"blocks must be contiguous from their second dimension on: {kv_layer.stride()}")

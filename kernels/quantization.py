@@ -27,8 +27,12 @@ class KvFormat(NamedTuple):
 
     @property
     def scale_per_magnitude(self) -> float:
+        """What a magnitude of slot 0 is multiplied by to give the block's scale."""
         return self.headroom / self.largest
 
+
+LOWEST_MAGNITUDE = 1e-12
+"""Stands for the largest magnitude of a slot 0 that is all zero."""
 
 KV_FORMATS = {
     # A float pays for headroom only where small values become subnormal: the error, 2.6 %, is the same from

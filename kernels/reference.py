@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.metadata import AttentionMetadata
+from quire.kernels.quantization import KV_FORMATS, LOWEST_MAGNITUDE
 
 
 def paged_attention(
@@ -17,6 +18,7 @@ def paged_attention(
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ``ops.paged_attention``."""
     output = torch.empty_like(query)
@@ -29,7 +31,10 @@ def paged_attention(
             continue
         block_ids = metadata.block_tables[row, : -(-seq_len // block_size)].long()
         # [num_blocks, 2, heads, block_size, head_dim] -> [2, heads, tokens, head_dim]
-        blocks = kv_layer[block_ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].double()
+        stored = kv_layer[block_ids].double()
+        if kv_scales is not None:
+            stored *= kv_scales[block_ids][..., None, None]
+        blocks = stored.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
         keys, values = blocks.repeat_interleave(group, dim=1)
         scores = query[first:last].transpose(0, 1).double() @ keys.transpose(1, 2) * scale
         if logit_softcap is not None:
@@ -51,10 +56,29 @@ def paged_attention(
 
 
 def write_kv(
-    key: torch.Tensor, value: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """See ``ops.write_kv``."""
     block_size = kv_layer.shape[3]
-    block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
-    kv_layer[block_ids, 0, :, offsets] = key
-    kv_layer[block_ids, 1, :, offsets] = value
+    rows = torch.stack([key, value], dim=1)
+    for slot, row in zip(slot_mapping.tolist(), rows, strict=True):
+        if slot < 0:
+            continue
+        block_id, offset = divmod(slot, block_size)
+        if kv_scales is not None:
+            row = _quantize(row.float(), kv_scales[block_id], kv_layer.dtype, sets_scale=offset == 0)
+        kv_layer[block_id, :, :, offset] = row
+
+
+def _quantize(
+    row: torch.Tensor, scales: torch.Tensor, stored: torch.dtype, *, sets_scale: bool
+) -> torch.Tensor:
+    kv_format = KV_FORMATS[stored]
+    if sets_scale:
+        scales[:] = row.abs().amax(dim=-1).clamp(min=LOWEST_MAGNITUDE) * kv_format.scale_per_magnitude
+    scaled = (row / scales[..., None]).clamp(-kv_format.largest, kv_format.largest)
+    return (scaled.round() if stored == torch.int8 else scaled).to(stored)

@@ -38,7 +38,13 @@ from quire.kernels.cpu.intrinsics import (
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-STORAGE = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+STORAGE: dict[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.uint16,
+    torch.float16: np.int16,
+    torch.int8: np.int8,
+    torch.float8_e4m3fn: np.uint8,
+}
 """How Numba sees each dtype; ``widen`` knows them by these."""
 
 _SPAN = 64
@@ -62,6 +68,7 @@ _ADDRESSES = (
     "tiles",
     "sinks",
     "slopes",
+    "kv_scales",
     "next_program",
 )
 _INTEGERS = (
@@ -72,6 +79,8 @@ _INTEGERS = (
     "block_stride",
     "value_offset",
     "head_stride",
+    "scale_block_stride",
+    "scale_value_offset",
     "window",
 )
 _ARGUMENTS = np.dtype(
@@ -93,6 +102,8 @@ def paged_attention(
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
+    max_new_tokens: int | None = None,
 ) -> torch.Tensor:
     """See ``ops.paged_attention``."""
     num_tokens, num_heads, head_dim = query.shape
@@ -105,6 +116,7 @@ def paged_attention(
     sink_logits = np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.float().numpy()
     slopes = np.zeros(num_heads, np.float32) if alibi_slopes is None else alibi_slopes.float().numpy()
     block_stride, value_offset, head_stride = kv_layer.stride()[:3]
+    scale_block_stride, scale_value_offset = (0, 0) if kv_scales is None else kv_scales.stride()[:2]
     counter = np.zeros(1, np.int64)
     addresses = (
         query32.data_ptr(),
@@ -116,6 +128,7 @@ def paged_attention(
         tiles.ctypes.data,
         sink_logits.ctypes.data,
         slopes.ctypes.data,
+        0 if kv_scales is None else kv_scales.data_ptr(),
         counter.ctypes.data,
     )
     integers = (
@@ -126,6 +139,8 @@ def paged_attention(
         block_stride,
         value_offset,
         head_stride,
+        scale_block_stride,
+        scale_value_offset,
         sliding_window or 0,
     )
     arguments = np.array([(*addresses, *integers, scale, logit_softcap or 0.0)], dtype=_ARGUMENTS)
@@ -193,7 +208,7 @@ def _prefetch(address: int, num_bytes: int) -> None:
 
 @compiled
 def _dot_products(
-    query: Array, num_rows: int, keys: Array, scores: Array, at: int, count: int, head_dim: int
+    query: Array, num_rows: int, keys: Array, scale: float, scores: Array, at: int, count: int, head_dim: int
 ) -> None:
     """Score the keys of one block, read as they are stored."""
     for slot in range(count):
@@ -201,19 +216,26 @@ def _dot_products(
             dot = np.float32(0.0)
             for d in range(head_dim):
                 dot += query[row, d] * widen(keys[slot, d])
-            scores[row, at + slot] = dot
+            scores[row, at + slot] = dot * scale
 
 
 @compiled
 def _add_values(
-    scores: Array, num_rows: int, values: Array, total: Array, at: int, count: int, head_dim: int
+    scores: Array,
+    num_rows: int,
+    values: Array,
+    scale: float,
+    total: Array,
+    at: int,
+    count: int,
+    head_dim: int,
 ) -> None:
     """Add the weighted values of one block, read as they are stored, four at a time."""
     in_fours = count // 4 * 4
     for row in range(num_rows):
         for slot in range(0, in_fours, 4):
-            w0, w1 = scores[row, at + slot], scores[row, at + slot + 1]
-            w2, w3 = scores[row, at + slot + 2], scores[row, at + slot + 3]
+            w0, w1 = scores[row, at + slot] * scale, scores[row, at + slot + 1] * scale
+            w2, w3 = scores[row, at + slot + 2] * scale, scores[row, at + slot + 3] * scale
             for d in range(head_dim):
                 total[row, d] += (
                     w0 * widen(values[slot, d])
@@ -222,22 +244,27 @@ def _add_values(
                     + w3 * widen(values[slot + 3, d])
                 )
         for slot in range(in_fours, count):
-            weight = scores[row, at + slot]
+            weight = scores[row, at + slot] * scale
             for d in range(head_dim):
                 total[row, d] += weight * widen(values[slot, d])
 
 
 @compiled
-def _unpack(
-    block_keys: Array, block_values: Array, keys: Array, values: Array, at: int, count: int, head_dim: int
+def _unpack_keys(block_keys: Array, scale: float, keys: Array, at: int, count: int, head_dim: int) -> None:
+    """Put the keys of one block into their tile, transposed."""
+    for slot in range(count):
+        for d in range(head_dim):
+            keys[d, at + slot] = widen(block_keys[slot, d]) * scale
+
+
+@compiled
+def _unpack_values(
+    block_values: Array, scale: float, values: Array, at: int, count: int, head_dim: int
 ) -> None:
-    """Put one block into the tiles: keys transposed, values as they are."""
+    """Put the values of one block into their tile."""
     for slot in range(count):
         for d in range(head_dim):
-            keys[d, at + slot] = widen(block_keys[slot, d])
-    for slot in range(count):
-        for d in range(head_dim):
-            values[at + slot, d] = widen(block_values[slot, d])
+            values[at + slot, d] = widen(block_values[slot, d]) * scale
 
 
 @compiled
@@ -319,6 +346,7 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: type[np.generic
     value_columns = min(head_dim & -head_dim, TILE_COLUMNS)
     max_rows = -(-_tile_tokens(group) * group // TILE_ROWS) * TILE_ROWS
     item_bytes = np.dtype(storage).itemsize
+    is_scaled = item_bytes == 1
     block_bytes = block_size * head_dim * item_bytes
     block_shape = (block_size, head_dim)
 
@@ -358,6 +386,7 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: type[np.generic
             first_key = max(0, first_position - window + 1) if window > 0 else 0
             head_at = args.kv + item_bytes * kv_head * args.head_stride
             block_stride, value_offset = item_bytes * args.block_stride, item_bytes * args.value_offset
+            scales_at = args.kv_scales + 4 * kv_head
             for at in range(first_key // span, last_position // span + 1):
                 base = at * span
                 # Slots past the last position hold what is not this sequence's: they are never read.
@@ -365,18 +394,26 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: type[np.generic
                 num_blocks = -(-num_keys // block_size)
                 for index in range(num_blocks):
                     entry = at * span_blocks + index
-                    key_at = head_at + block_stride * np.int64(table[entry])
+                    block = np.int64(table[entry])
+                    key_at = head_at + block_stride * block
                     block_keys = carray(pointer(key_at, storage), block_shape)
                     block_values = carray(pointer(key_at + value_offset, storage), block_shape)
                     slot = index * block_size
                     count = min(block_size, num_keys - slot)
+                    key_scale = value_scale = np.float32(1.0)
+                    if is_scaled:
+                        scale_at = scales_at + 4 * args.scale_block_stride * block
+                        key_scale = carray(pointer(scale_at, np.float32), (1,))[0]
+                        value_scale_at = scale_at + 4 * args.scale_value_offset
+                        value_scale = carray(pointer(value_scale_at, np.float32), (1,))[0]
                     if has_few_rows:
                         _prefetch(key_at + value_offset, block_bytes)
                         if entry < last_position // block_size:
                             _prefetch(head_at + block_stride * np.int64(table[entry + 1]), block_bytes)
-                        _dot_products(query, num_rows, block_keys, scores, slot, count, head_dim)
+                        _dot_products(query, num_rows, block_keys, key_scale, scores, slot, count, head_dim)
                     else:
-                        _unpack(block_keys, block_values, keys, values, slot, count, head_dim)
+                        _unpack_keys(block_keys, key_scale, keys, slot, count, head_dim)
+                        _unpack_values(block_values, value_scale, values, slot, count, head_dim)
                 if not has_few_rows:
                     # Else a NaN of an earlier sequence, times a weight of zero, would be a NaN.
                     values[num_keys:] = 0.0
@@ -395,7 +432,13 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: type[np.generic
                         block_values = carray(pointer(value_at, storage), block_shape)
                         slot = index * block_size
                         count = min(block_size, num_keys - slot)
-                        _add_values(scores, num_rows, block_values, total, slot, count, head_dim)
+                        value_scale = np.float32(1.0)
+                        if is_scaled:
+                            scale_at = scales_at + 4 * (
+                                args.scale_block_stride * block + args.scale_value_offset
+                            )
+                            value_scale = carray(pointer(scale_at, np.float32), (1,))[0]
+                        _add_values(scores, num_rows, block_values, value_scale, total, slot, count, head_dim)
                 else:
                     _add_products(total, scores, values, num_rows, span, head_dim, value_columns)
             _write_rows(total, weight, outputs, num_tokens, group, head_dim)

@@ -1,4 +1,4 @@
-"""Block writes on the CPU."""
+"""Block writes and copies on the CPU."""
 
 from __future__ import annotations
 
@@ -8,19 +8,57 @@ import numpy as np
 import torch
 from numba import njit
 
+from quire.kernels.cpu.intrinsics import bits_of_float
+from quire.kernels.quantization import KV_FORMATS, LOWEST_MAGNITUDE
+
 Array = np.ndarray[Any, np.dtype[Any]]
+
+_LOWEST = np.float32(LOWEST_MAGNITUDE)
 
 
 def write_kv(
-    key: torch.Tensor, value: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """See ``ops.write_kv``."""
-    _write(_bits(key), _bits(value), _bits(kv_layer), slot_mapping.numpy())
+    slots = slot_mapping.numpy()
+    if kv_scales is None:
+        _write(_bits(key), _bits(value), _bits(kv_layer), slots)
+        return
+    per_magnitude = np.float32(KV_FORMATS[kv_layer.dtype].scale_per_magnitude)
+    quantize = _quantize_int8 if kv_layer.dtype == torch.int8 else _quantize_e4m3
+    for place, vectors in enumerate((key, value)):
+        quantize(
+            vectors.float().numpy(),
+            _bits(kv_layer)[:, place],
+            kv_scales.numpy()[:, place],
+            slots,
+            per_magnitude,
+        )
+
+
+def copy_blocks(blocks: torch.Tensor, pairs: torch.Tensor) -> None:
+    """See ``ops.copy_blocks``."""
+    blocks.index_copy_(0, pairs[:, 1], blocks.index_select(0, pairs[:, 0]))
+
+
+def gather_blocks(blocks: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """See ``ops.gather_blocks``."""
+    torch.index_select(blocks, 0, ids, out=out)
+
+
+def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, blocks: torch.Tensor) -> None:
+    """See ``ops.scatter_blocks``."""
+    blocks.index_copy_(0, ids, staging)
 
 
 def _bits(tensor: torch.Tensor) -> Array:
-    """Return a view that Numba can copy: NumPy has no bfloat16."""
-    view: Array = (tensor if tensor.dtype == torch.float32 else tensor.view(torch.uint16)).numpy()
+    """Return a view that Numba can copy: NumPy has no bfloat16 and no e4m3."""
+    bits = {2: torch.uint16, 1: torch.int8 if tensor.dtype == torch.int8 else torch.uint8}
+    view: Array = (tensor if tensor.dtype == torch.float32 else tensor.view(bits[tensor.itemsize])).numpy()
     return view
 
 
@@ -28,8 +66,69 @@ def _bits(tensor: torch.Tensor) -> Array:
 def _write(key: Array, value: Array, kv_layer: Array, slot_mapping: Array) -> None:
     block_size = kv_layer.shape[3]
     for token in range(slot_mapping.shape[0]):
+        if slot_mapping[token] < 0:
+            continue
         block, offset = slot_mapping[token] // block_size, slot_mapping[token] % block_size
         for head in range(kv_layer.shape[2]):
             for d in range(kv_layer.shape[4]):
                 kv_layer[block, 0, head, offset, d] = key[token, head, d]
                 kv_layer[block, 1, head, offset, d] = value[token, head, d]
+
+
+@njit(cache=True, nogil=True)
+def _quantize_int8(
+    vectors: Array, stored: Array, scales: Array, slot_mapping: Array, per_magnitude: np.float32
+) -> None:
+    """Write ``[num_tokens, heads, head_dim]`` into int8 ``[num_blocks, heads, block_size, head_dim]``."""
+    block_size = stored.shape[2]
+    for token in range(slot_mapping.shape[0]):
+        if slot_mapping[token] < 0:
+            continue
+        block, offset = slot_mapping[token] // block_size, slot_mapping[token] % block_size
+        for head in range(stored.shape[1]):
+            scale = _scale(vectors[token, head], scales, block, head, offset, per_magnitude)
+            for d in range(stored.shape[3]):
+                x = min(max(vectors[token, head, d] / scale, np.float32(-127.0)), np.float32(127.0))
+                stored[block, head, offset, d] = np.int8(np.rint(x))
+
+
+@njit(cache=True, nogil=True)
+def _quantize_e4m3(
+    vectors: Array, stored: Array, scales: Array, slot_mapping: Array, per_magnitude: np.float32
+) -> None:
+    """Write ``[num_tokens, heads, head_dim]`` as e4m3 into ``[num_blocks, heads, block_size, head_dim]``."""
+    block_size = stored.shape[2]
+    for token in range(slot_mapping.shape[0]):
+        if slot_mapping[token] < 0:
+            continue
+        block, offset = slot_mapping[token] // block_size, slot_mapping[token] % block_size
+        for head in range(stored.shape[1]):
+            scale = _scale(vectors[token, head], scales, block, head, offset, per_magnitude)
+            for d in range(stored.shape[3]):
+                stored[block, head, offset, d] = _e4m3(np.float32(vectors[token, head, d] / scale))
+
+
+@njit(cache=True, nogil=True)
+def _scale(
+    vector: Array, scales: Array, block: int, head: int, offset: int, per_magnitude: np.float32
+) -> np.float32:
+    """Return the scale of a block, which its slot 0 sets."""
+    if offset == 0:
+        magnitude = np.float32(0.0)
+        for d in range(vector.shape[0]):
+            magnitude = max(magnitude, abs(vector[d]))
+        scales[block, head] = max(magnitude, _LOWEST) * per_magnitude
+    scale: np.float32 = scales[block, head]
+    return scale
+
+
+@njit(cache=True, nogil=True)
+def _e4m3(x: np.float32) -> np.uint8:
+    """Round to e4m3, half to even and saturating."""
+    sign = np.uint8(128) if x < 0 else np.uint8(0)
+    magnitude = min(abs(x), np.float32(448.0))
+    if magnitude < np.float32(0.015625):
+        return np.uint8(np.int32(np.rint(magnitude * np.float32(512.0)))) | sign
+    # 4 exponent bits of bias 7 instead of 8 of bias 127, 3 bits of mantissa instead of 23.
+    bits = bits_of_float(magnitude)
+    return np.uint8(((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)) | sign

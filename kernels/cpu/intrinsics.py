@@ -12,6 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _FLOAT = ir.FloatType()
+_INT16 = ir.IntType(16)
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
 
@@ -74,7 +75,10 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 @_instruction
 def widen(typingctx: Any, stored: Any) -> Any:
-    """Convert a stored value to float32: float32, bfloat16 bits as uint16, or float16 bits as int16."""
+    """Convert a stored value to float32.
+
+    Stored are float32, bfloat16 bits as uint16, float16 bits as int16, int8, or e4m3 bits as uint8.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (value,) = arguments
@@ -83,6 +87,15 @@ def widen(typingctx: Any, stored: Any) -> Any:
             return builder.bitcast(high_half, _FLOAT)
         if stored == types.int16:
             return builder.fpext(builder.bitcast(value, ir.HalfType()), _FLOAT)
+        if stored == types.int8:
+            return builder.sitofp(value, _FLOAT)
+        if stored == types.uint8:
+            # Placed in a float16 the bits mean 2^-8 of the value.
+            wide = builder.zext(value, _INT16)
+            sign = builder.shl(builder.and_(wide, ir.Constant(_INT16, 0x80)), ir.Constant(_INT16, 8))
+            rest = builder.shl(builder.and_(wide, ir.Constant(_INT16, 0x7F)), ir.Constant(_INT16, 7))
+            half = builder.fpext(builder.bitcast(builder.or_(sign, rest), ir.HalfType()), _FLOAT)
+            return builder.fmul(half, ir.Constant(_FLOAT, 256.0))
         return value
 
     return types.float32(stored), codegen
@@ -94,6 +107,16 @@ def _float_from_bits(typingctx: Any, bits: Any) -> Any:
         return builder.bitcast(arguments[0], _FLOAT)
 
     return types.float32(types.int32), codegen
+
+
+@_instruction
+def bits_of_float(typingctx: Any, value: Any) -> Any:
+    """Return the bits of a float32 as int32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], _INT32)
+
+    return types.int32(types.float32), codegen
 
 
 @compiled

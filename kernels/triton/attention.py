@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from quire.kernels.quantization import KV_FORMATS
 from quire.kernels.triton import checks, configs
 from quire.kernels.triton.attention_kernels import combine_kernel, decode_kernel, prefill_kernel
 from quire.kernels.triton.configs import AttentionConfig
-from quire.kernels.triton.quantization import KV_FORMATS
 
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _MIN_WORKERS = 4

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 
+from quire.kernels.quantization import KV_FORMATS
 from quire.kernels.triton import checks
 from quire.kernels.triton.block_kernels import copy_rows_kernel, write_kv_kernel
-from quire.kernels.triton.quantization import KV_FORMATS
 
 _ELEMENTS_PER_PROGRAM = 4096
 _PAIRS_PER_PROGRAM = 1024

@@ -7,8 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST_MAGNITUDE = tl.constexpr(1e-12)
-"""Stands for the largest magnitude of a slot 0 that is all zero."""
+from quire.kernels import quantization
+
+LOWEST_MAGNITUDE = tl.constexpr(quantization.LOWEST_MAGNITUDE)
 
 
 @triton.jit

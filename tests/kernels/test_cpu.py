@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.kernels import ops, reference
 from quire.kernels.metadata import AttentionMetadata
+from quire.kernels.quantization import KV_FORMATS
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -25,12 +26,14 @@ class Case(NamedTuple):
     value: torch.Tensor
     kv_layer: torch.Tensor
     metadata: AttentionMetadata
+    kv_scales: torch.Tensor | None = None
 
 
 def make_case(
     lengths: list[tuple[int, int]],
     *,
     dtype: torch.dtype = torch.float32,
+    stored: torch.dtype | None = None,
     block_size: int = 16,
     num_kv_heads: int = 2,
     group: int = 2,
@@ -43,7 +46,8 @@ def make_case(
     order = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
     tables = torch.full((len(lengths), max(num_blocks) + 1), 2**30, dtype=torch.int32)
     shape = (len(order), 3, 2, num_kv_heads, block_size, head_dim)
-    kv_layer = torch.full(shape, float("nan"), dtype=dtype)[:, 1]
+    kv_layer = torch.full(shape, float("nan")).to(stored or dtype)[:, 1]
+    kv_scales = torch.full(shape[:4], float("nan"))[:, 1] if stored else None
     slots: list[int] = []
     for row, (cached, new) in enumerate(lengths):
         table = [order.pop() for _ in range(num_blocks[row])]
@@ -51,7 +55,7 @@ def make_case(
         all_slots = [table[p // block_size] * block_size + p % block_size for p in range(cached + new)]
         past = torch.tensor(all_slots[:cached], dtype=torch.int64)
         rows = torch.randn((2, cached, num_kv_heads, head_dim), generator=generator).to(dtype)
-        reference.write_kv(rows[0], rows[1], kv_layer, past)
+        reference.write_kv(rows[0], rows[1], kv_layer, past, kv_scales)
         slots += all_slots[cached:]
     new_tokens = [new for _, new in lengths]
     total = sum(new_tokens)
@@ -63,17 +67,20 @@ def make_case(
     )
     query = torch.randn((total, num_kv_heads * group, head_dim), generator=generator).to(dtype)
     key, value = torch.randn((2, total, num_kv_heads, head_dim), generator=generator).to(dtype)
-    return Case(query, key, value, kv_layer, metadata)
+    return Case(query, key, value, kv_layer, metadata, kv_scales)
 
 
 def compare(case: Case, **options: object) -> None:
     expected_layer = case.kv_layer.clone()
-    reference.write_kv(case.key, case.value, expected_layer, case.metadata.slot_mapping)
-    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
-    torch.testing.assert_close(case.kv_layer, expected_layer, rtol=0, atol=0, equal_nan=True)
+    expected_scales = None if case.kv_scales is None else case.kv_scales.clone()
+    reference.write_kv(case.key, case.value, expected_layer, case.metadata.slot_mapping, expected_scales)
+    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping, case.kv_scales)
+    torch.testing.assert_close(case.kv_layer.float(), expected_layer.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(case.kv_scales, expected_scales, rtol=0, atol=0, equal_nan=True)
     arguments = (case.query, case.kv_layer, case.metadata)
-    expected = reference.paged_attention(*arguments, scale=0.2, **options)  # type: ignore[arg-type]
-    actual = ops.paged_attention(*arguments, scale=0.2, **options)  # type: ignore[arg-type]
+    options |= {"scale": 0.2, "kv_scales": case.kv_scales}
+    expected = reference.paged_attention(*arguments, **options)  # type: ignore[arg-type]
+    actual = ops.paged_attention(*arguments, **options)  # type: ignore[arg-type]
     tolerance = TOLERANCE[case.query.dtype]
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
@@ -92,6 +99,7 @@ class Shape(NamedTuple):
     block_size: int
     group: int
     head_dim: int
+    stored: torch.dtype | None = None
 
 
 shapes = st.sampled_from(
@@ -101,6 +109,8 @@ shapes = st.sampled_from(
         Shape(torch.float32, 24, 3, 80),
         Shape(torch.bfloat16, 16, 4, 48),
         Shape(torch.float16, 128, 7, 32),
+        Shape(torch.float32, 16, 2, 64, torch.int8),
+        Shape(torch.bfloat16, 16, 4, 48, torch.float8_e4m3fn),
     ]
 )
 
@@ -186,6 +196,7 @@ def test_operators_are_known_to_the_compiler() -> None:
         (lambda case: case._replace(query=case.query[:, :, :16]), "head_dim must be equal"),
         (lambda case: case._replace(query=case.query[:, :3]), "heads a multiple"),
         (lambda case: case._replace(query=case.query.bfloat16()), "they must be equal"),
+        (lambda case: case._replace(kv_layer=case.kv_layer.to(torch.int8)), "have scales of shape"),
         (lambda case: case._replace(kv_layer=case.kv_layer.double()), "there are kernels for"),
         (lambda case: case._replace(kv_layer=case.kv_layer.transpose(2, 3)), "must be contiguous"),
     ],
@@ -200,5 +211,83 @@ def test_wrong_keys_are_refused() -> None:
     case = make_case([(4, 2)])
     with pytest.raises(ValueError, match="key and value must be"):
         ops.write_kv(case.key[:1], case.value, case.kv_layer, case.metadata.slot_mapping)
-    with pytest.raises(ValueError, match="differ in dtype"):
+    with pytest.raises(ValueError, match="they must be equal"):
         ops.write_kv(case.key.bfloat16(), case.value.bfloat16(), case.kv_layer, case.metadata.slot_mapping)
+
+
+@pytest.mark.parametrize("stored", [*KV_FORMATS], ids=str)
+def test_bytes_of_a_quantized_block_do_not_depend_on_the_steps_that_wrote_it(stored: torch.dtype) -> None:
+    at_once = make_case([(0, 40)], stored=stored)
+    in_steps = at_once._replace(kv_layer=at_once.kv_layer.clone(), kv_scales=at_once.kv_scales.clone())
+    slots = at_once.metadata.slot_mapping
+    ops.write_kv(at_once.key, at_once.value, at_once.kv_layer, slots, at_once.kv_scales)
+    for part in (slice(0, 1), slice(1, 20), slice(20, 40)):
+        ops.write_kv(
+            in_steps.key[part], in_steps.value[part], in_steps.kv_layer, slots[part], in_steps.kv_scales
+        )
+    assert torch.equal(at_once.kv_layer.view(torch.uint8), in_steps.kv_layer.view(torch.uint8))
+    assert torch.equal(at_once.kv_scales.nan_to_num(), in_steps.kv_scales.nan_to_num())
+
+
+def test_every_stored_e4m3_value_is_read_and_written_exactly() -> None:
+    bits = torch.arange(256, dtype=torch.uint8)
+    finite = bits[(bits & 0x7F) != 0x7F]
+    values = finite.view(torch.float8_e4m3fn).float()
+    # Slot 0 sets a scale of one.
+    scale = KV_FORMATS[torch.float8_e4m3fn].scale_per_magnitude
+    rows = torch.cat([torch.full((1, 1, 254), 1 / scale), values.view(1, 1, 254)])
+    layer = torch.zeros((1, 2, 1, 2, 254), dtype=torch.float8_e4m3fn)
+    scales = torch.zeros((1, 2, 1))
+    ops.write_kv(rows, rows, layer, torch.arange(2), scales)
+    assert torch.equal(layer[0, 0, 0, 1].float(), values)
+    metadata = AttentionMetadata(
+        block_tables=torch.zeros((1, 1), dtype=torch.int32),
+        query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        seq_lens=torch.tensor([2], dtype=torch.int32),
+        slot_mapping=torch.tensor([1]),
+    )
+    # With ALiBi's slope, all of the weight lies on the last token: its value comes out.
+    output = ops.paged_attention(
+        torch.zeros((1, 1, 254)),
+        layer,
+        metadata,
+        scale=1.0,
+        alibi_slopes=torch.tensor([1e4]),
+        kv_scales=scales,
+    )
+    torch.testing.assert_close(output[0, 0], values, rtol=0, atol=1e-30)
+
+
+def test_slots_below_zero_are_not_written_and_empty_sequences_are_skipped() -> None:
+    """So that a batch can be padded to a fixed size."""
+    case = make_case([(20, 1), (5, 1)])
+    untouched = case.kv_layer.clone()
+    slots = case.metadata.slot_mapping.clone()
+    slots[:] = -1
+    ops.write_kv(case.key, case.value, case.kv_layer, slots)
+    assert torch.equal(case.kv_layer.nan_to_num(), untouched.nan_to_num())
+    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
+    expected = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
+    padded = AttentionMetadata(
+        block_tables=torch.cat([case.metadata.block_tables, torch.zeros_like(case.metadata.block_tables)]),
+        query_starts=torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32),
+        seq_lens=torch.cat([case.metadata.seq_lens, torch.zeros(2, dtype=torch.int32)]),
+        slot_mapping=torch.cat([case.metadata.slot_mapping, torch.full((2,), -1)]),
+        max_new_tokens=1,
+    )
+    query = torch.cat([case.query, torch.full_like(case.query, float("nan"))])
+    actual = ops.paged_attention(query, case.kv_layer, padded, scale=0.2)
+    assert torch.equal(actual[:2], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
+def test_blocks_are_copied_gathered_and_scattered(dtype: torch.dtype) -> None:
+    blocks = torch.arange(6 * 32).view(6, 32).to(dtype)
+    before = blocks.clone()
+    ops.copy_blocks(blocks, torch.tensor([[0, 4], [2, 1]]))
+    assert torch.equal(blocks, before[[0, 2, 2, 3, 0, 5]])
+    staging = torch.empty((2, 32), dtype=dtype)
+    ops.gather_blocks(blocks, torch.tensor([5, 0]), staging)
+    assert torch.equal(staging, before[[5, 0]])
+    ops.scatter_blocks(staging, torch.tensor([3, 2]), blocks)
+    assert torch.equal(blocks, before[[0, 2, 0, 5, 0, 5]])

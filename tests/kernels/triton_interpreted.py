@@ -20,8 +20,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from quire.kernels import reference
 from quire.kernels.metadata import AttentionMetadata
+from quire.kernels.quantization import KV_FORMATS
 from quire.kernels.triton import attention, blocks, configs
-from quire.kernels.triton.quantization import KV_FORMATS
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = st.sampled_from([*TOLERANCE])
