@@ -38,7 +38,7 @@ from quire.kernels.cpu.intrinsics import (
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-STORAGE: dict[torch.dtype, type[np.generic]] = {
+STORAGE: dict[torch.dtype, Any] = {
     torch.float32: np.float32,
     torch.bfloat16: np.uint16,
     torch.float16: np.int16,
@@ -338,7 +338,7 @@ def _running_softmax(
 
 
 @cache
-def _kernel(head_dim: int, block_size: int, group: int, storage: type[np.generic]) -> Any:
+def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
     """Compile the loop that each thread runs: take the next program until there is none."""
     span_blocks = max(1, _SPAN // block_size)
     span = span_blocks * block_size
