@@ -264,7 +264,7 @@ class Engine:
         self.runner.move_blocks(schedule)
         num_swapped = len(schedule.swap_out) + len(schedule.swap_in)
         self._swap_cost.swapped(num_swapped, self._clock() - start)
-        self.swap_space.step_done()
+        self.scheduler.moved(schedule)
 
     def _run(self, scheduled: list[ScheduledSequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits after each sequence's last new token, and those that prompt logprobs need."""

@@ -18,10 +18,14 @@ from typing import NamedTuple
 
 from quire.engine.block_pool import BlockPool
 from quire.engine.group import SequenceGroup, SwappedTables
+from quire.engine.partial_hits import BlockTokens, PartialHit
 from quire.engine.sequence import HashBlock, Sequence, SequenceStatus
 from quire.engine.swap_space import SwapSpace
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
+
+_MIN_PARTIAL_HIT = 0.25
+"""Share of a block's tokens from which copying it is worth more than computing them in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +65,14 @@ class Schedule:
         swap_out: (block, host block) to copy to host memory.
         swap_in: (host block, block) to copy back.
         copies: (block, block) to copy before the second is written.
+        lent: cached blocks that are held until they have been copied.
         sequences: what to compute.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    lent: list[int] = field(default_factory=list)
     sequences: list[ScheduledSequence] = field(default_factory=list)
 
     @property
@@ -108,6 +114,7 @@ class Scheduler:
         self._hash_block = hash_block
         self._num_arrived = 0
         self._next = Schedule()
+        self._block_tokens = BlockTokens(pool)
 
     @property
     def num_preemptions(self) -> int:
@@ -368,8 +375,35 @@ class Scheduler:
             sequence.block_table.clear()
             sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
             return False
+        hit = self._hold_partial_hit(sequence, num_missing)
         sequence.block_table += self.pool.allocate(num_missing)
+        if hit is not None:
+            self._next.lent.append(hit.block_id)
+            self._next.copies.append((hit.block_id, sequence.block_table[sequence.num_sealed_blocks]))
+            self._count_cached(sequence, hit.num_tokens)
         return True
+
+    def _hold_partial_hit(self, sequence: Sequence, num_new_blocks: int) -> PartialHit | None:
+        """Reference a cached block that begins as the sequence goes on, if a copy saves some of its tokens.
+
+        Its copy is the sequence's own, and is sealed like any other block: once all its tokens are computed.
+        """
+        size, index = self.config.block_size, len(sequence.block_table)
+        end = min((index + 1) * size, sequence.num_tokens - 1, sequence.max_cached_tokens)
+        hit = self._block_tokens.find(sequence.parent_hash(index), sequence.token_ids[index * size : end])
+        if hit is None or hit.num_tokens < size * _MIN_PARTIAL_HIT:
+            return None
+        self.pool.share([hit.block_id])
+        if num_new_blocks > self.pool.num_allocatable:
+            self.pool.free([hit.block_id])
+            return None
+        return hit
+
+    def moved(self, schedule: Schedule) -> None:
+        """Note that a step's blocks have been moved."""
+        self._swap_space.step_done()
+        for block_id in schedule.lent:
+            self.pool.free([block_id])
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
         """Whether a running sequence will soon seal the block that this one would compute next."""
@@ -392,9 +426,15 @@ class Scheduler:
         max_tokens = min(max_tokens, sequence.max_cached_tokens)
         block_ids = self.pool.look_up(sequence.block_hashes[: max_tokens // self.config.block_size])
         self.pool.share(block_ids)
+        self._block_tokens.note(sequence, 0, len(block_ids), self.config.block_size)
         sequence.block_table = block_ids
         sequence.num_sealed_blocks = len(block_ids)
-        sequence.num_computed_tokens = len(block_ids) * self.config.block_size
+        sequence.num_computed_tokens = 0
+        self._count_cached(sequence, len(block_ids) * self.config.block_size)
+
+    def _count_cached(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count tokens as computed that were found."""
+        sequence.num_computed_tokens += num_tokens
         if sequence.status != SequenceStatus.PREEMPTED:
             sequence.num_cached_tokens = sequence.num_computed_tokens
 
@@ -416,6 +456,7 @@ class Scheduler:
         for index in range(sequence.num_sealed_blocks, num_full):
             block_hash = sequence.block_hashes[index]
             sequence.block_table[index] = self.pool.seal(sequence.block_table[index], block_hash)
+        self._block_tokens.note(sequence, sequence.num_sealed_blocks, num_full, self.config.block_size)
         sequence.num_sealed_blocks = num_full
 
     def max_blocks(self, group: SequenceGroup, num_tokens: int) -> int:

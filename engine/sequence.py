@@ -236,9 +236,12 @@ class Sequence:
     def extend_hashes(self, block_size: int, hash_block: HashBlock) -> None:
         """Hash every full block of ``token_ids`` that has no hash yet."""
         for index in range(len(self.block_hashes), self.num_tokens // block_size):
-            parent = self.block_hashes[-1] if self.block_hashes else self.root_hash
             tokens = self.token_ids[index * block_size : (index + 1) * block_size]
-            self.block_hashes.append(hash_block(parent, tokens))
+            self.block_hashes.append(hash_block(self.parent_hash(index), tokens))
+
+    def parent_hash(self, index: int) -> bytes:
+        """Return the hash that the block at ``index`` follows."""
+        return self.block_hashes[index - 1] if index else self.root_hash
 
     def copy(self, index: int) -> Sequence:
         """Return a sequence that has come as far, over the same blocks."""

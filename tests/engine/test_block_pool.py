@@ -19,6 +19,7 @@ class Published:
 
     def __init__(self) -> None:
         self.hashes: set[bytes] = set()
+        self.evicted: list[bytes] = []
 
     def stored(self, block_hashes: Sequence[bytes]) -> None:
         for block_hash in block_hashes:
@@ -30,6 +31,7 @@ class Published:
             self.hashes.remove(block_hash)
             is_parent = any(h[:-1] == block_hash for h in self.hashes)
             assert not is_parent, "a parent went before its child"
+        self.evicted += block_hashes
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -40,17 +42,31 @@ class PoolMachine(RuleBasedStateMachine):
         self.published = Published()
         self.pool = BlockPool(NUM_BLOCKS, self.published)
         self.tables: list[tuple[bytes, list[int], int]] = []
+        self.unused: list[bytes] = []
+        """Cached hashes, those freed first first; of one table's, the last block's first."""
 
     @rule(word=st.text("ab", min_size=1, max_size=5).map(str.encode))
     def start(self, word: bytes) -> None:
-        hits = self.pool.look_up([word[: i + 1] for i in range(len(word))])
+        hashes = [word[: i + 1] for i in range(len(word))]
+        hits = self.pool.look_up(hashes)
+        num_new = len(word) - len(hits)
         self.pool.share(hits)
+        self.unused = [each for each in self.unused if each not in hashes[: len(hits)]]
+        num_evicted = max(0, num_new - self.pool.counts.free)
+        self.published.evicted.clear()
         try:
-            table = hits + self.pool.allocate(len(word) - len(hits))
+            table = hits + self.pool.allocate(num_new)
         except NoFreeBlocksError:
-            self.pool.free(hits)
+            self.free(word, hits, len(hits))
             return
+        assert self.published.evicted == self.unused[:num_evicted], "not the least recently used"
+        del self.unused[:num_evicted]
         self.tables.append((word, table, len(hits)))
+
+    def free(self, word: bytes, table: list[int], num_sealed: int) -> None:
+        self.pool.free(table)
+        used = {w[: i + 1] for w, _, sealed in self.tables for i in range(sealed)}
+        self.unused += [word[:i] for i in range(num_sealed, 0, -1) if word[:i] not in used]
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -58,14 +74,15 @@ class PoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.tables) - 1))
         word, table, num_sealed = self.tables[index]
         if num_sealed < len(word):
-            table[num_sealed] = self.pool.seal(table[num_sealed], word[: num_sealed + 1])
+            block_hash = word[: num_sealed + 1]
+            table[num_sealed] = self.pool.seal(table[num_sealed], block_hash)
+            self.unused = [each for each in self.unused if each != block_hash]
             self.tables[index] = (word, table, num_sealed + 1)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        _, table, _ = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        self.pool.free(table)
+        self.free(*self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
 
     @invariant()
     def conserved(self) -> None:
@@ -73,6 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
         counts = self.pool.counts
         assert sum(counts) == NUM_BLOCKS
         assert counts.used == len({block for _, table, _ in self.tables for block in table})
+        assert counts.cached == len(self.unused)
 
     @invariant()
     def unsealed_blocks_have_one_owner(self) -> None:

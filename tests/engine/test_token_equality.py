@@ -108,8 +108,52 @@ def test_prefix_hits(architecture, tiny_model, expected) -> None:
     )
     assert run(engine, [first]) == run(engine, [again]) == [expected(architecture, prompt)]
     assert run(engine, [longer]) == [expected(architecture, prompt + make_prompt(20))]
-    # A full hit still computes its last block, whose logits give the first token.
-    assert [s.num_cached_tokens for s in (first, again, longer)] == [0, 80, 96]
+    # A full hit still computes its last token, whose logits give the first one that is drawn.
+    assert [s.num_cached_tokens for s in (first, again, longer)] == [0, 95, 96]
+
+
+@pytest.mark.parametrize(("num_equal", "num_cached"), [(37, 37), (44, 44), (47, 47), (48, 48), (35, 32)])
+def test_the_beginning_of_a_cached_block_is_reused(num_equal, num_cached, tiny_model, expected) -> None:
+    engine = make_engine(tiny_model("llama"))
+    prompt = make_prompt(64)
+    forked = prompt[:num_equal] + [(token + 1) % 300 + 2 for token in prompt[num_equal:]]
+    first, second, again = (make_sequence(n, p) for n, p in (("1", prompt), ("2", forked), ("3", prompt)))
+    outputs = [run(engine, [sequence]) for sequence in (first, second, again)]
+    assert outputs == [[expected("llama", prompt)], [expected("llama", forked)], [expected("llama", prompt)]]
+    assert [s.num_cached_tokens for s in (first, second, again)] == [0, num_cached, 63]
+
+
+def test_a_block_is_not_evicted_before_it_is_copied(tiny_model, expected) -> None:
+    engine = make_engine(tiny_model("llama"), num_blocks=16)
+    run(engine, [make_sequence("first", make_prompt(30), max_tokens=2)])
+    run(engine, [make_sequence("filler", make_prompt(220), max_tokens=4)])
+    assert engine.pool.counts == (2, 14, 0)  # the next eviction is the first one's block
+    moved = []
+    move_blocks = engine.runner.move_blocks
+    engine.runner.move_blocks = lambda schedule: (moved.append(schedule), move_blocks(schedule))[1]  # type: ignore[method-assign]
+    second = make_sequence("second", make_prompt(30)[:10] + make_prompt(140))
+    assert run(engine, [second]) == [expected("llama", second.token_ids[:150])]
+    assert second.num_cached_tokens == 10
+    [(source, own)] = moved[0].copies
+    assert source != own
+    assert moved[0].lent == [source]
+
+
+def test_nothing_is_copied_when_the_pool_has_no_block_to_spare(tiny_model, expected) -> None:
+    engine = make_engine(tiny_model("llama"), num_blocks=12)
+    run(engine, [make_sequence("first", make_prompt(30), max_tokens=2)])
+    second = make_sequence("second", make_prompt(30)[:10] + make_prompt(170), max_tokens=12)
+    assert run(engine, [second]) == [expected("llama", second.token_ids[:180])[:12]]
+    assert second.num_cached_tokens == 0
+
+
+def test_blocks_of_other_roots_are_not_copied(tiny_model) -> None:
+    engine = make_engine(tiny_model("llama"))
+    run(engine, [make_sequence("mine", make_prompt(40))])
+    other = make_sequence("other", make_prompt(40))
+    other.root_hash = b"another tenant's"
+    run(engine, [other])
+    assert other.num_cached_tokens == 0
 
 
 def test_thirty_two_requests_at_once(tiny_model, expected) -> None:

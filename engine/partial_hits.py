@@ -1,0 +1,75 @@
+"""Finds the cached block that begins as a prompt goes on, where the match of full blocks ends.
+
+::
+
+    cached     [ a b c d ][ e f g h ]
+    prompt     [ a b c d ][ e f x y ]     a full hit, then two tokens: copy the second block, compute x y
+
+Full blocks are found by hash. Here tokens are compared with tokens, among the blocks after the same parent.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import takewhile
+from operator import eq
+from typing import NamedTuple
+
+from quire.engine.block_pool import BlockPool
+from quire.engine.sequence import Sequence
+
+MAX_SIBLINGS = 32
+"""Most blocks after one parent that are compared, those used last: after a root there may be any number."""
+
+
+class PartialHit(NamedTuple):
+    """A held block, and how many of its leading tokens match."""
+
+    block_id: int
+    num_tokens: int
+
+
+class BlockTokens:
+    """The tokens of sealed blocks, by the block before them.
+
+    Evictions are noticed when a block is looked for: at most twice as many blocks as the pool has are known.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._siblings: dict[bytes, dict[bytes, array[int]]] = {}
+        self._num_blocks = 0
+
+    def note(self, sequence: Sequence, first: int, last: int, block_size: int) -> None:
+        """Remember the tokens of a sequence's sealed blocks ``first..last - 1`` as those used last."""
+        for index in range(first, last):
+            siblings = self._siblings.setdefault(sequence.parent_hash(index), {})
+            block_hash = sequence.block_hashes[index]
+            token_ids = siblings.pop(block_hash, None)
+            if token_ids is None:
+                token_ids = array("I", sequence.token_ids[index * block_size : (index + 1) * block_size])
+                self._num_blocks += 1
+            siblings[block_hash] = token_ids
+            if len(siblings) > MAX_SIBLINGS:
+                del siblings[next(iter(siblings))]
+                self._num_blocks -= 1
+        if self._num_blocks > 2 * self._pool.num_blocks:
+            self._forget_evicted()
+
+    def find(self, parent_hash: bytes, token_ids: list[int]) -> PartialHit | None:
+        """Return the held block after ``parent_hash`` with the most of the leading ``token_ids``, if any."""
+        best = None
+        for block_hash, held_ids in self._siblings.get(parent_hash, {}).items():
+            num_tokens = sum(takewhile(bool, map(eq, held_ids, token_ids)))
+            if num_tokens > (best.num_tokens if best else 0):
+                for block_id in self._pool.look_up([block_hash]):
+                    best = PartialHit(block_id, num_tokens)
+        return best
+
+    def _forget_evicted(self) -> None:
+        held = (
+            (parent, {name: ids for name, ids in siblings.items() if self._pool.look_up([name])})
+            for parent, siblings in self._siblings.items()
+        )
+        self._siblings = {parent: siblings for parent, siblings in held if siblings}
+        self._num_blocks = sum(map(len, self._siblings.values()))

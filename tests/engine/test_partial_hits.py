@@ -1,0 +1,54 @@
+"""What is known of sealed blocks' tokens, apart from the engine."""
+
+from __future__ import annotations
+
+from quire.engine.block_pool import BlockPool
+from quire.engine.partial_hits import MAX_SIBLINGS, BlockTokens
+from quire.engine.sequence import SamplingParams, Sequence
+
+
+def hold(pool: BlockPool, known: BlockTokens, token_ids: list[int]) -> int:
+    """Seal and free a block of four tokens; return its id."""
+    sequence = Sequence("r", token_ids, len(token_ids), SamplingParams(), b"root")
+    sequence.extend_hashes(4, lambda parent, tokens: parent + bytes(tokens))
+    [block_id] = pool.allocate(1)
+    pool.seal(block_id, sequence.block_hashes[0])
+    known.note(sequence, 0, 1, 4)
+    pool.free([block_id])
+    return block_id
+
+
+def test_the_longest_match_is_found() -> None:
+    pool = BlockPool(8)
+    known = BlockTokens(pool)
+    hold(pool, known, [1, 2, 9, 9])
+    longest = hold(pool, known, [1, 2, 3, 9])
+    hold(pool, known, [2, 2, 3, 4])
+    assert known.find(b"root", [1, 2, 3, 4]) == (longest, 3)
+    assert known.find(b"root", [1, 2, 3]) == (longest, 3)
+    assert known.find(b"root", [5]) is known.find(b"other root", [1, 2, 3, 4]) is None
+
+
+def test_an_evicted_block_is_not_found() -> None:
+    pool = BlockPool(2)
+    known = BlockTokens(pool)
+    hold(pool, known, [1, 2, 3, 4])
+    pool.allocate(2)
+    assert known.find(b"root", [1, 2, 3, 4]) is None
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    pool = BlockPool(4)
+    known = BlockTokens(pool)
+    for token in range(100):
+        hold(pool, known, [token, 2, 3, 4])
+        assert known._num_blocks == sum(map(len, known._siblings.values())) <= 2 * pool.num_blocks
+    assert known.find(b"root", [99, 2]) is not None
+    assert known.find(b"root", [0, 2]) is None
+    large = BlockPool(1000)
+    known = BlockTokens(large)
+    for token in range(2 * MAX_SIBLINGS):
+        hold(large, known, [token, 2, 3, 4])
+    assert len(known._siblings[b"root"]) == MAX_SIBLINGS
+    assert known.find(b"root", [2 * MAX_SIBLINGS - 1, 2]) is not None
+    assert known.find(b"root", [0, 2]) is None
