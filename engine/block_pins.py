@@ -50,8 +50,10 @@ class BlockPins:
     def seal(self, name: str, first_index: int, block_hashes: Sequence[bytes]) -> None:
         """Make a pin's blocks from ``first_index`` on, which have been written, reusable by anyone."""
         table = self._tables[name]
+        parent_hash = self._pool.hash_of(table[first_index - 1]) if first_index else None
         for index, block_hash in enumerate(block_hashes, first_index):
-            table[index] = self._pool.seal(table[index], block_hash)
+            table[index] = self._pool.seal(table[index], block_hash, parent_hash)
+            parent_hash = block_hash
 
     def unpin(self, name: str) -> None:
         """Drop a pin; unknown ones are no error."""

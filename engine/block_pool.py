@@ -51,10 +51,12 @@ class BlockPool:
         self._ref_cnt = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self._parent_of: dict[bytes, bytes] = {}
+        self._children: dict[bytes, set[bytes]] = {}
         # Blocks with no references, the next to be reused first: an OrderedDict is a doubly linked list with
         # O(1) removal from the middle, which a prefix hit needs. Empty blocks go to its front, so nothing
-        # reusable is evicted while a block without content is left. Cached blocks are freed children first
-        # and whoever reads a child reads its parent, so the order is LRU and never orphans a child.
+        # reusable is evicted while a block without content is left. Tables are freed from their ends, so
+        # the order is LRU and a child goes before its parent.
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_cached = 0
 
@@ -84,20 +86,37 @@ class BlockPool:
                 f"{num_blocks} blocks wanted, {len(self._unused)} of {self.num_blocks} left"
             )
         block_ids = [self._unused.popitem(last=False)[0] for _ in range(num_blocks)]
-        evicted = [self._forget(block_id) for block_id in block_ids if self._hash_of[block_id] is not None]
+        evicted: list[bytes] = []
+        for block_id in block_ids:
+            if (block_hash := self._hash_of[block_id]) is not None:
+                evicted += self._forget(block_hash)
         for block_id in block_ids:
             self._ref_cnt[block_id] = 1
         if evicted and self._listener:
             self._listener.removed(evicted)
         return block_ids
 
-    def _forget(self, block_id: int) -> bytes:
-        block_hash = self._hash_of[block_id]
-        assert block_hash is not None
-        self._hash_of[block_id] = None
-        del self._block_of[block_hash]
-        self._num_cached -= 1
-        return block_hash
+    def _forget(self, block_hash: bytes) -> list[bytes]:
+        """Forget what a block holds, and all that follows it; return the hashes, children first.
+
+        A sequence that gave its first blocks back may hold later ones still: nobody can find them any more.
+        """
+        family = [block_hash]
+        for member in family:
+            family += self._children.get(member, ())
+        family.reverse()
+        for member in family:
+            block_id = self._block_of.pop(member)
+            self._hash_of[block_id] = None
+            if self._ref_cnt[block_id] == 0:
+                self._num_cached -= 1
+                if block_id in self._unused:
+                    self._unused.move_to_end(block_id, last=False)
+            if (parent := self._parent_of.pop(member, None)) is not None:
+                self._children[parent].remove(member)
+                if not self._children[parent]:
+                    del self._children[parent]
+        return family
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each block, reviving cached ones."""
@@ -120,12 +139,18 @@ class BlockPool:
                 else:
                     self._num_cached += 1
 
-    def seal(self, block_id: int, block_hash: bytes) -> int:
+    def seal(self, block_id: int, block_hash: bytes, parent_hash: bytes | None = None) -> int:
         """Record that a block is full and return the block to use in its place.
 
         If another block holds the same tokens after the same prefix, the caller's reference moves to it and
-        the duplicate is freed: one hash has one block, so a cached child never outlives its parent.
+        the duplicate is freed: one hash has one block, so a cached child never outlives its parent. A block
+        whose parent is not held gets no hash, since nobody could find it.
+
+        Args:
+            parent_hash: that of the block before it; None if it is a prompt's first.
         """
+        if parent_hash is not None and parent_hash not in self._block_of:
+            return block_id
         known = self._block_of.get(block_hash)
         if known is not None and known != block_id:
             self.share([known])
@@ -134,9 +159,16 @@ class BlockPool:
         if known is None:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
+            if parent_hash is not None:
+                self._parent_of[block_hash] = parent_hash
+                self._children.setdefault(parent_hash, set()).add(block_hash)
             if self._listener:
                 self._listener.stored([block_hash])
         return block_id
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """Return what a block holds; None if it is not full, or cannot be found."""
+        return self._hash_of[block_id]
 
     def look_up(self, block_hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest held prefix. Takes no reference: share them before allocating."""
@@ -150,10 +182,10 @@ class BlockPool:
 
     def clear_cache(self) -> None:
         """Forget what the cached blocks hold."""
-        cached = [block_id for block_id in self._unused if self._hash_of[block_id] is not None]
-        removed = [self._forget(block_id) for block_id in cached]
-        for block_id in cached:
-            self._unused.move_to_end(block_id, last=False)
+        removed: list[bytes] = []
+        for block_id in list(self._unused):
+            if (block_hash := self._hash_of[block_id]) is not None:
+                removed += self._forget(block_hash)
         if removed and self._listener:
             self._listener.removed(removed)
 
@@ -166,3 +198,6 @@ class BlockPool:
         assert self._block_of == {h: i for i, h in enumerate(self._hash_of) if h is not None}, (
             "hashes disagree"
         )
+        assert self._parent_of.keys() | self._parent_of.values() <= self._block_of.keys(), "orphaned blocks"
+        links = {(child, parent) for parent, children in self._children.items() for child in children}
+        assert links == set(self._parent_of.items()), "the links between blocks disagree"

@@ -15,7 +15,7 @@ from quire.engine.block_pool import BlockListener, BlockPool, NoFreeBlocksError
 from quire.engine.group import SequenceGroup
 from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import process_logits
-from quire.engine.model_loader import LoadedModel
+from quire.engine.model_loader import UNLIMITED, LoadedModel
 from quire.engine.model_runner import ModelRunner
 from quire.engine.sampler import rank_tokens, sample
 from quire.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
@@ -84,7 +84,7 @@ class Engine:
         self.swap_space = SwapSpace(swap_memory.num_blocks if swap_memory else 0)
         self._swap_cost = SwapCost(memory.shape.block_bytes)
         self.scheduler = Scheduler(
-            config, self.pool, hash_block, self.swap_space, self._swap_cost.prefers_swap
+            config, self.pool, hash_block, self.swap_space, self._swap_cost.prefers_swap, model.window
         )
         self.runner = ModelRunner(model, memory, swap_memory)
         self.groups: dict[str, SequenceGroup] = {}
@@ -92,16 +92,15 @@ class Engine:
         self.num_stepped = 0
         """Sequences that the last step computed; a search's beams among them, which bring no updates."""
         self._clock = clock
-        capacity = memory.num_blocks * memory.shape.block_size
-        self.max_model_len = min(model.max_position_embeddings, capacity, max_model_len or capacity)
-        """Most tokens of a sequence: the model's positions, what the pool holds, or less if told so."""
+        self.max_model_len = longest_sequence(model, memory, max_model_len)
+        """Most tokens of a sequence."""
         self._waiting_for_blocks: dict[str, Callable[[], None]] = {}
 
     @property
     def num_pinned_blocks(self) -> int:
         """Blocks that finished prefills and pins hold until they are released."""
         sequences = (s for group in self.groups.values() for s in group.sequences)
-        return self.pins.num_blocks + sum(len(s.block_table) for s in sequences if s.status.is_finished)
+        return self.pins.num_blocks + sum(len(s.held_blocks) for s in sequences if s.status.is_finished)
 
     @property
     def is_idle(self) -> bool:
@@ -119,10 +118,11 @@ class Engine:
         self.scheduler.add(self._register(prompt))
 
     def accept(self, prompt: Sequence) -> int:
-        """Take a request whose prompt is computed elsewhere; return how many of its blocks are held here.
+        """Take a request whose prompt is computed elsewhere; return the index of the first block it lacks.
 
-        The held blocks are referenced until the request ends. Several sequences draw their first tokens here,
-        from the prompt's last token, which is then computed here and not elsewhere.
+        Those before it are held here and referenced until the request ends, or no token to come sees them.
+        Several sequences draw their first tokens here, from the prompt's last token, which is then computed
+        here and not elsewhere.
 
         Raises:
             RequestTooLongError: it can never fit.
@@ -130,7 +130,9 @@ class Engine:
         group = self._register(prompt)
         self.scheduler.stamp_arrival(group)
         prompt.status = SequenceStatus.TRANSFERRING
-        self.scheduler.take_cached_prefix(prompt, max_tokens=num_transferred_tokens(prompt))
+        num_tokens = num_transferred_tokens(prompt)
+        self.scheduler.take_cached_prefix(prompt, max_tokens=num_tokens)
+        self.scheduler.drop_unseen(prompt, num_tokens)
         return len(prompt.block_table)
 
     def _register(self, prompt: Sequence) -> SequenceGroup:
@@ -295,6 +297,7 @@ class Engine:
         for sequence, num_tokens in scheduled:
             sequence.num_computed_tokens += num_tokens
             self.scheduler.seal(sequence)
+            self.scheduler.drop_unseen(sequence, sequence.num_computed_tokens)
             is_done = sequence.num_computed_tokens == sequence.num_tokens
             if is_done and sequence.draws_tokens:
                 continue
@@ -400,12 +403,21 @@ class Engine:
         """Raise AssertionError unless each used block, here and on the host, is a live group's or pinned."""
         self.pool.check_conservation()
         groups = self.groups.values()
-        held = {block_id for group in groups for s in group.sequences for block_id in s.block_table}
+        held = {block_id for group in groups for s in group.sequences for block_id in s.held_blocks}
         held |= self.pins.block_ids
         assert len(held) == self.pool.counts.used, f"{self.pool.counts.used - len(held)} blocks have leaked"
         swapped = [host_id for group in groups if group.swapped for host_id in group.swapped.host_ids]
         num_used = self.swap_space.num_blocks - self.swap_space.num_free
         assert len(swapped) == len(set(swapped)) == num_used, "host blocks have leaked"
+
+
+def longest_sequence(model: LoadedModel, memory: KvMemory, max_model_len: int | None = None) -> int:
+    """Return the most tokens of a sequence: the model's positions, what the pool holds, or less if told so.
+
+    Of a model whose layers all forget, the pool need not hold all.
+    """
+    capacity = memory.num_blocks * memory.shape.block_size if model.window is None else UNLIMITED
+    return min(model.max_position_embeddings, capacity, max_model_len or UNLIMITED)
 
 
 def num_transferred_tokens(prompt: Sequence) -> int:

@@ -21,7 +21,7 @@ class SwappedTables(NamedTuple):
 
     Attributes:
         host_ids: all blocks, each once.
-        tables: the place in ``host_ids`` of each block of each sequence: sharing survives.
+        tables: the place in ``host_ids`` of each block of each sequence, or NO_BLOCK: sharing survives.
     """
 
     host_ids: list[int]
@@ -86,12 +86,12 @@ class SequenceGroup:
     def fork(self, parent: Sequence, index: int, pool: BlockPool) -> Sequence:
         """Return a new sequence that shares all blocks of ``parent``."""
         child = parent.copy(index)
-        pool.share(child.block_table)
+        pool.share(child.held_blocks)
         return child
 
     def free(self, sequence: Sequence, pool: BlockPool) -> None:
         """Give a sequence's blocks back; what is full stays cached."""
-        pool.free(sequence.block_table)
+        pool.free(sequence.held_blocks)
         sequence.block_table.clear()
 
     def fork_samples(self, pool: BlockPool) -> list[Sequence]:

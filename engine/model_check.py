@@ -34,11 +34,16 @@ class UnsupportedModelError(Exception):
 
 
 class KvHeads(NamedTuple):
-    """What attention keeps of a token in each layer."""
+    """What attention keeps of a token in each layer, and how many tokens each layer looks back.
+
+    Attributes:
+        windows: tokens that a layer sees, None for all.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    windows: tuple[int | None, ...]
 
 
 def observe_attention(module: torch.nn.Module) -> KvHeads:
@@ -48,6 +53,7 @@ def observe_attention(module: torch.nn.Module) -> KvHeads:
         UnsupportedModelError: they do not all give keys and values of one shape, once each.
     """
     seen: list[tuple[int, torch.Size, torch.Size]] = []
+    windows: list[int | None] = []
 
     def look(
         layer: torch.nn.Module,
@@ -55,8 +61,10 @@ def observe_attention(module: torch.nn.Module) -> KvHeads:
         key: torch.Tensor,
         value: torch.Tensor,
         *_: Any,
+        sliding_window: int | None = None,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
+        windows.append(sliding_window)
         seen.append((getattr(layer, "layer_idx", -1), key.shape, value.shape))
         return query.new_zeros((*query.shape[:1], *query.shape[2:0:-1], value.shape[-1])), None
 
@@ -78,7 +86,7 @@ def observe_attention(module: torch.nn.Module) -> KvHeads:
     if len(shapes) > 1 or any(key != value for key, value in shapes):
         raise UnsupportedModelError(f"keys and values differ in shape, within or between layers: {shapes}")
     _, num_kv_heads, _, head_dim = seen[0][1]
-    return KvHeads(len(seen), num_kv_heads, head_dim)
+    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(windows))
 
 
 def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> None:

@@ -37,6 +37,14 @@ class LoadedModel:
     max_position_embeddings: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    windows: tuple[int | None, ...]
+    """Tokens that each layer sees, None for all."""
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens any layer sees; None if some layer sees all."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
 
     def kv_shape(self, block_size: int) -> KvShape:
         """Return the shape of this model's KV blocks."""
@@ -77,6 +85,7 @@ def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:
         max_position_embeddings=getattr(text_config, "max_position_embeddings", UNLIMITED),
         vocab_size=text_config.vocab_size,
         eos_token_ids=_eos_token_ids(folder, text_config),
+        windows=heads.windows,
     )
 
 

@@ -38,22 +38,25 @@ class ModelRunner:
         # Position of each packed token: its sequence's computed tokens, plus its place among the new ones.
         owner = np.repeat(np.arange(len(scheduled)), num_new)
         positions = np.arange(starts[-1], dtype=np.int64) + (computed - starts[:-1])[owner]
-        tables = np.zeros(
-            (len(scheduled), max(len(s.sequence.block_table) for s in scheduled)), dtype=np.int32
-        )
+        # Blocks that were given back are left out: attention over windows knows distances alone. What the
+        # kernels call a sequence's length is thus that of what it holds.
+        held = [s.sequence.held_blocks for s in scheduled]
+        dropped = np.array([s.sequence.num_dropped_blocks for s in scheduled], dtype=np.int32) * block_size
+        tables = np.zeros((len(scheduled), max(map(len, held))), dtype=np.int32)
         token_ids: list[int] = []
         rows_to_score: list[np.ndarray] = []
         for row, (sequence, num_tokens) in enumerate(scheduled):
-            tables[row, : len(sequence.block_table)] = sequence.block_table
+            tables[row, : len(held[row])] = held[row]
             first = sequence.num_computed_tokens
             token_ids += sequence.token_ids[first : first + num_tokens]
             if scored := sequence.positions_to_score(num_tokens):
                 rows_to_score.append(starts[row] + np.arange(scored.start - first, scored.stop - first))
-        slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        places = positions - dropped[owner]
+        slots = tables[owner, places // block_size].astype(np.int64) * block_size + places % block_size
         metadata = AttentionMetadata(
             block_tables=self._tensor(tables),
             query_starts=self._tensor(starts),
-            seq_lens=self._tensor(computed + num_new),
+            seq_lens=self._tensor(computed + num_new - dropped),
             slot_mapping=self._tensor(slots),
         )
         return {

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from quire.engine.block_pool import BlockPool
 from quire.engine.group import SequenceGroup, SwappedTables
 from quire.engine.partial_hits import BlockTokens, PartialHit
-from quire.engine.sequence import HashBlock, Sequence, SequenceStatus
+from quire.engine.sequence import NO_BLOCK, HashBlock, Sequence, SequenceStatus
 from quire.engine.swap_space import SwapSpace
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
@@ -94,6 +94,7 @@ class Scheduler:
     Args:
         swap_space: host blocks for preempted groups; None means none.
         prefers_swap: whether bringing (tokens, blocks) back from host memory beats computing them again.
+        window: how many tokens a token sees, itself included; None means all before it.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Scheduler:
         hash_block: HashBlock,
         swap_space: SwapSpace | None = None,
         prefers_swap: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True,
+        window: int | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -112,6 +114,7 @@ class Scheduler:
         self._swap_space = swap_space or SwapSpace(0)
         self._prefers_swap = prefers_swap
         self._hash_block = hash_block
+        self._window = window
         self._num_arrived = 0
         self._next = Schedule()
         self._block_tokens = BlockTokens(pool)
@@ -314,7 +317,7 @@ class Scheduler:
     def _swap_out(self, victim: SequenceGroup) -> bool:
         """Plan to copy a group's blocks to host memory, each once, if that is wanted and there is room."""
         computed = [s.block_table[: self._blocks_for(s.num_computed_tokens)] for s in victim.sequences]
-        block_ids = list(dict.fromkeys(block_id for table in computed for block_id in table))
+        block_ids = list(dict.fromkeys(b for table in computed for b in table if b != NO_BLOCK))
         num_tokens = sum(s.num_computed_tokens for s in victim.sequences)
         mode = self.config.preemption
         if mode == "recompute" or len(block_ids) > self._swap_space.num_free:
@@ -323,7 +326,7 @@ class Scheduler:
             return False
         host_ids = self._swap_space.allocate(len(block_ids))
         self._next.swap_out += zip(block_ids, host_ids, strict=True)
-        place = {block_id: index for index, block_id in enumerate(block_ids)}
+        place = {NO_BLOCK: NO_BLOCK, **{block_id: index for index, block_id in enumerate(block_ids)}}
         tables = [[place[block_id] for block_id in table] for table in computed]
         victim.swapped = SwappedTables(host_ids, tables)
         return True
@@ -334,8 +337,8 @@ class Scheduler:
             return False
         block_ids = self.pool.allocate(len(swapped.host_ids))
         for sequence, table in zip(group.sequences, swapped.tables, strict=True):
-            sequence.block_table = [block_ids[place] for place in table]
-            self.pool.share(sequence.block_table)
+            sequence.block_table = [block_ids[place] if place != NO_BLOCK else NO_BLOCK for place in table]
+            self.pool.share(sequence.held_blocks)
         self.pool.free(block_ids)
         if self._num_missing(self._wanted(group, budget)) > self.pool.num_allocatable:
             for sequence in group.sequences:
@@ -367,13 +370,19 @@ class Scheduler:
         return wanted
 
     def _begin(self, sequence: Sequence) -> bool:
-        """Give a sequence blocks for all its tokens, unless another is computing its next block now."""
+        """Give a sequence blocks for all its tokens, or as many as it can ever hold at once.
+
+        Returns:
+            False, and no blocks, if there are too few or another sequence is computing its next block now.
+        """
         self.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
-        num_missing = self._blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        num_wanted = self._max_held_blocks(1, sequence.num_tokens)
+        last = min(self._blocks_for(sequence.num_tokens), sequence.num_dropped_blocks + num_wanted)
+        num_missing = last - len(sequence.block_table)
         if num_missing > self.pool.num_allocatable or self._is_being_computed(sequence):
-            self.pool.free(sequence.block_table)
+            self.pool.free(sequence.held_blocks)
             sequence.block_table.clear()
-            sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
+            sequence.num_computed_tokens = sequence.num_sealed_blocks = sequence.num_dropped_blocks = 0
             return False
         hit = self._hold_partial_hit(sequence, num_missing)
         sequence.block_table += self.pool.allocate(num_missing)
@@ -429,8 +438,9 @@ class Scheduler:
         self._block_tokens.note(sequence, 0, len(block_ids), self.config.block_size)
         sequence.block_table = block_ids
         sequence.num_sealed_blocks = len(block_ids)
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_dropped_blocks = 0
         self._count_cached(sequence, len(block_ids) * self.config.block_size)
+        self.drop_unseen(sequence, sequence.num_computed_tokens)
 
     def _count_cached(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens as computed that were found."""
@@ -454,15 +464,45 @@ class Scheduler:
             return
         sequence.extend_hashes(self.config.block_size, self._hash_block)
         for index in range(sequence.num_sealed_blocks, num_full):
-            block_hash = sequence.block_hashes[index]
-            sequence.block_table[index] = self.pool.seal(sequence.block_table[index], block_hash)
+            if (block_id := sequence.block_table[index]) != NO_BLOCK:
+                block_hash, parent = sequence.block_hashes[index], sequence.parent_hash(index)
+                sequence.block_table[index] = self.pool.seal(block_id, block_hash, parent if index else None)
         self._block_tokens.note(sequence, sequence.num_sealed_blocks, num_full, self.config.block_size)
         sequence.num_sealed_blocks = num_full
 
     def max_blocks(self, group: SequenceGroup, num_tokens: int) -> int:
         """Return the most blocks that a group can hold when its sequences have ``num_tokens`` tokens each."""
+        num_sequences = group.params.num_sequences
         shared = group.prompt.num_prompt_tokens // self.config.block_size
-        return shared + group.params.num_sequences * (self._blocks_for(num_tokens) - shared)
+        at_end = shared + num_sequences * (self._blocks_for(num_tokens) - shared)
+        return min(at_end, self._max_held_blocks(num_sequences, num_tokens))
+
+    def _max_held_blocks(self, num_sequences: int, num_tokens: int) -> int:
+        """Return the most blocks that sequences of ``num_tokens`` which share none hold at once."""
+        at_end = num_sequences * self._blocks_for(num_tokens)
+        if self._window is None:
+            return at_end
+        # A window may begin and end within a block, and so may the new tokens of a step.
+        in_windows = num_sequences * (self._blocks_for(self._window - 1) + 2)
+        return min(at_end, in_windows + self.config.max_num_batched_tokens // self.config.block_size)
+
+    def drop_unseen(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Give back the blocks that no token after the computed ones looks at.
+
+        The table may end before them, if they were never brought here.
+        """
+        if self._window is None:
+            return
+        first, last = sequence.num_dropped_blocks, self._first_seen_block(num_computed_tokens)
+        if last > first:
+            self.pool.free(sequence.block_table[first:last])
+            sequence.block_table[first:last] = [NO_BLOCK] * (last - first)
+            sequence.num_dropped_blocks = last
+
+    def _first_seen_block(self, position: int) -> int:
+        """Return the first block that a token at ``position`` looks at."""
+        assert self._window is not None
+        return max(0, position + 1 - self._window) // self.config.block_size
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)

@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 from quire.engine.logits_processing import LogitsRules
 
+NO_BLOCK = -1
+"""Stands in a block table for a block that was given back, since no later token looks at it."""
+
 HashBlock = Callable[[bytes, list[int]], bytes]
 """Returns the hash of a full block from its parent's hash and its tokens."""
 
@@ -195,6 +198,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_sealed_blocks: int = 0
+    num_dropped_blocks: int = 0
+    """Places of the block table that hold ``NO_BLOCK``."""
     logits_rules: LogitsRules | None = None
     """What ``params`` asks of the logits; None if nothing."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -213,6 +218,13 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Generated tokens, those of earlier attempts included."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks of the table, in order."""
+        if not self.num_dropped_blocks:
+            return self.block_table
+        return [block_id for block_id in self.block_table if block_id != NO_BLOCK]
 
     @property
     def seed(self) -> int:

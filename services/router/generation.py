@@ -200,7 +200,7 @@ class GenerationRun:
             self._count_pulled(accepted.pulled)
             self._learn(plan, accepted, start)
         else:
-            self.usage.blocks_reused_on_decode = accepted.ticket.first_block
+            self.usage.blocks_reused_on_decode = accepted.num_held_blocks
         return accepted
 
     async def _first_token(self, legs: Legs, plan: Plan, early: deque[Event]) -> worker_pb2.SequenceOutput:

@@ -59,10 +59,10 @@ class Tickets:
         self._memory = memory
         self._promises: dict[str, Promise] = {}
 
-    def issue(self, sequence: Sequence, attempt: int, num_held_blocks: int, updates: Updates) -> Promise:
-        """Promise to take the sequence's blocks from ``num_held_blocks`` on."""
+    def issue(self, sequence: Sequence, attempt: int, first_block: int, updates: Updates) -> Promise:
+        """Promise to take the sequence's blocks from ``first_block`` on."""
         num_blocks = -(-num_transferred_tokens(sequence) // self.layout.block_size)
-        promise = Promise(secrets.token_hex(16), sequence, attempt, num_held_blocks, num_blocks, updates)
+        promise = Promise(secrets.token_hex(16), sequence, attempt, first_block, num_blocks, updates)
         self._promises[promise.ticket_id] = promise
         return promise
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from quire.engine.kv_memory import KvMemory
-from quire.engine.sequence import Sequence, SequenceUpdate
+from quire.engine.sequence import NO_BLOCK, Sequence, SequenceUpdate
+from quire.kvtransfer.errors import ProtocolError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.push import BlockPush, PushSummary
 from quire.services.worker.updates import Updates, next_update
@@ -51,4 +52,7 @@ class PrefillPush:
     def _frame(self, index: int) -> Frame:
         is_full = (index + 1) * self._memory.shape.block_size <= self._sequence.num_computed_tokens
         block_hash = self._sequence.block_hashes[index] if is_full else b""
-        return Frame(index, block_hash, self._memory.read(self._sequence.block_table[index]))
+        block_id = self._sequence.block_table[index]
+        if block_id == NO_BLOCK:
+            raise ProtocolError(f"block {index} was asked for and has been given back: no token sees it")
+        return Frame(index, block_hash, self._memory.read(block_id))

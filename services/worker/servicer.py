@@ -155,8 +155,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     yield response
                 return
             with _known_errors(sequence):
-                num_held = await self._engine.call(lambda e: e.accept(sequence))
-            promise = self._tickets.issue(sequence, request.sequence.attempt, num_held, updates)
+                first_block = await self._engine.call(lambda e: e.accept(sequence))
+            promise = self._tickets.issue(sequence, request.sequence.attempt, first_block, updates)
             try:
                 accepted = self._accepted(promise, sequence)
                 accepted.pulled.CopyFrom(pulled)
@@ -173,7 +173,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             receiver_epoch=self._tickets.epoch,
             first_block=promise.first_block,
         )
-        return worker_pb2.Accepted(ticket=ticket, num_cached_tokens=sequence.num_cached_tokens)
+        return worker_pb2.Accepted(
+            ticket=ticket,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_held_blocks=len(sequence.held_blocks),
+        )
 
     async def _tokens(
         self, sequence: Sequence, updates: Updates, *, is_local: bool

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 import torch
 from prometheus_client import CollectorRegistry
 
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, longest_sequence
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
@@ -164,7 +164,6 @@ def _swap_memory(config: WorkerConfig, memory: KvMemory) -> KvMemory | None:
 
 def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: KvMemory) -> WorkerIdentity:
     shape = memory.shape
-    capacity = memory.num_blocks * shape.block_size
     return WorkerIdentity(
         worker_id=worker_id,
         role=config.role,
@@ -180,7 +179,7 @@ def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: 
             model_digest=model.digest,
         ),
         num_blocks=memory.num_blocks,
-        max_model_len=min(model.max_position_embeddings, capacity, config.max_model_len or capacity),
+        max_model_len=longest_sequence(model, memory, config.max_model_len),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         request_timeout_seconds=config.request_timeout_seconds,

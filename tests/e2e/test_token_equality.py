@@ -43,8 +43,24 @@ async def test_every_prompt_twice(
                 again = await client.generate(prompt, **GREEDY)
                 assert list(first.token_ids) == expected(architecture, prompt), f"{length} prompt tokens"
                 assert list(again.token_ids) == list(first.token_ids), f"{length} prompt tokens, cached"
-                assert first.usage.blocks_shipped + first.usage.blocks_reused_on_decode == -(-length // 16)
+                num_unseen = max(0, length + 1 - 24) // 16 if architecture == "mistral" else 0
+                num_blocks = -(-length // 16) - num_unseen
+                assert first.usage.blocks_shipped + first.usage.blocks_reused_on_decode == num_blocks
                 assert again.usage.cached_prompt_tokens >= (length - 1) // 16 * 16
+            await e2e.quiet(workers)
+
+
+async def test_a_window_is_all_that_is_held_and_shipped(
+    start_stack: StartStack, expected: Expected, e2e: Any
+) -> None:
+    """The pools have 10 blocks of 16 tokens; prompt and answer have 364 tokens, of which 24 are seen."""
+    with start_stack("mistral", max_num_seqs=8, max_num_batched_tokens=64, num_blocks=10) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            prompt = e2e.make_prompt(300)
+            answer = await client.generate(prompt, **GREEDY)
+            assert list(answer.token_ids) == expected("mistral", prompt)
+            assert answer.usage.blocks_shipped == 19 - (300 + 1 - 24) // 16
+            assert answer.usage.blocks_reused_on_decode == 0
             await e2e.quiet(workers)
 
 
@@ -89,7 +105,7 @@ async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected, 
         tokens, accepted, prefilled = await _disaggregated(prefill, decode, sequence)
         assert tokens == expected("llama", prompt)
         assert accepted.num_cached_tokens == (0 if where == "prefill" else 80)
-        assert prefilled.num_cached_tokens == (0 if where == "decode" else 64)
+        assert prefilled.num_cached_tokens == (0 if where == "decode" else 79)
         await e2e.quiet(workers)
 
 

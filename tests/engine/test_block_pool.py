@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.engine.block_pool import BlockPool, NoFreeBlocksError
+from quire.engine.sequence import NO_BLOCK
 
 NUM_BLOCKS = 12
 
@@ -20,6 +21,7 @@ class Published:
     def __init__(self) -> None:
         self.hashes: set[bytes] = set()
         self.evicted: list[bytes] = []
+        self.evicted_from: set[bytes] = set()
 
     def stored(self, block_hashes: Sequence[bytes]) -> None:
         for block_hash in block_hashes:
@@ -54,19 +56,26 @@ class PoolMachine(RuleBasedStateMachine):
         self.unused = [each for each in self.unused if each not in hashes[: len(hits)]]
         num_evicted = max(0, num_new - self.pool.counts.free)
         self.published.evicted.clear()
+        self.published.evicted_from = set(self.published.hashes)
         try:
             table = hits + self.pool.allocate(num_new)
         except NoFreeBlocksError:
             self.free(word, hits, len(hits))
             return
-        assert self.published.evicted == self.unused[:num_evicted], "not the least recently used"
-        del self.unused[:num_evicted]
+        oldest = self.unused[:num_evicted]
+        evicted = {each for each in self.published.evicted_from if any(map(each.startswith, oldest))}
+        assert set(self.published.evicted) == evicted, "not the least recently used, and what follows them"
+        self.unused = [each for each in self.unused if each not in evicted]
         self.tables.append((word, table, len(hits)))
 
     def free(self, word: bytes, table: list[int], num_sealed: int) -> None:
-        self.pool.free(table)
-        used = {w[: i + 1] for w, _, sealed in self.tables for i in range(sealed)}
-        self.unused += [word[:i] for i in range(num_sealed, 0, -1) if word[:i] not in used]
+        named = [word[:i] for i in range(num_sealed, 0, -1) if self.names(table[i - 1], word[:i])]
+        self.pool.free([block_id for block_id in table if block_id != NO_BLOCK])
+        self.unused += [each for each in named if self.pool.ref_cnt(*self.pool.look_up([each])) == 0]
+
+    def names(self, block_id: int, block_hash: bytes) -> bool:
+        """Whether a block has its hash still: it is lost with that of a block before it."""
+        return self.pool.look_up([block_hash]) == [block_id]
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -75,7 +84,9 @@ class PoolMachine(RuleBasedStateMachine):
         word, table, num_sealed = self.tables[index]
         if num_sealed < len(word):
             block_hash = word[: num_sealed + 1]
-            table[num_sealed] = self.pool.seal(table[num_sealed], block_hash)
+            parent_hash = word[:num_sealed] or None
+            table[num_sealed] = self.pool.seal(table[num_sealed], block_hash, parent_hash)
+            assert (block_hash in self.published.hashes) == (parent_hash in {None, *self.published.hashes})
             self.unused = [each for each in self.unused if each != block_hash]
             self.tables[index] = (word, table, num_sealed + 1)
 
@@ -84,12 +95,24 @@ class PoolMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         self.free(*self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
 
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def give_the_first_block_back(self, data: st.DataObject) -> None:
+        """As a sequence does whose last tokens alone are seen."""
+        index = data.draw(st.integers(0, len(self.tables) - 1))
+        word, table, num_sealed = self.tables[index]
+        num_dropped = table.count(NO_BLOCK)
+        if num_dropped < num_sealed:
+            given_back = [NO_BLOCK] * num_dropped + [table[num_dropped]]
+            table[num_dropped] = NO_BLOCK
+            self.free(word, given_back, len(given_back))
+
     @invariant()
     def conserved(self) -> None:
         self.pool.check_conservation()
         counts = self.pool.counts
         assert sum(counts) == NUM_BLOCKS
-        assert counts.used == len({block for _, table, _ in self.tables for block in table})
+        assert counts.used == len({block for _, table, _ in self.tables for block in table} - {NO_BLOCK})
         assert counts.cached == len(self.unused)
 
     @invariant()
@@ -98,8 +121,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert all(self.pool.ref_cnt(block) == 1 for block in table[num_sealed:])
 
     def teardown(self) -> None:
-        for _, table, _ in self.tables:
-            self.pool.free(table)
+        for each in self.tables:
+            self.free(*each)
         assert self.pool.counts.used == 0
 
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from quire.engine.engine import Engine, num_transferred_tokens
 from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
-from quire.engine.sequence import BeamParams, SamplingParams, Sequence
+from quire.engine.sequence import NO_BLOCK, BeamParams, SamplingParams, Sequence
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1
 SHAPE = KvShape(1, 1, BLOCK_SIZE, 1, torch.float32)
@@ -34,10 +34,11 @@ def hash_block(parent: bytes, tokens: list[int]) -> bytes:
 class FakeRunner:
     """Keeps tokens in the KV memory and reads them back through the block tables."""
 
-    def __init__(self, engine: Engine, swap_memory: KvMemory | None) -> None:
+    def __init__(self, engine: Engine, swap_memory: KvMemory | None, window: int | None) -> None:
         self._engine = engine
         self._memory = engine.memory
         self._swap_memory = swap_memory
+        self._window = window
 
     def move_blocks(self, schedule: Schedule) -> None:
         if self._swap_memory is not None:
@@ -62,18 +63,26 @@ class FakeRunner:
 
     def _logits(self, sequence: Sequence, num_tokens: int) -> torch.Tensor:
         length = sequence.num_computed_tokens + num_tokens
-        held = [int(token) for block_id in sequence.block_table for token in self.slots(block_id)][:length]
-        assert held == sequence.token_ids[:length], "the blocks do not hold the sequence's tokens"
+        # The step's first token sees furthest back; the logits are those of its last.
+        furthest = max(0, sequence.num_computed_tokens + 1 - self._window) if self._window else 0
+        first_block = furthest // BLOCK_SIZE
+        table = sequence.block_table[first_block:]
+        assert NO_BLOCK not in table, "a block that is seen was given back"
+        held = [int(token) for block_id in table for token in self.slots(block_id)]
+        held = held[: length - first_block * BLOCK_SIZE]
+        seen = sequence.token_ids[first_block * BLOCK_SIZE : length]
+        assert held == seen, "the blocks do not hold the sequence's tokens"
+        held = sequence.token_ids[-self._window :] if self._window else held
         generator = torch.Generator().manual_seed(int.from_bytes(hash_block(b"", held)[:6], "little"))
         return torch.randn(VOCAB_SIZE, generator=generator) * 3
 
 
-def make_engine(num_blocks: int, num_swap_blocks: int, mode: str) -> Engine:
-    model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({EOS}))
+def make_engine(num_blocks: int, num_swap_blocks: int, mode: str, window: int | None) -> Engine:
+    model: Any = SimpleNamespace(max_position_embeddings=128, eos_token_ids=frozenset({EOS}), window=window)
     swap_memory = KvMemory(SHAPE, num_swap_blocks, CPU) if num_swap_blocks else None
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=10, max_num_batched_tokens=16, preemption=mode)
     engine = Engine(model, KvMemory(SHAPE, num_blocks, CPU), limits, hash_block, swap_memory=swap_memory)
-    engine.runner = FakeRunner(engine, swap_memory)  # type: ignore[assignment]
+    engine.runner = FakeRunner(engine, swap_memory, window)  # type: ignore[assignment]
     return engine
 
 
@@ -85,8 +94,8 @@ def collect(engine: Engine, outputs: Outputs) -> None:
         outputs.setdefault((sequence.request_id, sequence.index), []).extend(t.token_id for t in tokens)
 
 
-def alone(prompt: list[int], params: SamplingParams) -> dict[int, list[int]]:
-    engine = make_engine(512, 0, "recompute")
+def alone(prompt: list[int], params: SamplingParams, window: int | None) -> dict[int, list[int]]:
+    engine = make_engine(512, 0, "recompute", window)
     engine.add(Sequence("r", list(prompt), len(prompt), params, b"root"))
     outputs: Outputs = {}
     while not engine.is_idle:
@@ -118,16 +127,20 @@ class EngineMachine(RuleBasedStateMachine):
     """Requests come, are computed here or elsewhere, are preempted, aborted or finish."""
 
     requests: Bundle[str] = Bundle("requests")
+    window: int | None = None
+    num_blocks = NUM_BLOCKS
+    prompt_factor = 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = make_engine(NUM_BLOCKS, NUM_SWAP_BLOCKS, "auto")
+        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window)
         self.wanted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.aborted: set[str] = set()
         self.outputs: Outputs = {}
 
     @rule(target=requests, prompt=prompts, params=many_params)
     def submit(self, prompt: list[int], params: SamplingParams) -> str:
+        prompt = prompt * self.prompt_factor
         name = str(len(self.wanted))
         self.wanted[name] = (prompt, params)
         self.engine.add(Sequence(name, list(prompt), len(prompt), params, b"root"))
@@ -136,13 +149,14 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(target=requests, prompt=prompts, params=many_params)
     def receive(self, prompt: list[int], params: SamplingParams) -> str:
         """Take a prompt whose blocks another worker has computed."""
+        prompt = prompt * self.prompt_factor
         name = str(len(self.wanted))
         sequence = Sequence(name, list(prompt), len(prompt), params, b"root")
-        num_held = self.engine.accept(sequence)
+        first_block = self.engine.accept(sequence)
         self.wanted[name] = (prompt, params)
 
         def on_reserved() -> None:
-            for position in range(num_held * BLOCK_SIZE, num_transferred_tokens(sequence)):
+            for position in range(first_block * BLOCK_SIZE, num_transferred_tokens(sequence)):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self.engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
                 self.engine.memory.blocks[block_id, 0, 0, 0, position % BLOCK_SIZE, 0] = prompt[position]
@@ -154,7 +168,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.advance()
         if pending:
             # The first token, as the other worker draws it.
-            first = alone(prompt, params)[0][0] if params.num_sequences == 1 else None
+            first = alone(prompt, params, self.window)[0][0] if params.num_sequences == 1 else None
             if first is not None:
                 self.outputs[name, 0] = [first]
             self.engine.admit(name, first)
@@ -185,6 +199,14 @@ class EngineMachine(RuleBasedStateMachine):
     def ledger_agrees(self) -> None:
         self.engine.check_conservation()
 
+    @invariant()
+    def a_window_bounds_what_is_held(self) -> None:
+        if self.window is not None:
+            for group in self.engine.groups.values():
+                for sequence in group.sequences:
+                    limit = self.engine.scheduler._max_held_blocks(1, sequence.num_tokens)
+                    assert len(sequence.held_blocks) <= limit
+
     def teardown(self) -> None:
         for _ in range(10_000):
             if self.engine.is_idle:
@@ -196,10 +218,21 @@ class EngineMachine(RuleBasedStateMachine):
         for name, (prompt, params) in self.wanted.items():
             if name not in self.aborted:
                 got = {index: tokens for (owner, index), tokens in self.outputs.items() if owner == name}
-                assert got == alone(prompt, params), (prompt, params)
+                assert got == alone(prompt, params, self.window), (prompt, params)
 
 
-TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(
+class WindowedEngineMachine(EngineMachine):
+    """The same of a model whose layers all forget, in a pool that does not hold the longest sequence."""
+
+    window = 6
+    num_blocks = 20
+    prompt_factor = 5
+
+
+MACHINE_SETTINGS = settings(
     max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, print_blob=True
 )
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = MACHINE_SETTINGS
+TestWindowedEngine = WindowedEngineMachine.TestCase
+TestWindowedEngine.settings = MACHINE_SETTINGS

@@ -150,6 +150,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 accepted=worker_pb2.Accepted(
                     ticket=kvtransfer_pb2.Ticket(ticket_id=ticket, first_block=1),
                     num_cached_tokens=self.num_cached_tokens,
+                    num_held_blocks=1,
                 )
             )
             position = request.sequence.num_output_tokens

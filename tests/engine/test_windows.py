@@ -1,0 +1,194 @@
+"""Models whose layers all forget: what no token sees any more is given back, and the tokens stay the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire.engine.engine import Engine, RequestTooLongError
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import NO_BLOCK, SamplingParams, Sequence
+
+BLOCK_SIZE, WINDOW, NUM_NEW = 16, 24, 300
+CPU = torch.device("cpu")
+
+
+def hash_block(parent: bytes, tokens: list[int]) -> bytes:
+    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[[str], Path]) -> LoadedModel:
+    return load_model(str(tiny_model("mistral")), "float32", CPU)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Callable[[str], Path]) -> Callable[[list[int]], list[int]]:
+    """Return a function from a prompt to the tokens of transformers' generate."""
+    reference = AutoModelForCausalLM.from_pretrained(
+        tiny_model("mistral"), dtype=torch.float32, attn_implementation="eager"
+    )
+
+    def generate(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        output = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=NUM_NEW,
+            max_new_tokens=NUM_NEW,
+            eos_token_id=None,
+        )
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        return tokens
+
+    return generate
+
+
+def make_engine(
+    model: LoadedModel,
+    num_blocks: int,
+    *,
+    budget: int = 64,
+    num_swap_blocks: int = 0,
+    preemption: str = "auto",
+) -> Engine:
+    shape = model.kv_shape(BLOCK_SIZE)
+    config = SchedulerConfig(BLOCK_SIZE, 8, budget, preemption)
+    swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
+    return Engine(model, KvMemory(shape, num_blocks, CPU), config, hash_block, swap_memory=swap_memory)
+
+
+def make_request(name: str, length: int, prompt_seed: int = 0, **params: object) -> Sequence:
+    prompt = Random(prompt_seed).choices(range(2, 320), k=length)
+    values = {"temperature": 0.0, "max_tokens": NUM_NEW, "ignore_eos": True, **params}
+    return Sequence(name, prompt, length, SamplingParams(**values), b"root")  # type: ignore[arg-type]
+
+
+def finish(engine: Engine) -> int:
+    """Step to the end; return the most blocks that were used at once. What is not used may hold anything."""
+    most = 0
+    while not engine.is_idle:
+        engine.step()
+        engine.check_conservation()
+        most = max(most, engine.pool.counts.used)
+        free = [b for b in range(engine.pool.num_blocks) if engine.pool.ref_cnt(b) == 0]
+        engine.memory.blocks[[b for b in free if engine.pool.hash_of(b) is None]] = float("nan")
+    assert engine.pool.counts.used == 0
+    return most
+
+
+def outputs(sequence: Sequence) -> list[int]:
+    return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "window"),
+    [("mistral", WINDOW), ("llama", None), ("gemma2", None), ("gemma3", None), ("gpt_oss", None)],
+)
+def test_the_window_is_what_every_layer_forgets(
+    tiny_model: Callable[[str], Path], architecture: str, window: int | None
+) -> None:
+    assert load_model(str(tiny_model(architecture)), "float32", CPU).window == window
+
+
+@pytest.mark.parametrize("length", [1, 40, 150])
+def test_memory_is_bounded_by_the_window(model: LoadedModel, expected: object, length: int) -> None:
+    """Eight blocks hold 128 tokens; the sequence has up to 450."""
+    engine = make_engine(model, num_blocks=8)
+    request = make_request("r", length)
+    engine.add(request)
+    assert finish(engine) <= 8
+    assert outputs(request) == expected(request.token_ids[:length])  # type: ignore[operator]
+
+
+def test_a_decode_holds_its_window_alone(model: LoadedModel) -> None:
+    engine = make_engine(model, num_blocks=64)
+    request = make_request("r", 100)
+    engine.add(request)
+    while request.num_output_tokens < 200:
+        engine.step()
+    assert len(request.held_blocks) <= WINDOW // BLOCK_SIZE + 2
+    assert engine.pool.counts.cached > 10  # what was given back can be found still
+    engine.abort("r")
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_preempted_windows_come_back(model: LoadedModel, expected: object, preemption: str) -> None:
+    """Three equal samples of each prompt: they share its blocks, and write blocks of their own."""
+    engine = make_engine(model, 16, num_swap_blocks=24, preemption=preemption)
+    requests = [make_request(str(index), 50 + 20 * index, index, n=3) for index in range(4)]
+    for request in requests:
+        engine.add(request)
+    finish(engine)
+    assert engine.scheduler.preemptions[preemption == "recompute"] > 0
+    for request in requests:
+        assert outputs(request) == expected(request.token_ids[: request.num_prompt_tokens])  # type: ignore[operator]
+
+
+def test_samples_share_a_window(model: LoadedModel) -> None:
+    alone, together = [], {}
+    for index in range(4):
+        engine = make_engine(model, 64)
+        request = make_request("r", 70, temperature=1.0, seed=index, max_tokens=80)
+        engine.add(request)
+        finish(engine)
+        alone.append(outputs(request))
+    engine = make_engine(model, 20)
+    engine.add(make_request("r", 70, temperature=1.0, n=4, max_tokens=80))
+    while not engine.is_idle:
+        for update in engine.step():
+            together.setdefault(update.sequence.index, []).extend(t.token_id for t in update.tokens)
+    assert [together[index] for index in range(4)] == alone
+    engine.check_conservation()
+
+
+def test_a_prefix_hit_takes_the_last_window_of_the_whole_chain(model: LoadedModel, expected: object) -> None:
+    engine = make_engine(model, 64)
+    first, second = make_request("first", 150), make_request("second", 150)
+    engine.add(first)
+    finish(engine)
+    engine.add(second)
+    engine.step()
+    assert second.num_cached_tokens == 149
+    assert len(second.held_blocks) < 9
+    finish(engine)
+    assert outputs(first) == outputs(second) == expected(first.token_ids[:150])  # type: ignore[operator]
+
+
+def test_a_transfer_brings_the_window_alone(model: LoadedModel, expected: object) -> None:
+    prefill, decode = make_engine(model, 64), make_engine(model, 8)
+    there, here = make_request("r", 150), make_request("r", 150)
+    there.stops_after_prefill = True
+    first_block = decode.accept(here)
+    assert first_block == (150 + 1 - WINDOW) // BLOCK_SIZE
+    prefill.add(there)
+    while not there.status.is_finished:
+        prefill.step()
+    reserved: list[bool] = []
+    decode.reserve("r", lambda: reserved.append(True))
+    assert reserved
+    assert len(here.held_blocks) <= WINDOW // BLOCK_SIZE + 2
+    for index in range(first_block, 10):
+        assert there.block_table[index] != NO_BLOCK
+        decode.memory.write(here.block_table[index], prefill.memory.read(there.block_table[index]))
+    decode.admit("r", there.token_ids[-1])
+    prefill.release("r")
+    prefill.check_conservation()
+    assert finish(decode) <= 4
+    assert outputs(here) == expected(here.token_ids[:150])  # type: ignore[operator]
+    assert decode.pool.counts.cached == 0  # blocks without those before them can be found by nobody
+
+
+def test_what_does_not_fit_even_so_is_refused(model: LoadedModel) -> None:
+    engine = make_engine(model, 8)
+    with pytest.raises(RequestTooLongError, match="this worker has 8: ask for fewer sequences"):
+        engine.add(make_request("r", 100, n=8))
