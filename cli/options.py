@@ -95,6 +95,14 @@ NumAnswers = Annotated[
     int | None,
     typer.Option("--n", help="Answers to draw side by side.", rich_help_panel="Sampling"),
 ]
+BestOf = Annotated[
+    int | None,
+    typer.Option(
+        "--best-of",
+        help="Draw this many answers and return the most probable, or with --n the n most probable.",
+        rich_help_panel="Sampling",
+    ),
+]
 BeamWidth = Annotated[
     int | None,
     typer.Option(

@@ -31,6 +31,7 @@ _FIELDS: Mapping[str, tuple[str, str]] = {
     "min_p": ("sampling", "min_p"),
     "seed": ("sampling", "seed"),
     "n": ("sampling", "n"),
+    "best_of": ("sampling", "best_of"),
     "beam_width": ("sampling.beam", "width"),
     "length_penalty": ("sampling.beam", "length_penalty"),
     "early_stopping": ("sampling.beam", "early_stopping"),

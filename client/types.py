@@ -40,6 +40,8 @@ class GenerationOptions(TypedDict, total=False):
     """Same seed, same tokens."""
     n: int | None
     """Answers to draw side by side; number i is what a request alone gets with the seed + i."""
+    best_of: int | None
+    """Draw this many answers; at the end, return the ``n`` with the highest logprobs, the best first."""
     beam_width: int | None
     """Search for this many most probable answers instead of drawing them."""
     length_penalty: float | None

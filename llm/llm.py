@@ -229,7 +229,13 @@ class LLM:
             for name, token_ids in each.named_token_ids.items():
                 self._check_token_ids(f"sampling_params[{at}].{name}", token_ids)
             sampling = each.to_engine(self._num_left(at, prompt), self._bad_words(each.bad_words))
-            options = TextOptions(each.stop_strings, each.min_tokens, each.skip_special_tokens)
+            options = TextOptions(
+                each.stop_strings,
+                each.min_tokens,
+                each.skip_special_tokens,
+                each.num_best,
+                each.logprobs is not None,
+            )
             requests.append(self._request(at, prompt, sampling, options))
         return self._run(requests, use_tqdm)
 

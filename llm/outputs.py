@@ -30,7 +30,7 @@ class CompletionOutput:
         token_ids: what was generated, the stop token or the stop string's tokens included.
         finish_reason: "stop" (the model's end, a stop token, a stop string) or "length".
         stop_reason: the stop string or stop token that ended it; None at the model's own end.
-        cumulative_logprob: sum over the tokens; None if no logprobs were asked for.
+        cumulative_logprob: sum over the tokens; None if neither logprobs nor ``best_of`` were asked for.
         logprobs: for each token, it and the most probable ones by id.
     """
 
@@ -49,7 +49,7 @@ class RequestOutput:
 
     Attributes:
         prompt: its text; None if it was given as token ids.
-        outputs: in the order of their index; a beam search's, the best first.
+        outputs: in the order of their index; those of a beam search or of ``best_of``, the best first.
         num_cached_tokens: how many of its tokens were found in the prefix cache.
         prompt_logprobs: for each prompt token, it and the most probable ones; the first has no logprobs.
     """

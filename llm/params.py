@@ -20,6 +20,7 @@ class SamplingParams:
 
     Attributes:
         n: answers to each prompt; number i draws what a request alone would draw with ``seed + i``.
+        best_of: draw this many, and return the ``n`` with the highest cumulative logprobs, the best first.
         temperature: 0 takes the most probable token.
         top_k: 0 or -1 is off.
         seed: None draws one.
@@ -42,6 +43,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -64,6 +66,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check("n", self.n, 1 <= self.n <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}")
+        is_best_of = self.best_of is None or self.n <= self.best_of <= MAX_SEQUENCES
+        _check("best_of", self.best_of, is_best_of, f"from n = {self.n} to {MAX_SEQUENCES}")
         is_warm = math.isfinite(self.temperature) and self.temperature >= 0
         _check("temperature", self.temperature, is_warm, "finite and at least 0")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
@@ -88,6 +92,11 @@ class SamplingParams:
         _check("logit_bias", f"{num_biases} tokens", num_biases <= MAX_LOGIT_BIASES, limits)
         are_words = _are_texts(self.bad_words) and not any(map(str.isspace, self.bad_words))
         _check("bad_words", self.bad_words, are_words, "texts that are not blank")
+
+    @property
+    def num_best(self) -> int | None:
+        """How many of the answers drawn are returned; None returns all, in the order of their seeds."""
+        return self.n if self.best_of is not None and self.best_of > self.n else None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -115,7 +124,7 @@ class SamplingParams:
         limits = f"at most {num_left}, the model's length less the prompt's"
         _check("min_tokens", self.min_tokens, is_room, limits)
         return engine.SamplingParams(
-            n=self.n,
+            n=self.best_of or self.n,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=max(0, self.top_k),
@@ -125,7 +134,8 @@ class SamplingParams:
             ignore_eos=self.ignore_eos,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            num_logprobs=self.logprobs,
+            # The best answers are found by the logprobs of their tokens.
+            num_logprobs=0 if self.logprobs is None and self.num_best else self.logprobs,
             num_prompt_logprobs=self.prompt_logprobs,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
@@ -18,11 +19,18 @@ class Prompt(NamedTuple):
 
 
 class TextOptions(NamedTuple):
-    """How an answer's tokens become text."""
+    """How the answers' tokens become text, and which answers are returned.
+
+    Attributes:
+        num_best: the most probable ones; None is all.
+        has_logprobs: whether an answer shows its tokens' logprobs, if they are known.
+    """
 
     stop_strings: tuple[str, ...] = ()
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    num_best: int | None = None
+    has_logprobs: bool = True
 
 
 class Answer:
@@ -80,7 +88,7 @@ class Answer:
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
             cumulative_logprob=self._cumulative_logprob,
-            logprobs=logprobs or None,
+            logprobs=(logprobs or None) if self._options.has_logprobs else None,
         )
 
     def _append(self, token: GeneratedToken) -> None:
@@ -116,6 +124,7 @@ class Request:
         self.sequence = sequence
         self._prompt = prompt
         self._tokenizer = tokenizer
+        self._num_best = options.num_best
         self._answers = [Answer(i, options, tokenizer) for i in range(sequence.params.num_sequences)]
 
     @property
@@ -136,6 +145,9 @@ class Request:
         answers = [
             answer.output(sequence.params.stop_token_ids) for answer in self._answers if answer.finish_reason
         ]
+        if self._num_best is not None:
+            best = sorted(answers, key=lambda answer: -(answer.cumulative_logprob or 0.0))[: self._num_best]
+            answers = [replace(answer, index=index) for index, answer in enumerate(best)]
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if sequence.params.num_prompt_logprobs is not None:
             following = self._prompt.token_ids[1:]

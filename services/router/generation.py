@@ -16,6 +16,7 @@ from quire.protos import worker_pb2
 from quire.services.errors import Unavailable
 from quire.services.log import get_logger
 from quire.services.router import policy
+from quire.services.router.best_of import best_of
 from quire.services.router.failures import (
     RETRY_AFTER_SECONDS,
     LegFailed,
@@ -108,7 +109,10 @@ class GenerationRun:
         request = self._request
         part = Part(self._sequence_id, request.prompt_token_ids, request.sampling, self._answers)
         num_finished = 0
-        async with aclosing(self._serve(part)) as responses:
+        stream = self._serve(part)
+        if request.num_best is not None:
+            stream = best_of(stream, self._answers, request.num_best)
+        async with aclosing(stream) as responses:
             async for response in responses:
                 if self._is_first_message:
                     self._is_first_message = False
@@ -116,7 +120,7 @@ class GenerationRun:
                     response.prompt_logprobs.extend(self._prompt_logprobs)
                 self.usage.completion_tokens = self._num_emitted
                 num_finished += bool(response.finish_reason)
-                if is_last := num_finished == len(self._answers):
+                if is_last := num_finished == (request.num_best or len(self._answers)):
                     response.usage.CopyFrom(self.usage)
                 yield response
                 if is_last:
@@ -313,7 +317,8 @@ class GenerationRun:
             sampling=part.sampling,
             stopping=request.stopping,
             format=request.format,
-            logprobs=request.num_logprobs,
+            # The best answers are found by the logprobs of their tokens.
+            logprobs=0 if request.num_logprobs is None and request.num_best else request.num_logprobs,
             # The first message brings them, and with it the first token.
             prompt_logprobs=request.num_prompt_logprobs if self._is_first_message else None,
         )

@@ -32,6 +32,8 @@ class OutputAssembler:
     def __init__(self, request: ValidRequest, tokenizer: Tokenizer, index: int = 0) -> None:
         self.index = index
         self.token_ids: list[int] = []
+        self.cumulative_logprob = 0.0
+        """Sum over the tokens, if the worker was asked for logprobs."""
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         self._stopping = request.stopping
         self._min_tokens = request.stopping.min_tokens
@@ -76,6 +78,7 @@ class OutputAssembler:
         for token in tokens:
             self.token_ids.append(token.token_id)
             delta.token_ids.append(token.token_id)
+            self.cumulative_logprob += token.logprobs.logprob
             if self._wants_logprobs:
                 delta.logprobs.append(token.logprobs)
             text = self._decoder.step(token.token_id)

@@ -50,7 +50,10 @@ class ValidRequest:
     """The client's, or made here: for logs."""
     prompt_token_ids: list[int]
     sampling: pb.SamplingParams
-    """The seed is always set, so that a retry goes on with the same random numbers."""
+    """As workers take it: ``n`` answers are drawn. The seed is always set, so that a retry goes on with the
+    same random numbers."""
+    num_best: int | None
+    """How many of the answers drawn are returned, the most probable ones; None returns all as they come."""
     stopping: pb.StoppingParams
     """As workers take it: ``max_tokens`` and ``min_tokens`` set, no stop strings."""
     stop_strings: tuple[str, ...]
@@ -84,6 +87,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling=sampling,
+        num_best=_num_best(generation.sampling),
         stopping=_stopping(generation.stopping, model.max_model_len - len(prompt)),
         stop_strings=tuple(generation.stopping.stop_strings),
         num_logprobs=_optional(generation.response, "logprobs"),
@@ -175,7 +179,7 @@ def _sampling(params: pb.SamplingParams, model: ServedModel) -> pb.SamplingParam
         top_k=params.top_k,
         min_p=params.min_p,
         seed=seed,
-        n=params.n if params.n > 1 else None,
+        n=max(params.n, params.best_of) if max(params.n, params.best_of) > 1 else None,
         beam=params.beam if params.HasField("beam") else None,
     )
 
@@ -187,12 +191,23 @@ def _check_answers(params: pb.SamplingParams) -> None:
             f"must be from 1 to {MAX_ANSWERS}; got {params.n}",
             metadata={"limit": str(MAX_ANSWERS)},
         )
+    if params.HasField("best_of") and not max(params.n, 1) <= params.best_of <= MAX_ANSWERS:
+        raise InvalidArgument(
+            "sampling.best_of",
+            f"must be from n = {max(params.n, 1)} to {MAX_ANSWERS}; got {params.best_of}",
+            metadata={"limit": str(MAX_ANSWERS)},
+        )
     if not params.HasField("beam"):
         return
     beam = params.beam
     if params.n > 1:
         raise InvalidArgument(
             "sampling.n", f"must be 1 with sampling.beam, which has its width; got {params.n}"
+        )
+    if params.best_of > 1:
+        raise InvalidArgument(
+            "sampling.best_of",
+            f"must be 1 with sampling.beam, which has its width; got {params.best_of}",
         )
     if not 2 <= beam.width <= MAX_ANSWERS:
         raise InvalidArgument(
@@ -207,6 +222,11 @@ def _check_answers(params: pb.SamplingParams) -> None:
             "sampling.beam.early_stopping",
             f"must be one of {', '.join(pb.EarlyStopping.keys())}; got {beam.early_stopping}",
         )
+
+
+def _num_best(params: pb.SamplingParams) -> int | None:
+    num_answers = max(params.n, 1)
+    return num_answers if params.best_of > num_answers else None
 
 
 def _stopping(params: pb.StoppingParams, num_left: int) -> pb.StoppingParams:

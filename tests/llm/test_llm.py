@@ -60,6 +60,20 @@ def test_each_prompt_may_have_its_own_parameters(tiny: LLM) -> None:
     assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"length"}
 
 
+def test_the_best_of_several_answers(tiny: LLM) -> None:
+    params = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
+    [drawn] = tiny.generate(prompt(20), SamplingParams(n=6, logprobs=2, **params), use_tqdm=False)
+    ranked = sorted(drawn.outputs, key=lambda answer: -answer.cumulative_logprob)
+    [best] = tiny.generate(prompt(20), SamplingParams(n=2, best_of=6, **params), use_tqdm=False)
+    assert [answer.token_ids for answer in best.outputs] == [answer.token_ids for answer in ranked[:2]]
+    assert [answer.index for answer in best.outputs] == [0, 1]
+    assert [answer.logprobs for answer in best.outputs] == [None, None]
+    logprobs = [answer.cumulative_logprob for answer in best.outputs]
+    assert logprobs == pytest.approx([answer.cumulative_logprob for answer in ranked[:2]])
+    with pytest.raises(ValueError, match="best_of must be from n = 3 to 64; got 2"):
+        SamplingParams(n=3, best_of=2)
+
+
 def test_a_prompt_seen_before_is_not_computed_again(tiny: LLM) -> None:
     first, second = (tiny.generate(prompt(100), GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 96)

@@ -54,6 +54,8 @@ class Script:
 
     answer: list[int]
     commits: dict[str, asyncio.Event] = field(default_factory=dict)
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token of an answer, for several answers; by default a token's position below zero."""
 
     def finish_reason(self, sequence: worker_pb2.Sequence, position: int) -> pb.FinishReason:
         """Return the finish reason after the token at an output position."""
@@ -74,9 +76,10 @@ class Script:
             for index in range(sequence.sampling.beam.width - 1)
         ]
 
-    def token(self, position: int) -> worker_pb2.SampledToken:
+    def token(self, position: int, index: int = 0) -> worker_pb2.SampledToken:
+        logprob = self.logprobs[index] if self.logprobs else -float(position)
         return worker_pb2.SampledToken(
-            token_id=self.answer[position], logprobs=pb.TokenLogprobs(logprob=-float(position))
+            token_id=self.answer[position], logprobs=pb.TokenLogprobs(logprob=logprob)
         )
 
 
@@ -164,11 +167,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             for count in range(len(self.script.answer)):
                 await self._before_token(count)
                 reason = self.script.finish_reason(request.sequence, position + count)
-                token = self.script.token(position + count)
+                tokens = [
+                    self.script.token(position + count, i) for i in range(num_sequences(request.sequence))
+                ]
                 yield worker_pb2.DecodeResponse(
                     outputs=[
                         worker_pb2.SequenceOutput(index=index, tokens=[token], finish_reason=reason)
-                        for index in range(num_sequences(request.sequence))
+                        for index, token in enumerate(tokens)
                     ]
                 )
                 if reason:

@@ -76,6 +76,52 @@ async def test_prompt_logprobs_of_samples_come_from_the_decode_worker(pair: Any)
     assert not calls(pair, "prefill")
 
 
+async def test_the_best_of_several_come_at_the_end(pair: Any) -> None:
+    pair.script.logprobs = [-0.5, -0.2, -0.9, -0.2]
+    stub = await pair.start()
+    responses = await stream(stub, n=3, best_of=4)
+    num_tokens = len(pair.script.answer)
+    assert answers_of(responses) == dict.fromkeys(range(3), pair.script.answer)
+    assert [(r.index, r.text, r.finish_reason) for r in responses] == [
+        (index, TEXT, pb.FINISH_REASON_STOP) for index in range(3)
+    ]
+    assert [r.score / num_tokens for r in responses] == pytest.approx([-0.2, -0.2, -0.5])
+    assert not any(r.logprobs for r in responses)
+    assert [r.HasField("usage") for r in responses] == [False, False, True]
+    assert responses[-1].usage.completion_tokens == 4 * num_tokens
+    (decode,) = calls(pair, "decode")
+    assert (decode.sequence.sampling.n, decode.sequence.logprobs) == (4, 0)
+    assert decode.sequence.HasField("logprobs")
+    assert not decode.sequence.sampling.HasField("best_of")
+
+
+async def test_the_best_answer_shows_its_own_logprobs(pair: Any) -> None:
+    pair.script.logprobs = [-0.5, -0.25]
+    request = generation(best_of=2)
+    request.response.logprobs = 3
+    stub = await pair.start()
+    (choice,) = (await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)).choices
+    assert [each.logprob for each in choice.logprobs] == [-0.25] * len(pair.script.answer)
+    assert (choice.index, choice.text) == (0, TEXT)
+
+
+async def test_a_best_of_n_streams_as_n_does(pair: Any) -> None:
+    responses = await stream(await pair.start(), n=2, best_of=2)
+    assert len(responses) == 2 * len(pair.script.answer)
+
+
+async def test_the_best_survive_a_lost_worker(pair: Any, fault: Any) -> None:
+    pair.script.logprobs = [-0.5, -0.2, -0.9]
+    stub = await pair.start()
+    for worker in pair.workers.values():
+        if worker.role == "decode":
+            worker.fault = fault(3, Unavailable("killed"))
+    responses = await stream(stub, best_of=3)
+    assert answers_of(responses) == {0: pair.script.answer}
+    assert [r.finish_reason for r in responses] == [pb.FINISH_REASON_STOP]
+    assert responses[0].usage.retries > 0
+
+
 async def test_all_stopped_ends_the_request_at_the_decode_worker(pair: Any) -> None:
     stub = await pair.start()
     responses = await stream(stub, stop="stop", n=3)
