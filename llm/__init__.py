@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.llm.llm import LLM
 from quire.llm.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from quire.llm.params import BeamSearchParams, SamplingParams
+from quire.llm.structured import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -14,4 +15,5 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]

@@ -11,14 +11,17 @@ import torch
 from quire.engine import sequence as engine_types
 from quire.engine.engine import Engine, RequestTooLongError
 from quire.engine.kv_memory import KvMemory
+from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import DTYPES, load_model
 from quire.engine.scheduler import SchedulerConfig
+from quire.engine.structured_output import BadFormatError, GrammarCompiler, GrammarMatcher
 from quire.kvindex.block_hash import block_hash
 from quire.llm.interrupt import uninterrupted
 from quire.llm.outputs import EngineStats, RequestOutput
 from quire.llm.params import BeamSearchParams, SamplingParams
 from quire.llm.progress import Advance, progress_bar
 from quire.llm.request import Prompt, Request, TextOptions
+from quire.llm.structured import StructuredOutputsParams
 from quire.models.bundled import demo_model_path
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
@@ -105,6 +108,10 @@ class LLM:
             max_model_len=max_model_len,
             swap_memory=KvMemory(shape, num_swap_blocks, device) if num_swap_blocks else None,
         )
+        tokenizer_file = files.folder / "tokenizer.json"
+        self._grammars = GrammarCompiler(
+            lambda: tokenizer_file.read_text("utf-8"), loaded.vocab_size, loaded.eos_token_ids
+        )
         self._ids = itertools.count()
         self._num_requests = 0
         self._num_prompt_tokens = 0
@@ -165,6 +172,7 @@ class LLM:
 
         Raises:
             ValueError: a prompt or parameter can never be served; nothing has been computed.
+            StructuredOutputUnavailableError: a form was asked for, and llguidance is not installed.
         """
         return self._generate(self._encode(prompts), sampling_params, use_tqdm)
 
@@ -236,7 +244,11 @@ class LLM:
                 each.num_best,
                 each.logprobs is not None,
             )
-            requests.append(self._request(at, prompt, sampling, options))
+            request = self._request(at, prompt, sampling, options)
+            if each.structured_outputs is not None:
+                grammar = self._compile(at, each.structured_outputs, len(prompt.token_ids))
+                request.sequence.logits_rules = LogitsRules(sampling, len(prompt.token_ids), grammar)
+            requests.append(request)
         return self._run(requests, use_tqdm)
 
     def _request(
@@ -267,6 +279,12 @@ class LLM:
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} must be token ids below {vocab_size}; got {token_id}")
+
+    def _compile(self, at: int, form: StructuredOutputsParams, num_prompt_tokens: int) -> GrammarMatcher:
+        try:
+            return self._grammars.compile(form.to_format(), num_prompt_tokens)
+        except BadFormatError as error:
+            raise ValueError(f"sampling_params[{at}].structured_outputs: {error}") from error
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of words, as they begin a text and as they follow a space."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.engine import sequence as engine
 from quire.engine.sequence import MAX_LOGIT_BIASES, MAX_SEQUENCES
+from quire.llm.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 
@@ -37,6 +38,7 @@ class SamplingParams:
         logit_bias: added to the logits of tokens.
         allowed_token_ids: the only tokens that may be drawn; empty allows all.
         bad_words: texts that are never generated.
+        structured_outputs: the form that the answer must have; needs ``quire[structured]``.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the limit.
@@ -63,6 +65,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _check("n", self.n, 1 <= self.n <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}")
@@ -92,6 +95,9 @@ class SamplingParams:
         _check("logit_bias", f"{num_biases} tokens", num_biases <= MAX_LOGIT_BIASES, limits)
         are_words = _are_texts(self.bad_words) and not any(map(str.isspace, self.bad_words))
         _check("bad_words", self.bad_words, are_words, "texts that are not blank")
+        # The end of a form is an end-of-sequence token.
+        can_end = self.structured_outputs is None or not self.ignore_eos
+        _check("ignore_eos", self.ignore_eos, can_end, "False with structured_outputs")
 
     @property
     def num_best(self) -> int | None:
