@@ -103,6 +103,14 @@ BestOf = Annotated[
         rich_help_panel="Sampling",
     ),
 ]
+KvBudget = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-budget",
+        help="Keep the keys and values of this many tokens at most: less memory, an approximate answer.",
+        rich_help_panel="Sampling",
+    ),
+]
 BeamWidth = Annotated[
     int | None,
     typer.Option(

@@ -32,6 +32,7 @@ _FIELDS: Mapping[str, tuple[str, str]] = {
     "seed": ("sampling", "seed"),
     "n": ("sampling", "n"),
     "best_of": ("sampling", "best_of"),
+    "kv_budget_tokens": ("sampling", "kv_budget_tokens"),
     "beam_width": ("sampling.beam", "width"),
     "length_penalty": ("sampling.beam", "length_penalty"),
     "early_stopping": ("sampling.beam", "early_stopping"),

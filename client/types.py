@@ -42,6 +42,8 @@ class GenerationOptions(TypedDict, total=False):
     """Answers to draw side by side; number i is what a request alone gets with the seed + i."""
     best_of: int | None
     """Draw this many answers; at the end, return the ``n`` with the highest logprobs, the best first."""
+    kv_budget_tokens: int | None
+    """Keep the keys and values of this many tokens once the prompt is computed: an approximation."""
     beam_width: int | None
     """Search for this many most probable answers instead of drawing them."""
     length_penalty: float | None

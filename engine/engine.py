@@ -17,6 +17,7 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import UNLIMITED, LoadedModel
 from quire.engine.model_runner import ModelRunner
+from quire.engine.paged_eviction import MIN_BUDGET_BLOCKS, PagedEviction
 from quire.engine.sampler import rank_tokens, sample
 from quire.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
 from quire.engine.sequence import (
@@ -32,6 +33,10 @@ from quire.engine.swap_space import SwapSpace
 
 class RequestTooLongError(ValueError):
     """A request can never fit into this worker; the message names the limit."""
+
+
+class KvBudgetError(ValueError):
+    """A request's KV budget cannot be kept here; the message says why."""
 
 
 @dataclass(slots=True)
@@ -64,6 +69,7 @@ class Engine:
         max_model_len: most tokens of a sequence; None means what model and pool allow.
         swap_memory: host blocks for preempted groups; None means none.
         clock: for the times of a step.
+        eviction: chooses what requests with a KV budget give back.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class Engine:
         max_model_len: int | None = None,
         swap_memory: KvMemory | None = None,
         clock: Callable[[], float] = perf_counter,
+        eviction: PagedEviction | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
@@ -87,6 +94,7 @@ class Engine:
             config, self.pool, hash_block, self.swap_space, self._swap_cost.prefers_swap, model.window
         )
         self.runner = ModelRunner(model, memory, swap_memory)
+        self._eviction = eviction or PagedEviction(memory)
         self.groups: dict[str, SequenceGroup] = {}
         self.step_seconds = StepSeconds()
         self.num_stepped = 0
@@ -114,6 +122,7 @@ class Engine:
 
         Raises:
             RequestTooLongError: it can never fit.
+            KvBudgetError: it has a KV budget that cannot be kept.
         """
         self.scheduler.add(self._register(prompt))
 
@@ -126,6 +135,7 @@ class Engine:
 
         Raises:
             RequestTooLongError: it can never fit.
+            KvBudgetError: it has a KV budget that cannot be kept.
         """
         group = self._register(prompt)
         self.scheduler.stamp_arrival(group)
@@ -143,6 +153,8 @@ class Engine:
         if prompt.request_id in self.groups:
             raise ValueError(f"request {prompt.request_id} is already here")
         params = prompt.params
+        if params.kv_budget_tokens is not None:
+            self._check_budget(params.kv_budget_tokens)
         group = SequenceGroup(prompt, [prompt])
         if params.beam is not None:
             max_tokens = min(params.max_tokens, self.max_model_len - prompt.num_prompt_tokens)
@@ -150,6 +162,16 @@ class Engine:
         self._check_fits(group)
         self.groups[prompt.request_id] = group
         return group
+
+    def _check_budget(self, num_tokens: int) -> None:
+        least = MIN_BUDGET_BLOCKS * self.scheduler.config.block_size
+        if num_tokens < least:
+            raise KvBudgetError(f"must be at least {least}, {MIN_BUDGET_BLOCKS} blocks; got {num_tokens}")
+        if any(window is not None for window in self.model.windows):
+            raise KvBudgetError(
+                "must be absent: the model has layers with sliding windows, for which distances count, and "
+                "they are lost with blocks in between"
+            )
 
     def _check_fits(self, group: SequenceGroup) -> None:
         params, num_prompt = group.params, group.prompt.num_prompt_tokens
@@ -197,6 +219,7 @@ class Engine:
         prompt = group.prompt
         prompt.num_computed_tokens = num_transferred_tokens(prompt)
         self.scheduler.seal(prompt)
+        self._evict(prompt)
         prompt.status = SequenceStatus.WAITING
         if first_token_id is not None:
             prompt.token_ids.append(first_token_id)
@@ -298,6 +321,7 @@ class Engine:
             sequence.num_computed_tokens += num_tokens
             self.scheduler.seal(sequence)
             self.scheduler.drop_unseen(sequence, sequence.num_computed_tokens)
+            self._evict(sequence)
             is_done = sequence.num_computed_tokens == sequence.num_tokens
             if is_done and sequence.draws_tokens:
                 continue
@@ -305,6 +329,11 @@ class Engine:
                 self._finish(sequence, SequenceStatus.FINISHED_HANDED_OVER)
             updates.append(SequenceUpdate(sequence, sequence.num_computed_tokens, [], sequence.status))
         return updates
+
+    def _evict(self, sequence: Sequence) -> None:
+        """Give back what is beyond a sequence's KV budget."""
+        if places := self._eviction.choose(sequence):
+            self.scheduler.drop(sequence, places)
 
     def _draw(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[Drawn]:
         """Draw the next token of each sequence that has been computed to its end; fork the samples first."""

@@ -216,7 +216,7 @@ class Scheduler:
         wanted = []
         for sequence in started:
             num_missing = sequence.num_tokens - sequence.num_computed_tokens - num_kept_back
-            num_tokens = min(num_missing, budget)
+            num_tokens = min(num_missing, budget, sequence.max_step_tokens(self.config.block_size))
             if num_tokens > 0:
                 wanted.append(ScheduledSequence(sequence, num_tokens))
                 budget -= num_tokens
@@ -376,7 +376,7 @@ class Scheduler:
             False, and no blocks, if there are too few or another sequence is computing its next block now.
         """
         self.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
-        num_wanted = self._max_held_blocks(1, sequence.num_tokens)
+        num_wanted = self._max_held_blocks(sequence, 1, sequence.num_tokens)
         last = min(self._blocks_for(sequence.num_tokens), sequence.num_dropped_blocks + num_wanted)
         num_missing = last - len(sequence.block_table)
         if num_missing > self.pool.num_allocatable or self._is_being_computed(sequence):
@@ -423,7 +423,7 @@ class Scheduler:
         return any(
             index < len(other.block_hashes) and other.block_hashes[index] == sequence.block_hashes[index]
             for other in running
-            if other.num_sealed_blocks <= index
+            if other.num_sealed_blocks <= index < other.num_exact_tokens // self.config.block_size
         )
 
     def take_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
@@ -459,7 +459,7 @@ class Scheduler:
 
     def seal(self, sequence: Sequence) -> None:
         """Make the blocks that became full reusable by anyone."""
-        num_full = sequence.num_computed_tokens // self.config.block_size
+        num_full = min(sequence.num_computed_tokens, sequence.num_exact_tokens) // self.config.block_size
         if num_full == sequence.num_sealed_blocks:
             return
         sequence.extend_hashes(self.config.block_size, self._hash_block)
@@ -475,11 +475,19 @@ class Scheduler:
         num_sequences = group.params.num_sequences
         shared = group.prompt.num_prompt_tokens // self.config.block_size
         at_end = shared + num_sequences * (self._blocks_for(num_tokens) - shared)
-        return min(at_end, self._max_held_blocks(num_sequences, num_tokens))
+        return min(at_end, self._max_held_blocks(group.prompt, num_sequences, num_tokens))
 
-    def _max_held_blocks(self, num_sequences: int, num_tokens: int) -> int:
-        """Return the most blocks that sequences of ``num_tokens`` which share none hold at once."""
+    def _max_held_blocks(self, prompt: Sequence, num_sequences: int, num_tokens: int) -> int:
+        """Return the most blocks that sequences of ``num_tokens`` hold at once, sharing what may be gone."""
         at_end = num_sequences * self._blocks_for(num_tokens)
+        budget = prompt.params.kv_budget_tokens
+        if budget is not None and not prompt.stops_after_prefill:
+            in_prompt, in_budget = (
+                self._blocks_for(prompt.num_prompt_tokens),
+                budget // self.config.block_size,
+            )
+            several = in_prompt + num_sequences * in_budget
+            return min(at_end, max(in_prompt, in_budget) if num_sequences == 1 else several)
         if self._window is None:
             return at_end
         # A window may begin and end within a block, and so may the new tokens of a step.
@@ -498,6 +506,14 @@ class Scheduler:
             self.pool.free(sequence.block_table[first:last])
             sequence.block_table[first:last] = [NO_BLOCK] * (last - first)
             sequence.num_dropped_blocks = last
+
+    def drop(self, sequence: Sequence, places: list[int]) -> None:
+        """Give back the blocks at some places of a table."""
+        table = sequence.block_table
+        self.pool.free([table[place] for place in sorted(places)])
+        for place in places:
+            table[place] = NO_BLOCK
+        sequence.num_dropped_blocks += len(places)
 
     def _first_seen_block(self, position: int) -> int:
         """Return the first block that a token at ``position`` looks at."""

@@ -113,6 +113,8 @@ class SamplingParams:
     """Tokens in a row that are never drawn; a bad word may begin in the prompt."""
     num_prompt_logprobs: int | None = None
     """How many of the most probable tokens to report at each position of the prompt; None reports nothing."""
+    kv_budget_tokens: int | None = None
+    """Most tokens whose keys and values are kept once the prompt is computed: an approximation."""
 
     def __post_init__(self) -> None:
         in_range = {
@@ -132,6 +134,8 @@ class SamplingParams:
             and len(dict(self.logit_bias)) == len(self.logit_bias)
             and all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias),
             "bad_words": all(self.bad_words),
+            "kv_budget_tokens": self.kv_budget_tokens is None
+            or (self.kv_budget_tokens >= 1 and self.beam is None),
             "num_prompt_logprobs": self.num_prompt_logprobs is None or 0 <= self.num_prompt_logprobs <= 20,
         }
         for name, is_good in in_range.items():
@@ -236,7 +240,27 @@ class Sequence:
         """Most tokens of a held prefix that it may use: logits of cached tokens are gone."""
         num_scored = len(self.prompt_logprobs)
         needs_no_more = self.params.num_prompt_logprobs is None or num_scored == self.num_prompt_tokens - 1
-        return self.num_tokens if needs_no_more else num_scored
+        return self.num_exact_tokens if needs_no_more else min(self.num_exact_tokens, num_scored)
+
+    @property
+    def num_exact_tokens(self) -> int:
+        """Tokens whose keys and values are those of any sequence that begins alike.
+
+        With a KV budget, what follows the prompt depends on what was kept.
+        """
+        return self.num_tokens if self.params.kv_budget_tokens is None else self.num_prompt_tokens
+
+    def max_step_tokens(self, block_size: int) -> int:
+        """Return the most tokens that a step may compute.
+
+        With a budget, blocks are given back after the prompt and after each full block: tokens that are
+        computed again must see what they saw first.
+        """
+        num_computed = self.num_computed_tokens
+        if self.params.kv_budget_tokens is None or self.stops_after_prefill:
+            return self.num_tokens - num_computed
+        num_left = self.num_prompt_tokens - num_computed
+        return num_left if num_left > 0 else block_size - num_computed % block_size
 
     def positions_to_score(self, num_new_tokens: int) -> range:
         """Return which of the next tokens' logits give logprobs of the prompt that are wanted still."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from quire.engine import sequence as engine_types
-from quire.engine.engine import Engine, RequestTooLongError
+from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
 from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import DTYPES, load_model
@@ -315,6 +315,8 @@ class LLM:
         for at, request in enumerate(requests):
             try:
                 self.engine.add(request.sequence)
+            except KvBudgetError as error:
+                raise ValueError(f"sampling_params[{at}].kv_budget_tokens {error}") from error
             except RequestTooLongError as error:
                 raise ValueError(f"prompts[{at}]: {error}") from error
 

@@ -38,6 +38,8 @@ class SamplingParams:
         logit_bias: added to the logits of tokens.
         allowed_token_ids: the only tokens that may be drawn; empty allows all.
         bad_words: texts that are never generated.
+        kv_budget_tokens: keep the keys and values of this many tokens once the prompt is computed, three
+            blocks at least: an approximation.
         structured_outputs: the form that the answer must have; needs ``quire[structured]``.
 
     Raises:
@@ -65,6 +67,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
+    kv_budget_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +98,8 @@ class SamplingParams:
         _check("logit_bias", f"{num_biases} tokens", num_biases <= MAX_LOGIT_BIASES, limits)
         are_words = _are_texts(self.bad_words) and not any(map(str.isspace, self.bad_words))
         _check("bad_words", self.bad_words, are_words, "texts that are not blank")
+        is_budget = self.kv_budget_tokens is None or self.kv_budget_tokens >= 1
+        _check("kv_budget_tokens", self.kv_budget_tokens, is_budget, "at least three blocks")
         # The end of a form is an end-of-sequence token.
         can_end = self.structured_outputs is None or not self.ignore_eos
         _check("ignore_eos", self.ignore_eos, can_end, "False with structured_outputs")
@@ -143,6 +148,7 @@ class SamplingParams:
             # The best answers are found by the logprobs of their tokens.
             num_logprobs=0 if self.logprobs is None and self.num_best else self.logprobs,
             num_prompt_logprobs=self.prompt_logprobs,
+            kv_budget_tokens=self.kv_budget_tokens,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,

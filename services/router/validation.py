@@ -21,6 +21,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_ANSWERS = 64
+MIN_KV_BUDGET_BLOCKS = 3
 MAX_PROMPT_BYTES = 8 << 20
 MAX_FORMAT_BYTES = 64 << 10
 ROLES = ("system", "user", "assistant")
@@ -173,6 +174,7 @@ def _sampling(params: pb.SamplingParams, model: ServedModel) -> pb.SamplingParam
         )
     seed = params.seed if params.HasField("seed") else secrets.randbits(64)
     _check_answers(params)
+    _check_budget(params, model.block_size)
     return pb.SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -181,6 +183,7 @@ def _sampling(params: pb.SamplingParams, model: ServedModel) -> pb.SamplingParam
         seed=seed,
         n=max(params.n, params.best_of) if max(params.n, params.best_of) > 1 else None,
         beam=params.beam if params.HasField("beam") else None,
+        kv_budget_tokens=params.kv_budget_tokens if params.HasField("kv_budget_tokens") else None,
     )
 
 
@@ -222,6 +225,21 @@ def _check_answers(params: pb.SamplingParams) -> None:
             "sampling.beam.early_stopping",
             f"must be one of {', '.join(pb.EarlyStopping.keys())}; got {beam.early_stopping}",
         )
+
+
+def _check_budget(params: pb.SamplingParams, block_size: int) -> None:
+    """Check what can be checked without the model, whose windows the workers know."""
+    if not params.HasField("kv_budget_tokens"):
+        return
+    field, least = "sampling.kv_budget_tokens", MIN_KV_BUDGET_BLOCKS * block_size
+    if params.kv_budget_tokens < least:
+        raise InvalidArgument(
+            field,
+            f"must be at least {least}, {MIN_KV_BUDGET_BLOCKS} blocks; got {params.kv_budget_tokens}",
+            metadata={"limit": str(least)},
+        )
+    if params.HasField("beam"):
+        raise InvalidArgument(field, "must be absent with sampling.beam, which is exact")
 
 
 def _num_best(params: pb.SamplingParams) -> int | None:

@@ -78,6 +78,7 @@ def sequence_from_proto(
             logit_bias=tuple(sampling.logit_bias.items()),
             allowed_token_ids=frozenset(sampling.allowed_token_ids),
             bad_words=tuple(tuple(word.ids) for word in sampling.bad_word_token_ids),
+            kv_budget_tokens=sampling.kv_budget_tokens if sampling.HasField("kv_budget_tokens") else None,
             n=sampling.n if sampling.HasField("n") else 1,
             beam=_beam_from_proto(sampling.beam) if sampling.HasField("beam") else None,
         )

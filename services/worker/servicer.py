@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from quire.engine.engine import Engine, RequestTooLongError
+from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
@@ -310,6 +310,8 @@ def _known_errors(sequence: Sequence) -> Iterator[None]:
     """Turn the engine's and the transfer's errors into statuses."""
     try:
         yield
+    except KvBudgetError as error:
+        raise InvalidArgument("sampling.kv_budget_tokens", str(error)) from error
     except RequestTooLongError as error:
         raise InvalidArgument(_field_of_size(sequence), str(error)) from error
     except EngineStoppedError as error:

@@ -50,6 +50,32 @@ async def test_every_prompt_twice(
             await e2e.quiet(workers)
 
 
+async def test_a_kv_budget(
+    start_stack: StartStack, stack: RunningStack, tiny_model: Any, expected: Expected, e2e: Any
+) -> None:
+    """Through both workers it gives what one engine gives."""
+    prompt = e2e.make_prompt(200, seed=41)
+    loaded = load_model(str(tiny_model("llama")), "float32", torch.device("cpu"))
+    memory = KvMemory(loaded.kv_shape(16), 64, torch.device("cpu"))
+    engine = Engine(loaded, memory, SchedulerConfig(), block_hash)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64, kv_budget_tokens=64)
+    sequence = Sequence("r", list(prompt), len(prompt), params, b"")
+    engine.add(sequence)
+    while not engine.is_idle:
+        engine.step()
+    async with e2e.connected(stack) as (client, workers):
+        answer = await client.generate(prompt, kv_budget_tokens=64, **GREEDY)
+        assert answer.usage.blocks_shipped == 13
+        assert list(answer.token_ids) == sequence.token_ids[200:] != expected("llama", prompt)
+        await e2e.quiet(workers)
+    with start_stack("mistral", num_prefill=0) as windowed:
+        async with e2e.connected(windowed) as (client, workers):
+            with pytest.raises(InvalidRequest, match="sliding windows") as refused:
+                await client.generate(prompt, kv_budget_tokens=64, **GREEDY)
+            assert refused.value.field == "sampling.kv_budget_tokens"
+            await e2e.quiet(workers)
+
+
 async def test_a_window_is_all_that_is_held_and_shipped(
     start_stack: StartStack, expected: Expected, e2e: Any
 ) -> None:

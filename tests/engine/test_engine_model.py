@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,14 +56,22 @@ class FakeRunner:
             for position in range(first, first + num_tokens):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self._engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
-                self.slots(block_id)[position % BLOCK_SIZE] = sequence.token_ids[position]
+                self.write(block_id, position, sequence.token_ids[position])
         return torch.stack([self._logits(sequence, num_tokens) for sequence, num_tokens in scheduled])
+
+    def write(self, block_id: int, position: int, token_id: int) -> None:
+        """Write a token as its key, and a value that makes blocks matter more or less."""
+        self.slots(block_id)[position % BLOCK_SIZE] = token_id
+        value = token_id * (position % 7 + 1) % 13
+        self._memory.blocks[block_id, 0, 1, 0, position % BLOCK_SIZE, 0] = value
 
     def slots(self, block_id: int) -> torch.Tensor:
         return self._memory.blocks[block_id, 0, 0, 0, :, 0]
 
     def _logits(self, sequence: Sequence, num_tokens: int) -> torch.Tensor:
         length = sequence.num_computed_tokens + num_tokens
+        if sequence.params.kv_budget_tokens is not None:
+            return self._draw_from(self._kept(sequence, length))
         # The step's first token sees furthest back; the logits are those of its last.
         furthest = max(0, sequence.num_computed_tokens + 1 - self._window) if self._window else 0
         first_block = furthest // BLOCK_SIZE
@@ -72,13 +81,25 @@ class FakeRunner:
         held = held[: length - first_block * BLOCK_SIZE]
         seen = sequence.token_ids[first_block * BLOCK_SIZE : length]
         assert held == seen, "the blocks do not hold the sequence's tokens"
-        held = sequence.token_ids[-self._window :] if self._window else held
+        return self._draw_from(sequence.token_ids[-self._window :] if self._window else held)
+
+    def _kept(self, sequence: Sequence, length: int) -> list[int]:
+        """Return the tokens that a sequence with a budget has not given back."""
+        table = sequence.block_table
+        positions = [p for p in range(length) if table[p // BLOCK_SIZE] != NO_BLOCK]
+        kept = [int(self.slots(table[p // BLOCK_SIZE])[p % BLOCK_SIZE]) for p in positions]
+        assert kept == [sequence.token_ids[p] for p in positions], "the blocks do not hold the tokens"
+        return kept
+
+    def _draw_from(self, held: list[int]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(hash_block(b"", held)[:6], "little"))
         return torch.randn(VOCAB_SIZE, generator=generator) * 3
 
 
 def make_engine(num_blocks: int, num_swap_blocks: int, mode: str, window: int | None) -> Engine:
-    model: Any = SimpleNamespace(max_position_embeddings=128, eos_token_ids=frozenset({EOS}), window=window)
+    model: Any = SimpleNamespace(
+        max_position_embeddings=128, eos_token_ids=frozenset({EOS}), window=window, windows=()
+    )
     swap_memory = KvMemory(SHAPE, num_swap_blocks, CPU) if num_swap_blocks else None
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=10, max_num_batched_tokens=16, preemption=mode)
     engine = Engine(model, KvMemory(SHAPE, num_blocks, CPU), limits, hash_block, swap_memory=swap_memory)
@@ -109,6 +130,7 @@ many_params = st.builds(
     seed=st.integers(0, 3),
     max_tokens=st.integers(1, 14),
     ignore_eos=st.booleans(),
+    kv_budget_tokens=st.sampled_from([None, None, 12, 19]),
     n=st.sampled_from([1, 1, 2, 4]),
 ) | st.builds(
     SamplingParams,
@@ -129,7 +151,6 @@ class EngineMachine(RuleBasedStateMachine):
     requests: Bundle[str] = Bundle("requests")
     window: int | None = None
     num_blocks = NUM_BLOCKS
-    prompt_factor = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,9 +159,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.outputs: Outputs = {}
 
+    def adapt(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """Make of a request one that fits the model."""
+        return prompt, params
+
     @rule(target=requests, prompt=prompts, params=many_params)
     def submit(self, prompt: list[int], params: SamplingParams) -> str:
-        prompt = prompt * self.prompt_factor
+        prompt, params = self.adapt(prompt, params)
         name = str(len(self.wanted))
         self.wanted[name] = (prompt, params)
         self.engine.add(Sequence(name, list(prompt), len(prompt), params, b"root"))
@@ -149,7 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(target=requests, prompt=prompts, params=many_params)
     def receive(self, prompt: list[int], params: SamplingParams) -> str:
         """Take a prompt whose blocks another worker has computed."""
-        prompt = prompt * self.prompt_factor
+        prompt, params = self.adapt(prompt, params)
         name = str(len(self.wanted))
         sequence = Sequence(name, list(prompt), len(prompt), params, b"root")
         first_block = self.engine.accept(sequence)
@@ -159,7 +184,7 @@ class EngineMachine(RuleBasedStateMachine):
             for position in range(first_block * BLOCK_SIZE, num_transferred_tokens(sequence)):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self.engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
-                self.engine.memory.blocks[block_id, 0, 0, 0, position % BLOCK_SIZE, 0] = prompt[position]
+                self.engine.runner.write(block_id, position, prompt[position])  # type: ignore[attr-defined]
             pending.append(name)
 
         pending: list[str] = []
@@ -200,11 +225,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check_conservation()
 
     @invariant()
+    def a_budget_bounds_what_is_held(self) -> None:
+        for group in self.engine.groups.values():
+            for sequence in group.sequences:
+                budget = sequence.params.kv_budget_tokens
+                if budget is not None and sequence.num_computed_tokens > sequence.num_prompt_tokens:
+                    assert len(sequence.held_blocks) <= budget // BLOCK_SIZE
+
+    @invariant()
     def a_window_bounds_what_is_held(self) -> None:
         if self.window is not None:
             for group in self.engine.groups.values():
                 for sequence in group.sequences:
-                    limit = self.engine.scheduler._max_held_blocks(1, sequence.num_tokens)
+                    limit = self.engine.scheduler._max_held_blocks(group.prompt, 1, sequence.num_tokens)
                     assert len(sequence.held_blocks) <= limit
 
     def teardown(self) -> None:
@@ -226,7 +259,9 @@ class WindowedEngineMachine(EngineMachine):
 
     window = 6
     num_blocks = 20
-    prompt_factor = 5
+
+    def adapt(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        return prompt * 5, replace(params, kv_budget_tokens=None)
 
 
 MACHINE_SETTINGS = settings(

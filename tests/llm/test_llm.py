@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from threading import Thread
@@ -72,6 +74,17 @@ def test_the_best_of_several_answers(tiny: LLM) -> None:
     assert logprobs == pytest.approx([answer.cumulative_logprob for answer in ranked[:2]])
     with pytest.raises(ValueError, match="best_of must be from n = 3 to 64; got 2"):
         SamplingParams(n=3, best_of=2)
+
+
+def test_a_kv_budget(tiny: LLM) -> None:
+    [full] = tiny.generate(prompt(150), GREEDY, use_tqdm=False)
+    [cut] = tiny.generate(prompt(150), replace(GREEDY, kv_budget_tokens=48), use_tqdm=False)
+    assert tokens([cut])[0][0] == tokens([full])[0][0]  # drawn when all of the prompt is there still
+    assert tokens([cut]) != tokens([full])
+    with pytest.raises(
+        ValueError, match=re.escape("sampling_params[0].kv_budget_tokens must be at least 48")
+    ):
+        tiny.generate(prompt(150), replace(GREEDY, kv_budget_tokens=47), use_tqdm=False)
 
 
 def test_a_prompt_seen_before_is_not_computed_again(tiny: LLM) -> None:

@@ -70,6 +70,12 @@ def chat(*messages: tuple[str, str]) -> pb.Generation:
         (request(response=pb.ResponseOptions(logprobs=21)), "response.logprobs", "at most 20; got 21"),
         (sampling(n=0), "sampling.n", "from 1 to 64; got 0"),
         (sampling(n=65), "sampling.n", "from 1 to 64; got 65"),
+        (sampling(kv_budget_tokens=11), "sampling.kv_budget_tokens", "must be at least 12, 3 blocks; got 11"),
+        (
+            sampling(kv_budget_tokens=12, beam=pb.BeamParams(width=2)),
+            "sampling.kv_budget_tokens",
+            "must be absent with sampling.beam",
+        ),
         (sampling(n=3, best_of=2), "sampling.best_of", "from n = 3 to 64; got 2"),
         (sampling(best_of=0), "sampling.best_of", "from n = 1 to 64; got 0"),
         (sampling(best_of=65), "sampling.best_of", "from n = 1 to 64; got 65"),

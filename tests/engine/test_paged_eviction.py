@@ -1,0 +1,182 @@
+"""KV budgets: what is kept, what is shared, what is refused, and that what is kept is attended rightly."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
+from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.paged_eviction import PagedEviction, Score, importance
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import NO_BLOCK, BeamParams, SamplingParams, Sequence
+
+BLOCK_SIZE, BUDGET = 16, 64
+CPU = torch.device("cpu")
+LoadTiny = Callable[[str], LoadedModel]
+
+
+def hash_block(parent: bytes, tokens: list[int]) -> bytes:
+    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
+
+
+@pytest.fixture(scope="module")
+def load(tiny_model: Callable[[str], Path]) -> LoadTiny:
+    return lambda architecture: load_model(str(tiny_model(architecture)), "float32", CPU)
+
+
+@pytest.fixture(scope="module")
+def model(load: LoadTiny) -> LoadedModel:
+    return load("llama")
+
+
+def make_engine(
+    model: LoadedModel,
+    num_blocks: int = 128,
+    *,
+    num_swap_blocks: int = 0,
+    preemption: str = "auto",
+    score: Score = importance,
+) -> Engine:
+    shape = model.kv_shape(BLOCK_SIZE)
+    memory = KvMemory(shape, num_blocks, CPU)
+    swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
+    config = SchedulerConfig(BLOCK_SIZE, 16, 64, preemption)
+    eviction = PagedEviction(memory, score)
+    return Engine(model, memory, config, hash_block, swap_memory=swap_memory, eviction=eviction)
+
+
+def make_request(name: str, length: int = 200, budget: int | None = BUDGET, **params: object) -> Sequence:
+    prompt = Random(length).choices(range(2, 320), k=length)
+    values = {"temperature": 0.0, "max_tokens": 80, "ignore_eos": True, "kv_budget_tokens": budget, **params}
+    return Sequence(name, prompt, length, SamplingParams(**values), b"root")  # type: ignore[arg-type]
+
+
+def run(engine: Engine, *requests: Sequence) -> list[list[int]]:
+    for request in requests:
+        engine.add(request)
+    while not engine.is_idle:
+        engine.step()
+        engine.check_conservation()
+    assert engine.pool.counts.used == 0
+    return [request.token_ids[request.num_prompt_tokens :] for request in requests]
+
+
+def test_a_block_matters_by_its_values_and_keys() -> None:
+    memory = KvMemory(KvShape(2, 2, 4, 8, torch.float32), 3, CPU)
+    memory.blocks[:, :, 0] = 2.0
+    memory.blocks[:, :, 1] = 1.0
+    memory.blocks[1, :, 1] = 3.0
+    memory.blocks[2, :, 0] = 4.0
+    assert importance(memory, [0, 1, 2]) == pytest.approx([0.5, 1.5, 0.25])
+    assert importance(memory, [2, 0]) == pytest.approx([0.25, 0.5])
+
+
+def test_the_budget_holds_from_the_prompts_end_on(model: LoadedModel) -> None:
+    engine = make_engine(model)
+    request = make_request("r")
+    engine.add(request)
+    while not engine.is_idle:
+        engine.step()
+        if request.num_computed_tokens >= request.num_prompt_tokens and request.block_table:
+            assert len(request.held_blocks) <= BUDGET // BLOCK_SIZE
+            newest = (request.num_computed_tokens - 1) // BLOCK_SIZE
+            assert NO_BLOCK not in request.block_table[newest:]
+    engine.check_conservation()
+
+
+def test_a_budget_that_holds_all_changes_nothing(model: LoadedModel) -> None:
+    [exact] = run(make_engine(model), make_request("r", budget=None))
+    assert run(make_engine(model), make_request("r", budget=304)) == [exact]
+    assert run(make_engine(model), make_request("r")) != [exact]
+
+
+def test_kept_blocks_are_attended_at_their_own_positions(model: LoadedModel) -> None:
+    """Dropping all but the latest blocks of a Llama is a sliding window cut at blocks: torch can show it."""
+    engine = make_engine(model, score=lambda _, block_ids: list(map(float, range(len(block_ids)))))
+    request = make_request("r", max_tokens=40)
+    [tokens] = run(engine, request)
+    sequence = torch.tensor([request.token_ids])
+    positions = torch.arange(sequence.shape[1])
+    num_prompt = request.num_prompt_tokens
+    # A token after the prompt sees its own block and the three full ones before; all of it in one pass.
+    first_seen = (positions // BLOCK_SIZE - (BUDGET // BLOCK_SIZE - 1)) * BLOCK_SIZE
+    first_seen = torch.where(positions < num_prompt, 0, first_seen)
+    is_seen = (positions[None, :] <= positions[:, None]) & (positions[None, :] >= first_seen[:, None])
+    mask = torch.zeros(is_seen.shape).masked_fill(~is_seen, float("-inf"))[None, None]
+    model.module.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits = model.module(input_ids=sequence, attention_mask=mask, use_cache=False).logits[0]
+    finally:
+        model.module.set_attn_implementation("quire")
+    assert logits[num_prompt - 1 : -1].argmax(dim=-1).tolist() == tokens
+
+
+def test_only_the_prompt_is_shared(model: LoadedModel) -> None:
+    engine = make_engine(model)
+    first = make_request("first")
+    [tokens] = run(engine, first)
+    held = len(engine.pool.look_up(first.block_hashes))
+    assert held == first.num_prompt_tokens // BLOCK_SIZE
+    after = Sequence("after", first.token_ids[:], 280, SamplingParams(max_tokens=1), b"root")
+    after.extend_hashes(BLOCK_SIZE, hash_block)
+    assert len(engine.pool.look_up(after.block_hashes)) == held
+    assert run(engine, make_request("again")) == [tokens]
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_preempted_requests_go_on_as_before(model: LoadedModel, preemption: str) -> None:
+    lengths = [100, 120, 140]
+    alone = [run(make_engine(model), make_request("r", length, n=3))[0] for length in lengths]
+    engine = make_engine(model, 22, num_swap_blocks=64, preemption=preemption)
+    requests = [make_request(str(length), length, n=3) for length in lengths]
+    assert run(engine, *requests) == alone
+    assert engine.scheduler.preemptions[preemption == "recompute"] > 0
+
+
+def test_a_transferred_prompt_is_cut_where_it_arrives(model: LoadedModel) -> None:
+    [alone] = run(make_engine(model), make_request("r"))
+    prefill, decode = make_engine(model), make_engine(model)
+    there, here = make_request("r"), make_request("r")
+    there.stops_after_prefill = True
+    decode.accept(here)
+    prefill.add(there)
+    while not there.status.is_finished:
+        prefill.step()
+    assert NO_BLOCK not in there.block_table
+    decode.reserve("r", lambda: None)
+    for source, target in zip(there.block_table, here.block_table, strict=True):
+        decode.memory.write(target, prefill.memory.read(source))
+    decode.admit("r", there.token_ids[-1])
+    assert len(here.held_blocks) <= BUDGET // BLOCK_SIZE
+    while not decode.is_idle:
+        decode.step()
+    assert here.token_ids[here.num_prompt_tokens :] == alone
+    prefill.release("r")
+    prefill.check_conservation()
+    decode.check_conservation()
+
+
+def test_the_limit_is_that_of_the_prompt_and_the_budget(model: LoadedModel) -> None:
+    """The prompt has 13 blocks; three answers to it have 25 each at their ends, of which 4 are kept."""
+    engine = make_engine(model, 32)
+    with pytest.raises(RequestTooLongError, match="take 51 blocks; this worker has 32"):
+        engine.add(make_request("r", n=3, max_tokens=200, budget=None))
+    assert len(run(engine, make_request("r", n=3, max_tokens=200))[0]) == 200
+
+
+def test_what_cannot_be_kept_is_refused(model: LoadedModel, load: LoadTiny) -> None:
+    with pytest.raises(KvBudgetError, match="must be at least 48, 3 blocks; got 47"):
+        make_engine(model).add(make_request("r", budget=47))
+    for architecture in ("mistral", "gemma2"):
+        with pytest.raises(KvBudgetError, match="sliding windows"):
+            make_engine(load(architecture)).add(make_request("r"))
+    with pytest.raises(ValueError, match="kv_budget_tokens"):
+        SamplingParams(kv_budget_tokens=64, beam=BeamParams(2))
