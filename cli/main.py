@@ -8,6 +8,7 @@ from quire.cli import processes
 from quire.cli.bench.serve import serve as bench_serve
 from quire.cli.chat import chat
 from quire.cli.generate import generate
+from quire.cli.health import health
 
 SERVE, USE, MEASURE = "Serve", "Use", "Measure"
 SETTINGS = (
@@ -43,6 +44,7 @@ def make_app() -> typer.Typer:
     )
     app.command(rich_help_panel=USE)(generate)
     app.command(rich_help_panel=USE)(chat)
+    app.command(rich_help_panel=USE)(health)
     bench = typer.Typer(help="Measure a running router.", no_args_is_help=True)
     bench.command("serve")(bench_serve)
     bench.callback()(lambda: None)

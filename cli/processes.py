@@ -14,6 +14,9 @@ from quire.cli.failure import start_errors, usage_errors
 from quire.cli.options import setting
 from quire.cli.sizes import parse_size
 
+GRACE_SECONDS = 25.0
+"""Below the 30 s after which Kubernetes kills."""
+
 NETWORK, MODEL, CACHE, LIMITS, PROCESS = "Network", "Model", "KV cache", "Batch limits", "Process"
 
 
@@ -107,6 +110,10 @@ Threads = Annotated[
     int | None,
     setting("--threads", "CPU threads of a worker; by default its share of the cores.", PROCESS, min=1),
 ]
+GracePeriod = Annotated[
+    float,
+    setting("--grace-period", "How long requests may go on after SIGTERM, in seconds.", PROCESS, min=0),
+]
 LogLevelOption = Annotated[LogLevel, setting("--log-level", "Least severity of logged events.", PROCESS)]
 
 
@@ -195,6 +202,7 @@ def router(
             min=0,
         ),
     ] = 0,
+    grace_period: GracePeriod = GRACE_SECONDS,
     log_level: LogLevelOption = LogLevel.INFO,
 ) -> None:
     """Run a router: the public gRPC service in front of the workers."""
@@ -214,6 +222,7 @@ def router(
         max_requests=max_requests,
         request_timeout_seconds=request_timeout,
         local_prefill_tokens=local_prefill_tokens,
+        grace_seconds=grace_period,
     )
     with start_errors():
         asyncio.run(run_router(config))
@@ -228,7 +237,12 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
         port: Annotated[int, setting("--port", "gRPC port; 0 takes a free one.", NETWORK, min=0)] = 0,
         advertise: Annotated[
             str | None,
-            setting("--advertise", "host:port at which others reach it; by default host and port.", NETWORK),
+            setting(
+                "--advertise",
+                "host:port at which others reach it; by default host and port, "
+                "with --host 0.0.0.0 the address that leads to Redis.",
+                NETWORK,
+            ),
         ] = None,
         redis_url: RedisUrl = None,
         cluster_secret: ClusterSecret = "",
@@ -244,6 +258,7 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
         max_num_seqs: MaxNumSeqs = 64,
         max_num_batched_tokens: MaxNumBatchedTokens = 512,
         threads: Threads = None,
+        grace_period: GracePeriod = GRACE_SECONDS,
         log_level: LogLevelOption = LogLevel.INFO,
     ) -> None:
         from quire.services.worker.app import WorkerConfig, run_worker
@@ -269,6 +284,7 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 threads=threads,
+                grace_seconds=grace_period,
                 log_level=log_level,
             )
         with start_errors():

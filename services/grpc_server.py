@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import grpc
@@ -25,6 +26,7 @@ MAX_CONCURRENT_STREAMS = 4096
 
 _log = get_logger("grpc")
 ChannelOptions = list[tuple[str, int]]
+Drain = Callable[[], Awaitable[None]]
 
 
 class Service(NamedTuple):
@@ -100,10 +102,20 @@ class GrpcServer:
         """Report NOT_SERVING, as before the first ``ready`` and while draining; calls are still taken."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
-    async def stop(self, grace_seconds: float | None = None) -> None:
-        """Report NOT_SERVING, refuse new calls, let running ones end within the grace, cancel the others."""
+    async def stop(self, drain: Drain | None = None) -> None:
+        """Report NOT_SERVING, refuse new calls, let running ones end within the grace, cancel the others.
+
+        ``drain`` comes first and within the same grace, while calls are still taken: for a server whose
+        running calls need further ones to end.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._grace_seconds
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(self._grace_seconds if grace_seconds is None else grace_seconds)
+        if drain is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await drain()
+        await self._server.stop(max(0.0, deadline - loop.time()))
 
     async def _set_health(self, status: Any) -> None:
         for name in ("", *self._service_names):
@@ -144,7 +156,16 @@ async def grpc_server(
         await running.stop()
 
 
-async def serve_until_signal(server: GrpcServer) -> None:
+def end_on_sigterm() -> None:
+    """Let SIGTERM end the process at once, until ``serve_until_signal`` takes the signal over.
+
+    A container's first process ignores the signals that it has no handler for: one that still loads its model
+    could not be stopped.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+
+
+async def serve_until_signal(server: GrpcServer, drain: Drain | None = None) -> None:
     """Wait for SIGTERM or SIGINT, then stop the server gracefully; a second signal ends the process."""
     loop = asyncio.get_running_loop()
     received: asyncio.Future[signal.Signals] = loop.create_future()
@@ -157,7 +178,7 @@ async def serve_until_signal(server: GrpcServer) -> None:
         for each in signals:
             loop.remove_signal_handler(each)
     _log.info("server_stopping", address=server.address, signal=number.name)
-    await server.stop()
+    await server.stop(drain)
 
 
 def _resolve(future: asyncio.Future[signal.Signals], number: signal.Signals) -> None:

@@ -17,6 +17,7 @@ from quire.services.grpc_server import (
     PUBLIC_MESSAGE_BYTES,
     GrpcServer,
     Service,
+    end_on_sigterm,
     grpc_server,
     serve_until_signal,
 )
@@ -81,6 +82,7 @@ class RunningRouter(NamedTuple):
 
 async def run_router(config: RouterConfig, on_ready: Callable[[RunningRouter], None] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; ``on_ready`` is called once requests can be served."""
+    end_on_sigterm()
     async with router(config) as running, asyncio.TaskGroup() as tasks:
         announcing = tasks.create_task(_announce(running, on_ready))
         await serve_until_signal(running.server)

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from quire.models.bundled import demo_model_path
+from quire.services.grpc_server import end_on_sigterm
+from quire.services.worker.address import WILDCARDS
+from quire.services.worker.processors import num_processors
 
 DEFAULT_SWAP_BYTES = 64 << 20
 DEMO_MODEL = "demo"
@@ -22,14 +25,16 @@ class WorkerConfig:
 
     Attributes:
         model: folder or hub id; None is the bundled demo.
-        advertise: host:port at which others reach it; None is where it listens.
+        advertise: host:port at which others reach it; None is where it listens, on all addresses the one that
+            leads to Redis.
         redis_url: where it publishes its blocks; None leaves it to routers that list its address.
         kv_memory_bytes: size of the block pool; overridden by ``num_blocks``.
         preemption: "swap", "recompute", or "auto", whichever is measured to be cheaper.
         swap_memory_bytes: host memory for the blocks of preempted requests.
         cpus: processors to stay on; None is all.
-        threads: threads of a step; None is one for each processor.
+        threads: threads of a step; None is one for each processor that it may keep busy.
         cluster_secret: keys the block hashes; must be the router's.
+        grace_seconds: how long requests may go on after SIGTERM; routers continue the rest elsewhere.
 
     Raises:
         ValueError: settings contradict each other.
@@ -69,6 +74,8 @@ class WorkerConfig:
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
                 f"--max-num-seqs ({self.max_num_seqs})"
             )
+        if self.host in WILDCARDS and self.advertise is None and self.redis_url is None:
+            raise ValueError(f"others cannot connect to {self.host}: give --advertise host:port too")
 
     @property
     def model_path(self) -> str:
@@ -102,6 +109,7 @@ class RunningWorker(NamedTuple):
 
 def run_worker(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; ``on_ready`` is called once requests can be served."""
+    end_on_sigterm()
     _limit_processors(config)
     from quire.services.worker.worker import serve
 
@@ -115,7 +123,7 @@ def _limit_processors(config: WorkerConfig) -> None:
     """
     if config.cpus is not None:
         os.sched_setaffinity(0, config.cpus)
-    threads = config.threads or len(os.sched_getaffinity(0))
+    threads = config.threads or num_processors()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ[name] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -71,6 +71,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._puller = puller
         self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
         """The attempt that each task serves, by request."""
+        self._is_draining = False
 
     # --- prefill ------------------------------------------------------------------------------------------
 
@@ -217,6 +218,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.wait(tasks)
         return worker_pb2.AbortResponse()
 
+    async def drain(self) -> None:
+        """Refuse requests from now on, and wait until those that run have ended."""
+        self._is_draining = True
+        while tasks := [task for handlers in self._handlers.values() for task in handlers]:
+            await asyncio.wait(tasks)
+
     async def GetWorkerInfo(
         self, request: worker_pb2.GetWorkerInfoRequest, context: Any
     ) -> worker_pb2.GetWorkerInfoResponse:
@@ -265,6 +272,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         name, request_id = sequence.request_id, message.request_id
         task = asyncio.current_task()
         assert task is not None
+        if self._is_draining:
+            raise Unavailable("this worker is stopping; send requests to another", reason="DRAINING")
         if self._engine.is_subscribed(name):
             raise AlreadyExists(f"request {name} is already here")
         self._handlers[request_id][task] = message.attempt

@@ -32,9 +32,10 @@ from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.push import ChannelPool
 from quire.kvtransfer.receiver import KvTransferServicer
 from quire.protos import kvtransfer_pb2_grpc, worker_pb2_grpc
-from quire.services.grpc_server import Service, grpc_server, serve_until_signal
+from quire.services.grpc_server import GrpcServer, Service, grpc_server, serve_until_signal
 from quire.services.log import configure_logging, get_logger
 from quire.services.metrics_server import metrics_server
+from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.worker.app import RunningWorker, WorkerConfig
 from quire.services.worker.borrow import PrefixPuller
 from quire.services.worker.decode import Tickets
@@ -121,7 +122,7 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
                 grace_seconds=config.grace_seconds,
             )
         )
-        tickets.address = config.advertise or server.address
+        tickets.address = config.advertise or _reachable_address(config, server)
         metrics_port = stack.enter_context(metrics_server(registry, config.host, config.metrics_port))
         if publisher is not None:
             publisher.start(identity.record(tickets.address))
@@ -138,7 +139,21 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         )
         if on_ready is not None:
             on_ready(running)
-        await serve_until_signal(server)
+
+        async def drain() -> None:
+            # The lease goes first: a router that still sees it would send what is refused here.
+            if publisher is not None:
+                await publisher.close()
+            # Running requests need their pushes, and pulls need their leases: the server still takes calls.
+            await servicer.drain()
+
+        await serve_until_signal(server, drain)
+
+
+def _reachable_address(config: WorkerConfig, server: GrpcServer) -> str:
+    if config.redis_url is not None and config.host in WILDCARDS:
+        return address_towards(config.redis_url, server.port)
+    return server.address
 
 
 def _allocate(config: WorkerConfig, model: LoadedModel, device: torch.device) -> KvMemory:

@@ -201,7 +201,7 @@ async def test_a_killed_decode_server_is_survived(pair: Any) -> None:
     chosen.pause_before_token = 2
     streaming = asyncio.create_task(stream(stub))
     await asyncio.wait_for(chosen.paused.wait(), 5)
-    await chosen.server.stop(0)
+    await chosen.server.stop()
     responses = await asyncio.wait_for(streaming, 10)
     assert ids_of(responses) == pair.script.answer
     assert responses[-1].usage.retries == 1

@@ -69,7 +69,7 @@ async def test_static_workers_come_drain_and_go(cluster: Any, make_set: Any) -> 
     await first.server.not_ready()
     await workers.refresh()
     assert ids_of(workers) == ["d2"]
-    await second.server.stop(0)
+    await second.server.stop()
     await workers.refresh()
     assert ids_of(workers) == []
 
@@ -123,7 +123,7 @@ async def test_a_lost_membership_keeps_who_is_healthy(cluster: Any, make_set: An
     membership.current = None
     await workers.refresh()
     assert ids_of(workers) == ["d1", "d2"]
-    await first.server.stop(0)
+    await first.server.stop()
     await workers.refresh()
     assert ids_of(workers) == ["d2"]
 

@@ -1,0 +1,33 @@
+"""``quire health``: asks a process whether it serves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from quire.cli.failure import fail
+from quire.cli.options import DEFAULT_ADDRESS
+
+
+def health(
+    address: Annotated[
+        str, typer.Argument(help="host:port of a router or a worker.", metavar="ADDRESS")
+    ] = DEFAULT_ADDRESS,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="How long to wait for the answer, in seconds.", min=0.001)
+    ] = 3.0,
+) -> None:
+    """Ask a router or a worker whether it takes requests; the status is 0 if it does, else 1."""
+    import grpc
+    from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+    from grpc_health.v1.health_pb2_grpc import HealthStub
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            fail(f"{address} does not answer: {error.code().name}")
+    if answer.status != HealthCheckResponse.SERVING:
+        fail(f"{address} answers, but takes no requests (yet, or no longer)")
+    typer.echo("serving")

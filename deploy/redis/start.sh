@@ -1,0 +1,16 @@
+#!/bin/sh
+# Starts the Redis of the prefix index, with its users and nothing that is kept: what is lost is published again.
+# users.acl is kvindex/users.acl; the passwords come from the environment and stay there as they are.
+set -eu
+
+sha256() {
+    printf %s "$1" | sha256sum | cut -d ' ' -f 1
+}
+
+sed -e "s/ADMIN_SHA256/$(sha256 "$REDIS_ADMIN_PASSWORD")/" \
+    -e "s/ROUTER_SHA256/$(sha256 "$REDIS_ROUTER_PASSWORD")/" \
+    -e "s/WORKER_SHA256/$(sha256 "$REDIS_WORKER_PASSWORD")/" \
+    /etc/quire/users.acl >/tmp/users.acl
+# Evicting entries would tear prefixes. Protected mode looks at the default user, who is off.
+exec redis-server --aclfile /tmp/users.acl --protected-mode no --dir /tmp --save "" --appendonly no \
+    --maxmemory "$REDIS_MAX_MEMORY" --maxmemory-policy noeviction

@@ -1,0 +1,36 @@
+"""At which address others reach a worker."""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+
+WILDCARDS = frozenset({"0.0.0.0", "::", "[::]"})
+"""Hosts that mean all of a machine's addresses; nobody can connect to them."""
+
+REDIS_PORT = 6379
+
+
+def address_towards(redis_url: str, port: int) -> str:
+    """Return ``port`` at the address that this machine, or container, has on its way to Redis.
+
+    Who reaches Redis reaches that network, so other workers do. Nothing is sent.
+
+    Raises:
+        OSError: Redis' host name is not known, or no network leads there.
+    """
+    target = urlsplit(redis_url)
+    host = target.hostname or "127.0.0.1"
+    try:
+        family, kind, _, _, destination = socket.getaddrinfo(
+            host, target.port or REDIS_PORT, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(destination)
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise OSError(
+            f"which of this machine's addresses leads to Redis at {host} cannot be told ({error}); "
+            "name the one at which others reach this worker with --advertise host:port"
+        ) from error
+    return f"[{own}]:{port}" if family is socket.AF_INET6 else f"{own}:{port}"
