@@ -1,4 +1,4 @@
-"""Print what a project and some of its extras depend on: ``python requirements.py pyproject.toml EXTRA ...``."""
+"""Print what a project and some of its extras depend on: ``requirements.py pyproject.toml EXTRA ...``."""
 
 from __future__ import annotations
 

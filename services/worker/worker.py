@@ -128,7 +128,7 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
             publisher.start(identity.record(tickets.address))
             stack.push_async_callback(publisher.close)
         await server.ready()
-        _log.info("worker_ready", role=config.role, address=server.address, blocks=memory.num_blocks)
+        _log.info("worker_ready", role=config.role, address=tickets.address, blocks=memory.num_blocks)
         running = RunningWorker(
             worker_id=worker_id,
             address=server.address,

@@ -11,7 +11,7 @@ from typer.testing import Result
 
 Quire = Callable[..., Result]
 
-VERBS = ["serve", "router", "prefill", "decode", "generate", "chat", "bench", "version"]
+VERBS = ["serve", "router", "prefill", "decode", "generate", "chat", "health", "bench", "version"]
 
 
 def test_help_lists_every_verb_in_its_panel(quire: Quire) -> None:
@@ -37,6 +37,7 @@ def test_settings_show_their_variable(quire: Quire) -> None:
     [
         (["--help"], ["torch", "transformers", "numba", "grpc", "quire.client", "quire.services"]),
         (["generate", "--address", "127.0.0.1:1", "x"], ["torch", "transformers", "numba", "quire.services"]),
+        (["health", "127.0.0.1:1"], ["torch", "transformers", "numba", "quire.client", "quire.services"]),
         (
             ["bench", "serve", "--address", "127.0.0.1:1"],
             ["torch", "transformers", "numba", "quire.services"],

@@ -7,6 +7,8 @@ import io
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
@@ -187,3 +189,43 @@ def test_metrics_are_served_from_the_given_registry(registry: CollectorRegistry)
 def test_errors_survive_a_pipe(error: ServiceError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.reason, copy.metadata) == (str(error), error.reason, error.metadata)
+
+
+async def test_while_it_drains_a_server_takes_calls(server: GrpcServer, channel: grpc.aio.Channel) -> None:
+    stub = pb_grpc.GenerationServiceStub(channel)
+    answers = []
+
+    async def drain() -> None:
+        answers.append(await stub.Tokenize(pb.TokenizeRequest(text="good")))
+        health = health_pb2_grpc.HealthStub(channel)
+        answers.append((await health.Check(health_pb2.HealthCheckRequest())).status)
+
+    await server.ready()
+    await server.stop(drain)
+    assert answers == [pb.TokenizeResponse(token_ids=[1]), health_pb2.HealthCheckResponse.NOT_SERVING]
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.Tokenize(pb.TokenizeRequest(text="good"))
+
+
+async def test_draining_takes_no_longer_than_the_grace(server: GrpcServer, servicer: Servicer) -> None:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        call = pb_grpc.GenerationServiceStub(channel).GenerateStream(pb.GenerateStreamRequest())
+        await call.read()
+        await asyncio.wait_for(servicer.entered.wait(), 5)
+        await asyncio.wait_for(server.stop(asyncio.Event().wait), 5)
+        await asyncio.wait_for(servicer.cancelled.wait(), 5)
+
+
+def test_before_it_serves_a_process_ends_at_once() -> None:
+    program = (
+        "import signal\n"
+        "from quire.services.grpc_server import end_on_sigterm\n"
+        "end_on_sigterm()\n"
+        "print('loading', flush=True)\n"
+        "signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"loading\n"
+        process.terminate()
+        assert process.wait(10) == 128 + signal.SIGTERM
