@@ -181,6 +181,8 @@ def _worker_configs(
             cpus=tuple(cpus),
             threads=config.threads,
             cluster_secret=secret,
+            # The router ends too: there is nobody to notice.
+            notice_seconds=0.0,
             log_level=config.log_level,
         )
     return configs

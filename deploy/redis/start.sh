@@ -1,6 +1,6 @@
 #!/bin/sh
 # Starts the Redis of the prefix index, with its users and nothing that is kept: what is lost is published again.
-# users.acl is kvindex/users.acl; the passwords come from the environment and stay there as they are.
+# users.acl is a copy of kvindex/users.acl; the passwords come from the environment.
 set -eu
 
 sha256() {

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from quire.models.bundled import demo_model_path
 from quire.services.grpc_server import end_on_sigterm
+from quire.services.router.workers import POLL_SECONDS
 from quire.services.worker.address import WILDCARDS
 from quire.services.worker.processors import num_processors
 
@@ -34,6 +35,7 @@ class WorkerConfig:
         cpus: processors to stay on; None is all.
         threads: threads of a step; None is one for each processor that it may keep busy.
         cluster_secret: keys the block hashes; must be the router's.
+        notice_seconds: how long after SIGTERM it still takes requests, from routers that do not know yet.
         grace_seconds: how long requests may go on after SIGTERM; routers continue the rest elsewhere.
 
     Raises:
@@ -63,6 +65,7 @@ class WorkerConfig:
     cluster_secret: bytes = field(default=b"", repr=False)
     request_timeout_seconds: float = 600.0
     lease_ttl_seconds: float = 10.0
+    notice_seconds: float = 1.5 * POLL_SECONDS
     grace_seconds: float = 5.0
     log_level: str = "info"
 

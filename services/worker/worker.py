@@ -141,9 +141,10 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
             on_ready(running)
 
         async def drain() -> None:
-            # The lease goes first: a router that still sees it would send what is refused here.
             if publisher is not None:
                 await publisher.close()
+                # Routers look who is there once a second; what they send until then is served.
+                await asyncio.sleep(config.notice_seconds)
             # Running requests need their pushes, and pulls need their leases: the server still takes calls.
             await servicer.drain()
 

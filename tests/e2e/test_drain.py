@@ -3,80 +3,80 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from quire.client import AsyncClient
-from quire.protos import worker_pb2
-from quire.services.local_stack import Child, RunningStack
+from quire.services.local_stack import RunningStack
+from quire.services.redis_process import RedisProcess
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 LONG = 400
-"""Tokens of an answer that takes longer than it takes the router to see a worker leave."""
+"""Tokens of an answer that goes on while its worker stops."""
+
+QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 
 
-async def exit_code(child: Child) -> int | None:
-    await asyncio.to_thread(child.process.join, WAIT_SECONDS)
-    return child.process.exitcode
+@contextmanager
+def decode_worker(model: Path, redis_url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the command that containers run."""
+    settings = ["--dtype", "float32", "--num-blocks", "2048", "--log-level", "error"]
+    with subprocess.Popen([*QUIRE, "decode", str(model), "--redis-url", redis_url, *settings]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-async def finish(stream: Any) -> tuple[list[int], Any]:
-    """Return the rest of a stream: its tokens and its usage."""
+async def until_decode_workers(client: AsyncClient, count: int) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while (await client.model_info()).num_decode_workers != count:
+            await asyncio.sleep(0.01)
+
+
+async def finish(stream: Any) -> tuple[list[int], int]:
+    """Return the tokens of the rest of a stream, and how often it was tried again."""
     tokens: list[int] = []
-    usage = None
     async for delta in stream:
         tokens += delta.token_ids
-        usage = delta.usage or usage
-    return tokens, usage
+    return tokens, delta.usage.retries
 
 
-async def num_decode_workers(client: AsyncClient) -> int:
-    return (await client.model_info()).num_decode_workers
-
-
-async def test_a_decode_worker_finishes_its_requests_and_gets_no_more(
-    start_stack: StartStack, expected: Any, e2e: Any
+async def test_nobody_notices_that_a_worker_is_stopped(
+    start_stack: StartStack, tiny_model: Callable[[str], Path], expected: Any, e2e: Any, monkeypatch: Any
 ) -> None:
-    with start_stack("llama", num_decode=2) as stack:
+    """Load goes to two decode workers, both have a long answer under way, and one gets SIGTERM."""
+    monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
+    prompts = [e2e.make_prompt(60, seed) for seed in range(2)]
+    with (
+        RedisProcess() as redis,
+        start_stack("llama", redis_url=redis.url) as stack,
+        decode_worker(tiny_model("llama"), redis.worker_url) as worker,
+    ):
         async with e2e.connected(stack) as (client, workers):
-            prompt = e2e.make_prompt(60)
-            stream = client.stream(prompt, max_tokens=LONG, **GREEDY)
-            first = await anext(stream)
-            busy = await _busy_worker(workers)
-            stack.workers[busy].process.terminate()
-            rest = asyncio.create_task(finish(stream))
-            async with asyncio.timeout(WAIT_SECONDS):
-                while await num_decode_workers(client) == 2:
-                    await asyncio.sleep(0.01)
-            other = await client.generate(prompt, max_tokens=64, **GREEDY)
-            assert (list(other.token_ids), other.usage.retries) == (expected("llama", prompt), 0)
-            tokens, usage = await rest
-            tokens = [*first.token_ids, *tokens]
-            assert (tokens[:64], len(tokens), usage.retries) == (expected("llama", prompt), LONG, 0)
-            assert await exit_code(stack.workers[busy]) == 0
-
-
-async def _busy_worker(workers: dict[str, Any]) -> str:
-    """Return the decode worker that has a request."""
-    loads = {name: await stub.GetLoad(worker_pb2.GetLoadRequest()) for name, stub in workers.items()}
-    (busy,) = (name for name, load in loads.items() if name.startswith("decode") and load.used_blocks)
-    return busy
-
-
-async def test_a_prefill_worker_leaves_without_a_trace(
-    start_stack: StartStack, expected: Any, e2e: Any
-) -> None:
-    with start_stack("llama", num_prefill=2) as stack:
-        async with e2e.connected(stack) as (client, _):
-            prompts = [e2e.make_prompt(60, seed) for seed in range(8)]
-            answers = [asyncio.create_task(client.generate(p, max_tokens=64, **GREEDY)) for p in prompts]
-            stack.workers["prefill-0"].process.terminate()
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert list((await answer).token_ids) == expected("llama", prompt)
-            assert await exit_code(stack.workers["prefill-0"]) == 0
+            await until_decode_workers(client, 2)
+            long = [client.stream(prompt, max_tokens=LONG, **GREEDY) for prompt in prompts]
+            firsts = [list((await anext(stream)).token_ids) for stream in long]
+            rests = [asyncio.create_task(finish(stream)) for stream in long]
+            worker.terminate()
+            while worker.poll() is None:
+                answers = [client.generate(prompt, max_tokens=64, **GREEDY) for prompt in prompts]
+                for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
+                    assert list(answer.token_ids) == expected("llama", prompt)
+                    assert answer.usage.retries == 0
+            assert worker.returncode == 0
+            for prompt, first, rest in zip(prompts, firsts, rests, strict=True):
+                tokens, num_retries = await rest
+                assert ([*first, *tokens][:64], num_retries) == (expected("llama", prompt), 0)
+                assert len(first) + len(tokens) == LONG
+            await until_decode_workers(client, 1)
+            await e2e.quiet(workers)
 
 
 async def test_a_router_finishes_its_streams(start_stack: StartStack, expected: Any, e2e: Any) -> None:
@@ -84,10 +84,10 @@ async def test_a_router_finishes_its_streams(start_stack: StartStack, expected: 
         async with e2e.connected(stack) as (client, workers):
             prompt = e2e.make_prompt(60)
             stream = client.stream(prompt, max_tokens=64, **GREEDY)
-            first = await anext(stream)
+            first = list((await anext(stream)).token_ids)
             stack.router.process.terminate()
-            rest, usage = await finish(stream)
-            assert [*first.token_ids, *rest] == expected("llama", prompt)
-            assert usage.retries == 0
-            assert await exit_code(stack.router) == 0
+            tokens, num_retries = await finish(stream)
+            assert ([*first, *tokens], num_retries) == (expected("llama", prompt), 0)
+            await asyncio.to_thread(stack.router.process.join, WAIT_SECONDS)
+            assert stack.router.process.exitcode == 0
             await e2e.quiet(workers)

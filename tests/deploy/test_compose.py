@@ -1,0 +1,142 @@
+"""compose.yaml: every service keeps the rules, whoever adds the next one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from quire.cli.main import make_app
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "compose.yaml").read_text(encoding="utf-8")
+COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+GPU: dict[str, Any] = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text(encoding="utf-8"))
+RUNNING = [name for name, service in SERVICES.items() if "profiles" not in service]
+INSIDE = ["prefill", "decode", "redis"]
+VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}")
+
+
+def default(text: str) -> str:
+    """Return a value as it is when no variable is set."""
+    return VARIABLE.sub(lambda match: match[2] or "", text)
+
+
+def seconds(text: str) -> float:
+    """Read a time in seconds, as 40s or 40."""
+    return float(default(text).removesuffix("s"))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_may_do_nothing_that_it_need_not(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "/tmp" in service["tmpfs"]
+    uid, gid = service["user"].split(":")
+    assert uid.isdecimal()
+    assert gid.isdecimal()
+    assert int(uid) > 0
+    assert not {"privileged", "cap_add", "network_mode", "pid", "ipc", "devices"} & service.keys()
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_limited(name: str) -> None:
+    limits = SERVICES[name]["deploy"]["resources"]["limits"]
+    assert limits.keys() == {"cpus", "memory", "pids"}
+    assert SERVICES[name]["logging"]["options"].keys() == {"max-size", "max-file"}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_a_service_tells_its_health_and_comes_back(name: str) -> None:
+    service = SERVICES[name]
+    assert service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
+    assert service["restart"] == "unless-stopped"
+    assert service["init"] is True
+    for waited_for in service.get("depends_on", {}).values():
+        assert waited_for == {"condition": "service_healthy"}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_ports_are_published_on_the_loopback_alone(name: str) -> None:
+    for port in SERVICES[name].get("ports", []):
+        assert default(port).startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_workers_and_redis_are_reached_from_inside_alone(name: str) -> None:
+    assert COMPOSE["networks"]["cluster"] == {"internal": True}
+    assert SERVICES[name]["networks"] == ["cluster"]
+    assert "ports" not in SERVICES[name]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_can_be_scaled_and_its_image_chosen(name: str) -> None:
+    image = SERVICES[name]["image"]
+    assert "container_name" not in SERVICES[name]
+    assert image.startswith("${"), "a variable may name another image"
+    tag = default(image).partition(":")[2]
+    assert re.search(r"\d+\.\d+", tag), f"{default(image)} is not pinned"
+
+
+@pytest.mark.parametrize("name", ["router", "prefill", "decode"])
+def test_docker_waits_for_what_the_grace_allows(name: str) -> None:
+    grace = seconds(SERVICES[name]["environment"]["QUIRE_GRACE_PERIOD"])
+    assert seconds(SERVICES[name]["stop_grace_period"]) >= grace + 10
+
+
+@pytest.mark.parametrize("name", ["router", "prefill", "decode"])
+def test_the_settings_are_those_of_the_command(name: str) -> None:
+    command: Any = typer.main.get_command(make_app())
+    (verb,) = SERVICES[name]["command"]
+    known = {parameter.envvar for parameter in command.commands[verb].params}
+    given = {variable for variable in SERVICES[name]["environment"] if variable.startswith("QUIRE_")}
+    assert given <= known
+
+
+def test_volumes_and_networks_are_declared() -> None:
+    for service in SERVICES.values():
+        assert set(service["networks"]) <= COMPOSE["networks"].keys()
+        for volume in service.get("volumes", []):
+            source = default(volume).partition(":")[0]
+            assert source.startswith("./") or source in COMPOSE["volumes"]
+
+
+def test_every_variable_is_in_the_example_with_its_default() -> None:
+    example = (ROOT / ".env.example").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^#? ?([A-Z_]+)=(\S*)", example, re.MULTILINE))
+    used: dict[str, str] = dict(VARIABLE.findall(TEXT))
+    assert used.keys() | {match[0] for match in VARIABLE.findall(str(GPU))} == listed.keys()
+    for name, value in used.items():
+        has_own_meaning = "CHANGEME" in listed[name] or name in (
+            "QUIRE_MODEL",
+            "QUIRE_MODELS",
+            "QUIRE_KV_MEMORY",
+        )
+        assert has_own_meaning or listed[name] == value, name
+
+
+def test_the_gpu_file_changes_workers_alone() -> None:
+    assert GPU["services"].keys() == {"prefill", "decode"}
+    for service in GPU["services"].values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        assert service["build"]["args"].keys() <= {"TORCH", "TORCH_INDEX_URL", "APT_PACKAGES"}
+        assert service["image"] != SERVICES["decode"]["image"]
+
+
+def test_prometheus_finds_every_container_of_a_service() -> None:
+    settings = yaml.safe_load((ROOT / "observability" / "prometheus.yml").read_text(encoding="utf-8"))
+    found = {
+        (name, config["port"])
+        for job in settings["scrape_configs"]
+        for config in job["dns_sd_configs"]
+        for name in config["names"]
+    }
+    assert found == {("router", 8501), ("prefill", 9100), ("decode", 9100)}

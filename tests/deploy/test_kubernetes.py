@@ -1,0 +1,172 @@
+"""The manifests: valid by the published schemas, and about each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from quire.services.worker.app import WorkerConfig
+
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "deploy" / "kubernetes" / "base"
+REDIS = ROOT / "deploy" / "redis"
+VERSIONS = ["1.31", "1.37"]
+Manifest = dict[str, Any]
+
+
+def load(path: Path) -> list[Manifest]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def resources(folder: Path) -> Iterator[Manifest]:
+    """Yield what a kustomization applies."""
+    (kustomization,) = load(folder / "kustomization.yaml")
+    for name in kustomization["resources"]:
+        path = folder / name
+        yield from resources(path) if path.is_dir() else load(path)
+
+
+MANIFESTS = list(resources(BASE))
+DEPLOYMENTS = {m["metadata"]["name"]: m["spec"] for m in MANIFESTS if m["kind"] == "Deployment"}
+PODS = {name: spec["template"]["spec"] for name, spec in DEPLOYMENTS.items()}
+OURS = ["router", "prefill", "decode"]
+
+
+def of_kind(kind: str) -> list[Manifest]:
+    return [manifest for manifest in MANIFESTS if manifest["kind"] == kind]
+
+
+def container(name: str) -> Manifest:
+    (only,) = PODS[name]["containers"]
+    return dict(only)
+
+
+def selects(selector: Manifest, deployment: str) -> bool:
+    """Return whether a selector takes a deployment's pods."""
+    labels = DEPLOYMENTS[deployment]["template"]["metadata"]["labels"]
+    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
+        labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", [])
+    )
+
+
+def grace_seconds(name: str) -> float:
+    """Return the QUIRE_GRACE_PERIOD of a deployment."""
+    if name == "router":
+        (value,) = (e["value"] for e in container(name)["env"] if e["name"] == "QUIRE_GRACE_PERIOD")
+        return float(value)
+    (kustomization,) = load(BASE / "kustomization.yaml")
+    settings = dict(line.split("=") for line in kustomization["configMapGenerator"][0]["literals"])
+    return float(settings["QUIRE_GRACE_PERIOD"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda m: f"{m['kind']}-{m['metadata']['name']}")
+def test_a_manifest_is_valid(manifest: Manifest, version: str) -> None:
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_schemas_refuse_a_misspelt_field() -> None:
+    (router,) = (m for m in load(BASE / "router.yaml") if m["kind"] == "Deployment")
+    router["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="livenesProbe"):
+        kubernetes_validate.validate(router, VERSIONS[0], strict=True)
+
+
+def test_every_file_is_applied() -> None:
+    (kustomization,) = load(BASE / "kustomization.yaml")
+    files = {path.name for path in BASE.iterdir()} - {"kustomization.yaml", "adapter-rules.yaml"}
+    assert files == {name for name in kustomization["resources"] if name.endswith(".yaml")}
+    assert DEPLOYMENTS.keys() == {"redis", *OURS}
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_a_pod_may_do_nothing_that_it_need_not(name: str) -> None:
+    pod, main = PODS[name], container(name)
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert main["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert "memory" in main["resources"]["limits"]
+    assert main["resources"]["requests"].keys() >= {"cpu", "memory"}
+    assert "readinessProbe" in main
+    assert "livenessProbe" in main
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_pod_is_killed_later_than_its_process_ends_by_itself(name: str) -> None:
+    stop = container(name).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
+    drain = float(stop[1]) + grace_seconds(name)
+    assert PODS[name]["terminationGracePeriodSeconds"] >= drain + 10
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ports_are_those_of_the_images(name: str) -> None:
+    target = "router" if name == "router" else "worker"
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    (stage,) = re.findall(rf"^FROM \S+ AS {target}\n(.*?)(?=^FROM |\Z)", dockerfile, re.MULTILINE | re.DOTALL)
+    ports = {port["name"]: port["containerPort"] for port in container(name)["ports"]}
+    assert f"ENV QUIRE_PORT={ports['grpc']} QUIRE_METRICS_PORT={ports['metrics']}" in stage
+    assert container(name)["readinessProbe"]["grpc"] == {"port": ports["grpc"]}
+    annotations = DEPLOYMENTS[name]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(ports["metrics"])
+
+
+def test_budgets_scalers_services_and_policies_mean_pods_that_are_there() -> None:
+    for budget in of_kind("PodDisruptionBudget"):
+        assert selects(budget["spec"]["selector"], budget["metadata"]["name"])
+    for scaler in of_kind("HorizontalPodAutoscaler"):
+        assert scaler["spec"]["scaleTargetRef"]["name"] == scaler["metadata"]["name"]
+        assert scaler["metadata"]["name"] in DEPLOYMENTS
+        assert "replicas" not in DEPLOYMENTS[scaler["metadata"]["name"]], "the scaler decides"
+    for service in of_kind("Service"):
+        assert selects({"matchLabels": service["spec"]["selector"]}, service["metadata"]["name"])
+    closed = [policy["spec"]["podSelector"] for policy in of_kind("NetworkPolicy")]
+    assert {} in closed, "what no policy names is closed"
+    for name in DEPLOYMENTS:
+        assert any(selects(selector, name) for selector in closed if selector)
+    assert {s["metadata"]["name"] for s in of_kind("HorizontalPodAutoscaler")} == set(OURS)
+    assert {b["metadata"]["name"] for b in of_kind("PodDisruptionBudget")} == set(OURS)
+
+
+def test_autoscalers_ask_for_metrics_that_workers_have() -> None:
+    source = (ROOT / "services" / "worker" / "metrics.py").read_text(encoding="utf-8")
+    exported = set(re.findall(r'"(quire_\w+)"', source))
+    asked = {
+        metric["pods"]["metric"]["name"]
+        for scaler in of_kind("HorizontalPodAutoscaler")
+        for metric in scaler["spec"]["metrics"]
+        if metric["type"] == "Pods"
+    }
+    assert asked == {"quire_requests_waiting", "quire_kv_cache_usage_ratio"}
+    assert asked <= exported
+    (rules,) = load(BASE / "adapter-rules.yaml")
+    assert all(name in rules["rules"]["custom"][0]["seriesQuery"] for name in asked)
+
+
+def test_the_users_of_redis_are_those_of_the_index() -> None:
+    assert (REDIS / "users.acl").read_text() == (ROOT / "kvindex" / "users.acl").read_text()
+
+
+def test_workers_have_told_routers_before_they_are_killed() -> None:
+    assert WorkerConfig(role="decode").notice_seconds < min(map(grace_seconds, OURS))
+
+
+def test_the_gpu_overlay_patches_containers_that_are_there() -> None:
+    (overlay,) = load(BASE.parent / "gpu" / "kustomization.yaml")
+    assert (BASE.parent / "gpu" / overlay["resources"][0]).resolve() == BASE
+    (patch,) = overlay["patches"]
+    (patched,) = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["containers"]
+    targets = patch["target"]["name"].split("|")
+    assert targets == ["prefill", "decode"]
+    assert all(container(name)["name"] == patched["name"] for name in targets)
+    assert patched["resources"]["limits"]["nvidia.com/gpu"] == "1"
