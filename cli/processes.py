@@ -29,6 +29,14 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class KvCacheDtype(StrEnum):
+    """Type of the KV cache alone."""
+
+    AUTO = "auto"
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
 class Preemption(StrEnum):
     """What becomes of a request whose blocks are taken for an older one."""
 
@@ -58,6 +66,10 @@ ServedModelName = Annotated[
     str | None, setting("--served-model-name", "Name that clients use; by default the model's.", MODEL)
 ]
 DtypeOption = Annotated[Dtype, setting("--dtype", "Type of weights and KV cache.", MODEL)]
+KvCacheDtypeOption = Annotated[
+    KvCacheDtype,
+    setting("--kv-cache-dtype", "Type of the KV cache: the model's, or 8 bits, less exact.", CACHE),
+]
 MaxModelLen = Annotated[
     int | None,
     setting("--max-model-len", "Most tokens of prompt and answer; by default the model's.", MODEL, min=1),
@@ -127,6 +139,7 @@ def serve(
     metrics_port: MetricsPort = 0,
     served_model_name: ServedModelName = None,
     dtype: DtypeOption = Dtype.AUTO,
+    kv_cache_dtype: KvCacheDtypeOption = KvCacheDtype.AUTO,
     max_model_len: MaxModelLen = None,
     block_size: BlockSize = 16,
     kv_memory: KvMemory = None,
@@ -155,6 +168,7 @@ def serve(
             metrics_port=metrics_port,
             served_model_name=served_model_name,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             max_model_len=max_model_len,
             block_size=block_size,
             kv_memory_bytes=kv_memory,
@@ -249,6 +263,7 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
         metrics_port: MetricsPort = 0,
         served_model_name: ServedModelName = None,
         dtype: DtypeOption = Dtype.AUTO,
+        kv_cache_dtype: KvCacheDtypeOption = KvCacheDtype.AUTO,
         max_model_len: MaxModelLen = None,
         block_size: BlockSize = 16,
         kv_memory: KvMemory = None,
@@ -275,6 +290,7 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
                 metrics_port=metrics_port,
                 served_model_name=served_model_name,
                 dtype=dtype,
+                kv_cache_dtype=kv_cache_dtype,
                 max_model_len=max_model_len,
                 block_size=block_size,
                 kv_memory_bytes=kv_memory,

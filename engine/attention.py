@@ -23,6 +23,7 @@ class PagedStep(NamedTuple):
 
     metadata: AttentionMetadata
     layers: list[torch.Tensor]
+    scales: list[torch.Tensor | None]
 
 
 def attend(
@@ -51,16 +52,19 @@ def attend(
     """
     if paged_step is None:
         raise RuntimeError(f"{type(module).__name__} did not pass paged_step on; this model cannot be served")
-    kv_layer = paged_step.layers[module.layer_idx]  # type: ignore[index]
-    ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), kv_layer, paged_step.metadata.slot_mapping)
+    metadata, layers, scales = paged_step
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    kv_layer, kv_scales = layers[layer], scales[layer]
+    ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), kv_layer, metadata.slot_mapping, kv_scales)
     output = ops.paged_attention(
         query[0].transpose(0, 1),
         kv_layer,
-        paged_step.metadata,
+        metadata,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         logit_softcap=softcap,
         sinks=s_aux,
+        kv_scales=kv_scales,
     )
     return output[None], None
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from quire.kernels import ops
+from quire.kernels.quantization import KV_FORMATS
+
+Pairs = Sequence[tuple[int, int]]
+
+
+_ALIGNMENT = 16
+"""Blocks begin at multiples of this many bytes: GPUs copy them as words of 16."""
+
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one block holds: keys and values of all layers for ``block_size`` tokens."""
+    """What one block holds: keys and values of all layers for ``block_size`` tokens.
+
+    8-bit blocks (``quire.kernels.quantization``) end with their scales: a float32 for each layer, K or V, and
+    KV head.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -20,29 +34,75 @@ class KvShape:
     dtype: torch.dtype
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
+    def is_quantized(self) -> bool:
+        """Whether blocks have scales."""
+        return self.dtype in KV_FORMATS
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of a block's keys and values."""
         elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
         return elements * self.dtype.itemsize
 
+    @property
+    def num_scales(self) -> int:
+        """Scales of a block."""
+        return self.num_layers * 2 * self.num_kv_heads if self.is_quantized else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        if not self.is_quantized:
+            return self.vector_bytes
+        return _aligned(_aligned(self.vector_bytes) + self.num_scales * torch.float32.itemsize)
+
 
 class KvMemory:
-    """KV blocks as ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``."""
+    """KV blocks as ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
 
-    def __init__(self, shape: KvShape, num_blocks: int, device: torch.device) -> None:
+    On a GPU, ``read`` and ``write`` run on a stream of their own, beside the step; so do copies between it
+    and pinned host memory, which a step waits for only where it needs the block.
+
+    Attributes:
+        layers: each layer's part of all blocks.
+        scales: float32 ``[num_blocks, 2, num_kv_heads]`` of each layer; None without.
+    """
+
+    def __init__(
+        self, shape: KvShape, num_blocks: int, device: torch.device, *, is_pinned: bool = False
+    ) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        self.blocks = torch.zeros(
-            (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim),
-            dtype=shape.dtype,
-            device=device,
+        self.device = device
+        self._bytes = torch.zeros(
+            (num_blocks, shape.block_bytes), dtype=torch.uint8, device=device, pin_memory=is_pinned
+        )
+        self.blocks = (
+            self._bytes[:, : shape.vector_bytes]
+            .view(shape.dtype)
+            .view(num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         )
         self.layers = [self.blocks[:, layer] for layer in range(shape.num_layers)]
-        self._bytes = self.blocks.view(torch.uint8).view(num_blocks, shape.block_bytes)
+        self.scales: list[torch.Tensor | None] = [None] * shape.num_layers
+        if shape.is_quantized:
+            start = _aligned(shape.vector_bytes)
+            stored = self._bytes[:, start : start + shape.num_scales * torch.float32.itemsize]
+            scales = stored.view(torch.float32).view(num_blocks, shape.num_layers, 2, shape.num_kv_heads)
+            self.scales = list(scales.unbind(1))
+        self._stream = _new_stream(device) if device.type == "cuda" else None
+
+    def vectors(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """Return what blocks hold: like ``blocks``, in float32."""
+        vectors = torch.stack([self.blocks[block_id] for block_id in block_ids]).float()
+        if self.shape.is_quantized:
+            scales = torch.stack([each[list(block_ids)] for each in self.scales if each is not None], dim=1)
+            vectors *= scales[..., None, None]
+        return vectors
 
     def read(self, block_id: int) -> bytes:
         """Copy a block out. Safe beside a running step if the block is sealed or no sequence computes it."""
-        return self._bytes[block_id].cpu().numpy().tobytes()
+        with self._beside_the_step():
+            return self._bytes[block_id].cpu().numpy().tobytes()
 
     def write(self, block_id: int, payload: bytes) -> None:
         """Copy a block in. Safe beside a running step if no sequence in the batch reads the block.
@@ -52,15 +112,58 @@ class KvMemory:
         """
         if len(payload) != self.shape.block_bytes:
             raise ValueError(f"a block has {self.shape.block_bytes} bytes, got {len(payload)}")
-        if self._bytes.is_cpu:
+        if self._stream is None:
             self._bytes[block_id].numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
-        else:
+            return
+        with self._beside_the_step():
             self._bytes[block_id].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            self._stream.synchronize()
 
-    def copy_from(self, source: KvMemory, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, given as (block of source, block of this), all at once."""
+    def copy_within(self, pairs: Pairs) -> None:
+        """Copy whole blocks, given as (from, to), all at once."""
+        if pairs:
+            ops.copy_blocks(self._bytes, torch.tensor(pairs, device=self.device))
+
+    def copy_out(self, host: KvMemory, pairs: Pairs) -> None:
+        """Copy whole blocks, given as (block, block of the host), before they change."""
         if not pairs:
             return
-        ids = torch.tensor(pairs)
-        blocks = source._bytes[ids[:, 0].to(source._bytes.device)]
-        self._bytes[ids[:, 1].to(self._bytes.device)] = blocks.to(self._bytes.device)
+        block_ids, host_ids = torch.tensor(pairs).unbind(1)
+        staging = self._bytes.new_empty((len(pairs), self.shape.block_bytes))
+        ops.gather_blocks(self._bytes, block_ids.to(self.device), staging)
+        if self._stream is None:
+            ops.scatter_blocks(staging, host_ids, host._bytes)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with self._beside_the_step():
+            for row, host_id in zip(staging, host_ids.tolist(), strict=True):
+                host._bytes[host_id].copy_(row, non_blocking=True)
+        staging.record_stream(self._stream)
+
+    def copy_in(self, host: KvMemory, pairs: Pairs) -> None:
+        """Copy whole blocks, given as (block of the host, block), before a step reads them."""
+        if not pairs:
+            return
+        host_ids, block_ids = torch.tensor(pairs).unbind(1)
+        staging = self._bytes.new_empty((len(pairs), self.shape.block_bytes))
+        if self._stream is None:
+            ops.gather_blocks(host._bytes, host_ids, staging)
+        else:
+            # The staging memory may have been another tensor's, which the step still reads.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with self._beside_the_step():
+                for row, host_id in zip(staging, host_ids.tolist(), strict=True):
+                    row.copy_(host._bytes[host_id], non_blocking=True)
+            torch.cuda.current_stream().wait_stream(self._stream)
+        ops.scatter_blocks(staging, block_ids.to(self.device), self._bytes)
+
+    def _beside_the_step(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

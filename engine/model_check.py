@@ -145,7 +145,7 @@ def _run_chunks(
     output = module(
         input_ids=torch.cat([tokens for _, tokens, _ in chunks])[None],
         position_ids=torch.cat(positions).to(device)[None],
-        paged_step=PagedStep(metadata, memory.layers),
+        paged_step=PagedStep(metadata, memory.layers, memory.scales),
         use_cache=False,
     )
     logits: torch.Tensor = output.logits[0]

@@ -22,6 +22,8 @@ UNLIMITED = 1 << 20
 """Most tokens of a model that does not limit them, such as one without positions."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""What blocks can be stored in besides the model's own dtype, "auto"."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,10 @@ class LoadedModel:
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
-    def kv_shape(self, block_size: int) -> KvShape:
-        """Return the shape of this model's KV blocks."""
-        return KvShape(self.num_layers, self.num_kv_heads, block_size, self.head_dim, self.dtype)
+    def kv_shape(self, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:
+        """Return the shape of this model's KV blocks, in its own dtype or one of ``KV_CACHE_DTYPES``."""
+        dtype = self.dtype if kv_cache_dtype == "auto" else KV_CACHE_DTYPES[kv_cache_dtype]
+        return KvShape(self.num_layers, self.num_kv_heads, block_size, self.head_dim, dtype)
 
 
 def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:

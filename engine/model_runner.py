@@ -6,9 +6,11 @@ import numpy as np
 import torch
 
 from quire.engine.attention import PagedStep
+from quire.engine.decode_graphs import Capture, DecodeGraphs
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.scheduler import Schedule, ScheduledSequence
+from quire.engine.step_tensors import StepTensors
 from quire.kernels.metadata import AttentionMetadata
 
 
@@ -19,17 +21,17 @@ class ModelRunner:
         self.model = model
         self.memory = memory
         self._swap_memory = swap_memory
-        self._device = memory.blocks.device
+        self._graphs: DecodeGraphs | None = None
 
     def move_blocks(self, schedule: Schedule) -> None:
         """Copy blocks to and from host memory, then those that are about to be written."""
         if self._swap_memory is not None:
-            self._swap_memory.copy_from(self.memory, schedule.swap_out)
-            self.memory.copy_from(self._swap_memory, schedule.swap_in)
-        self.memory.copy_from(self.memory, schedule.copies)
+            self.memory.copy_out(self._swap_memory, schedule.swap_out)
+            self.memory.copy_in(self._swap_memory, schedule.swap_in)
+        self.memory.copy_within(schedule.copies)
 
-    def prepare(self, scheduled: list[ScheduledSequence]) -> dict[str, torch.Tensor | PagedStep]:
-        """Pack the new tokens of all sequences into the arguments of one forward call."""
+    def prepare(self, scheduled: list[ScheduledSequence]) -> StepTensors:
+        """Pack the new tokens of all sequences, on the host."""
         block_size = self.memory.shape.block_size
         num_new = np.array([s.num_scheduled_tokens for s in scheduled], dtype=np.int32)
         computed = np.array([s.sequence.num_computed_tokens for s in scheduled], dtype=np.int32)
@@ -54,27 +56,49 @@ class ModelRunner:
         places = positions - dropped[owner]
         slots = tables[owner, places // block_size].astype(np.int64) * block_size + places % block_size
         metadata = AttentionMetadata(
-            block_tables=self._tensor(tables),
-            query_starts=self._tensor(starts),
-            seq_lens=self._tensor(computed + num_new - dropped),
-            slot_mapping=self._tensor(slots),
+            block_tables=torch.from_numpy(tables),
+            query_starts=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(computed + num_new - dropped),
+            slot_mapping=torch.from_numpy(slots),
+            max_new_tokens=int(num_new.max()),
         )
-        return {
-            "input_ids": torch.tensor([token_ids], device=self._device),
-            "position_ids": self._tensor(positions)[None],
-            "logits_to_keep": self._tensor(np.concatenate([starts[1:] - 1, *rows_to_score], dtype=np.int64)),
-            "paged_step": PagedStep(metadata, self.memory.layers),
-        }
+        logit_rows = np.concatenate([starts[1:] - 1, *rows_to_score], dtype=np.int64)
+        return StepTensors(
+            torch.tensor(token_ids), torch.from_numpy(positions), torch.from_numpy(logit_rows), metadata
+        )
 
     @torch.inference_mode()
-    def forward(self, arguments: dict[str, torch.Tensor | PagedStep]) -> torch.Tensor:
+    def capture_decode_steps(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
+        """Let graphs run the steps that only decode.
+
+        Raises:
+            RuntimeError: the model does what a graph cannot hold, such as to look at its numbers.
+        """
+        max_blocks = -(-max_model_len // self.memory.shape.block_size)
+        self._graphs = DecodeGraphs(self._run, capture, max_num_seqs, max_blocks, self.memory.device)
+
+    @torch.inference_mode()
+    def forward(self, step: StepTensors) -> torch.Tensor:
         """Return logits, ``[num_sequences + num_scored, vocab_size]``.
 
         First those after each sequence's last new token, then those of ``Sequence.positions_to_score``.
         """
-        output = self.model.module(use_cache=False, **arguments)
-        logits: torch.Tensor = output.logits[0]
+        if self._graphs is not None and self._graphs.fits(step):
+            logits = self._graphs.run(step)
+        else:
+            logits = self._run(step.to(self.memory.device))
+        if self.memory.device.type == "cuda":
+            # Once a step is over, others read its blocks on streams of their own.
+            torch.cuda.current_stream().synchronize()
         return logits
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _run(self, step: StepTensors) -> torch.Tensor:
+        output = self.model.module(
+            input_ids=step.input_ids[None],
+            position_ids=step.positions[None],
+            logits_to_keep=step.logit_rows,
+            use_cache=False,
+            paged_step=PagedStep(step.metadata, self.memory.layers, self.memory.scales),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits

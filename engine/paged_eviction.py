@@ -27,7 +27,7 @@ Score = Callable[[KvMemory, list[int]], list[float]]
 
 def importance(memory: KvMemory, block_ids: list[int]) -> list[float]:
     """Return the mean ratio of value norm to key norm of each block."""
-    keys, values = memory.blocks[block_ids].float().norm(dim=-1).unbind(dim=2)
+    keys, values = memory.vectors(block_ids).norm(dim=-1).unbind(dim=2)
     ratios: list[float] = (values / keys.clamp(min=1e-6)).flatten(1).mean(dim=1).tolist()
     return ratios
 

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from quire.kvtransfer.errors import LayoutMismatchError
 from quire.protos import kvtransfer_pb2
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+_SCALE_BYTES = 4
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,12 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
-        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * _ITEM_BYTES[self.dtype]
+        """Bytes of one block; those of 8 bits end with a scale for each layer, K or V, and KV head."""
+        num_rows = self.num_layers * 2 * self.num_kv_heads
+        num_bytes = num_rows * self.block_size * self.head_dim * _ITEM_BYTES[self.dtype]
+        if _ITEM_BYTES[self.dtype] > 1:
+            return num_bytes
+        return _aligned(_aligned(num_bytes) + num_rows * _SCALE_BYTES)
 
     def to_proto(self) -> kvtransfer_pb2.KvLayout:
         """Return the wire form."""
@@ -35,6 +40,10 @@ class KvLayout:
     def from_proto(cls, message: kvtransfer_pb2.KvLayout) -> KvLayout:
         """Read the wire form."""
         return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def require_equal(ours: KvLayout, theirs: KvLayout) -> None:

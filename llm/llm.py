@@ -12,7 +12,7 @@ from quire.engine import sequence as engine_types
 from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
 from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import LogitsRules
-from quire.engine.model_loader import DTYPES, load_model
+from quire.engine.model_loader import DTYPES, KV_CACHE_DTYPES, load_model
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.structured_output import BadFormatError, GrammarCompiler, GrammarMatcher
 from quire.kvindex.block_hash import block_hash
@@ -46,6 +46,7 @@ class LLM:
     Args:
         model: a folder or hub id; None is the bundled demo model.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+        kv_cache_dtype: "auto" (the model's dtype), "fp8" or "int8".
         block_size: tokens in a KV block.
         kv_memory_bytes: size of the block pool; 256 MiB unless given.
         num_blocks: the same in blocks.
@@ -66,6 +67,7 @@ class LLM:
         model: str | None = None,
         *,
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         block_size: int = 16,
         kv_memory_bytes: int | None = None,
         num_blocks: int | None = None,
@@ -78,6 +80,10 @@ class LLM:
         config = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
         if dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}; got {dtype!r}")
+        if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
+            raise ValueError(
+                f"kv_cache_dtype must be auto, {', '.join(KV_CACHE_DTYPES)}; got {kv_cache_dtype!r}"
+            )
         if num_blocks is not None and kv_memory_bytes is not None:
             raise ValueError("give num_blocks or kv_memory_bytes, not both")
         if swap_space_bytes < 0:
@@ -90,7 +96,7 @@ class LLM:
         self._chat_template = ChatTemplate.load(files)
         device = torch.device("cpu")
         loaded = load_model(source, dtype, device)
-        shape = loaded.kv_shape(block_size)
+        shape = loaded.kv_shape(block_size, kv_cache_dtype)
         if num_blocks is None:
             kv_memory_bytes = DEFAULT_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes
             num_blocks = kv_memory_bytes // shape.block_bytes

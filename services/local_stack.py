@@ -49,6 +49,7 @@ class LocalStackConfig:
     """Port of the router's metrics; the workers' follow it. None takes free ones."""
     served_model_name: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     kv_memory_bytes: int | None = None
@@ -170,6 +171,7 @@ def _worker_configs(
             metrics_port=config.metrics_port + 1 + index if config.metrics_port else 0,
             served_model_name=config.served_model_name,
             dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
             max_model_len=config.max_model_len,
             block_size=config.block_size,
             kv_memory_bytes=config.kv_memory_bytes,

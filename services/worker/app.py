@@ -29,6 +29,7 @@ class WorkerConfig:
         advertise: host:port at which others reach it; None is where it listens, on all addresses the one that
             leads to Redis.
         redis_url: where it publishes its blocks; None leaves it to routers that list its address.
+        kv_cache_dtype: "auto" (the model's own), "fp8" or "int8".
         kv_memory_bytes: size of the block pool; overridden by ``num_blocks``.
         preemption: "swap", "recompute", or "auto", whichever is measured to be cheaper.
         swap_memory_bytes: host memory for the blocks of preempted requests.
@@ -51,6 +52,7 @@ class WorkerConfig:
     metrics_port: int = 0
     served_model_name: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     kv_memory_bytes: int | None = None

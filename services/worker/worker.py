@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 import torch
 from prometheus_client import CollectorRegistry
 
+from quire.engine.decode_graphs import CudaCapture
 from quire.engine.engine import Engine, longest_sequence
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory
@@ -82,6 +83,8 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
             model, memory, limits, block_hash, publisher, identity.max_model_len, _swap_memory(config, memory)
         )
         await asyncio.to_thread(_warm_up, engine)
+        if device.type == "cuda":
+            await asyncio.to_thread(_capture_decode_steps, engine)
         metrics.refresh(engine)
         thread = EngineThread(engine, metrics.stepped)
         thread.start()
@@ -158,7 +161,7 @@ def _reachable_address(config: WorkerConfig, server: GrpcServer) -> str:
 
 
 def _allocate(config: WorkerConfig, model: LoadedModel, device: torch.device) -> KvMemory:
-    shape = model.kv_shape(config.block_size)
+    shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
     num_bytes = config.kv_memory_bytes or _default_kv_bytes(device)
     num_blocks = config.num_blocks or num_bytes // shape.block_bytes
     if num_blocks < 2:
@@ -175,7 +178,10 @@ def _default_kv_bytes(device: torch.device) -> int:
 
 def _swap_memory(config: WorkerConfig, memory: KvMemory) -> KvMemory | None:
     num_blocks = config.swap_memory_bytes // memory.shape.block_bytes
-    return KvMemory(memory.shape, num_blocks, torch.device("cpu")) if num_blocks else None
+    is_pinned = memory.device.type == "cuda"
+    return (
+        KvMemory(memory.shape, num_blocks, torch.device("cpu"), is_pinned=is_pinned) if num_blocks else None
+    )
 
 
 def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: KvMemory) -> WorkerIdentity:
@@ -232,3 +238,12 @@ def _warm_up(engine: Engine) -> None:
     while not engine.is_idle:
         engine.step()
     engine.pool.clear_cache()
+
+
+def _capture_decode_steps(engine: Engine) -> None:
+    """Hold decode steps in CUDA graphs; a model that cannot be captured runs without."""
+    max_num_seqs = engine.scheduler.config.max_num_seqs
+    try:
+        engine.runner.capture_decode_steps(CudaCapture(), max_num_seqs, engine.max_model_len)
+    except RuntimeError as error:
+        _log.warning("decode_steps_not_captured", error=str(error))

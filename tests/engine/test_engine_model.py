@@ -43,9 +43,9 @@ class FakeRunner:
 
     def move_blocks(self, schedule: Schedule) -> None:
         if self._swap_memory is not None:
-            self._swap_memory.copy_from(self._memory, schedule.swap_out)
-            self._memory.copy_from(self._swap_memory, schedule.swap_in)
-        self._memory.copy_from(self._memory, schedule.copies)
+            self._memory.copy_out(self._swap_memory, schedule.swap_out)
+            self._memory.copy_in(self._swap_memory, schedule.swap_in)
+        self._memory.copy_within(schedule.copies)
 
     def prepare(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
         return scheduled

@@ -1,0 +1,39 @@
+"""What one forward call takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from quire.kernels.metadata import AttentionMetadata
+
+
+class StepTensors(NamedTuple):
+    """The new tokens of all sequences, packed without padding.
+
+    Attributes:
+        input_ids: int64 ``[num_tokens]``.
+        positions: int64 ``[num_tokens]``.
+        logit_rows: int64 ``[num_logits]``, the tokens after which logits are wanted.
+        metadata: whose the tokens are, and where their keys and values go.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+    metadata: AttentionMetadata
+
+    def to(self, device: torch.device) -> StepTensors:
+        """Copy to a device."""
+        metadata = self.metadata
+        moved = AttentionMetadata(
+            metadata.block_tables.to(device),
+            metadata.query_starts.to(device),
+            metadata.seq_lens.to(device),
+            metadata.slot_mapping.to(device),
+            metadata.max_new_tokens,
+        )
+        return StepTensors(
+            self.input_ids.to(device), self.positions.to(device), self.logit_rows.to(device), moved
+        )

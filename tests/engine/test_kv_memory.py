@@ -1,0 +1,56 @@
+"""Blocks as runs of bytes: views, copies, and what a transfer takes their size to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.kv_memory import KvMemory, KvShape
+from quire.kvtransfer.layout import KvLayout
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    layers=st.integers(1, 5),
+    heads=st.integers(1, 5),
+    block_size=st.sampled_from([1, 3, 8, 16]),
+    head_dim=st.sampled_from([4, 20, 64]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_both_ends_of_a_transfer_agree_on_the_size(
+    layers: int, heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    shape = KvShape(layers, heads, block_size, head_dim, dtype)
+    layout = KvLayout(layers, heads, block_size, head_dim, str(dtype).removeprefix("torch."), "digest")
+    assert layout.block_bytes == shape.block_bytes
+    assert len(KvMemory(shape, 2, CPU).read(1)) == shape.block_bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_block_is_copied_with_all_that_belongs_to_it(dtype: torch.dtype) -> None:
+    shape = KvShape(2, 3, 4, 8, dtype)
+    memory, host = KvMemory(shape, 4, CPU), KvMemory(shape, 4, CPU)
+    for layer, scales in zip(memory.layers, memory.scales, strict=True):
+        layer[1] = torch.arange(192).view(2, 3, 4, 8).remainder(7).to(dtype)
+        if scales is not None:
+            scales[1] = torch.arange(6).view(2, 3) + 0.5
+    payload = memory.read(1)
+    memory.copy_within([(1, 3)])
+    memory.copy_out(host, [(3, 0), (0, 2)])
+    memory.copy_in(host, [(0, 2)])
+    other = KvMemory(shape, 1, CPU)
+    other.write(0, memory.read(2))
+    assert memory.read(2) == memory.read(3) == host.read(0) == other.read(0) == payload
+    assert torch.equal(other.vectors([0]), memory.vectors([1]))
+    assert torch.equal(memory.vectors([0]), torch.zeros((1, 2, 2, 3, 4, 8)))
+
+
+def test_a_payload_of_another_size_is_refused() -> None:
+    memory = KvMemory(KvShape(1, 1, 4, 8, torch.int8), 2, CPU)
+    with pytest.raises(ValueError, match="a block has"):
+        memory.write(0, b"short")

@@ -1,0 +1,39 @@
+"""8-bit KV caches: less exact than the model's own dtype, and as independent of how the work was split."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.llm import LLM, SamplingParams
+from quire.models.notes import held_out
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+EXAMPLES = held_out(40, 20)
+
+
+def answers(llm: LLM) -> list[str]:
+    chats = [list(example.messages) for example in EXAMPLES]
+    return [output.outputs[0].text for output in llm.chat(chats, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_the_demo_model_still_answers(kv_cache_dtype: str) -> None:
+    with LLM(kv_cache_dtype=kv_cache_dtype, num_blocks=1024) as llm:
+        at_once = answers(llm)
+        cached = answers(llm)
+    with LLM(kv_cache_dtype=kv_cache_dtype, num_blocks=48, max_num_batched_tokens=24, max_num_seqs=4) as llm:
+        in_pieces = answers(llm)
+    assert in_pieces == cached == at_once
+    num_right = sum(text == example.expected for text, example in zip(at_once, EXAMPLES, strict=True))
+    assert num_right >= len(EXAMPLES) - 2
+
+
+def test_half_the_bytes_and_the_scales() -> None:
+    with LLM(num_blocks=2) as plain, LLM(num_blocks=2, kv_cache_dtype="int8") as small:
+        shapes = [llm.engine.memory.shape for llm in (plain, small)]
+    assert shapes[1].block_bytes < 0.53 * shapes[0].block_bytes
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype must be auto, fp8, int8"):
+        LLM(kv_cache_dtype="int4")
