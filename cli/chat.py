@@ -33,6 +33,8 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     address: options.Address = options.DEFAULT_ADDRESS,
+    api_key: options.ApiKey = None,
+    tls_ca: options.TlsCa = None,
     model: options.ServedModel = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
@@ -41,7 +43,7 @@ def chat(
     /reset forgets the conversation, /stats tells about the last answer, /quit or Ctrl-D ends.
     Ctrl-C stops the answer that is being written; at the prompt it ends the chat.
     """
-    from quire.client import Client
+    from quire.client import Client, Tls
 
     sampling: GenerationOptions = {
         "max_tokens": max_tokens,
@@ -56,7 +58,8 @@ def chat(
         "model": model,
     }
     is_interactive = sys.stdin.isatty()
-    with Client(address, timeout=timeout) as client:
+    tls = Tls(ca=tls_ca) if tls_ca else None
+    with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
         conversation = Conversation(client, sampling, address, system, with_stats=stats)
         if is_interactive:
             # Importing it gives input() a line editor with history.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, cast
 
 import typer
 
 from quire.cli.answer import format_stats, stream_answer
+from quire.cli.options import variable
 from quire.models import notes
 
 if TYPE_CHECKING:
@@ -19,13 +21,16 @@ NUM_NOTES = 12
 
 
 def ask_example(address: str) -> None:
-    """Ask a question about notes at ``address`` and stream the answer to stdout; a failure is only told."""
+    """Ask a question about notes at ``address`` and stream the answer to stdout; a failure is only told.
+
+    Where keys are asked for, it takes the one of QUIRE_API_KEY, as the other verbs do.
+    """
     from quire.client import Client, QuireError
 
     (example,) = notes.held_out(1, NUM_NOTES)
     messages = cast("Sequence[Message]", example.messages)
     _write(f"\n> {messages[-1]['content']}\n")
-    with Client(address) as client:
+    with Client(address, api_key=os.environ.get(variable("--api-key"))) as client:
         try:
             sampling: GenerationOptions = {"max_tokens": 64, "temperature": 0.0}
             answer = stream_answer(client, messages, sampling, lambda delta: _write(delta.text))

@@ -47,11 +47,13 @@ def generate(
     json_schema: options.JsonSchema = None,
     regex: options.Regex = None,
     address: options.Address = options.DEFAULT_ADDRESS,
+    api_key: options.ApiKey = None,
+    tls_ca: options.TlsCa = None,
     model: options.ServedModel = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
     """Continue one prompt and stream the answer to stdout; several come whole, each under its number."""
-    from quire.client import Client, QuireError
+    from quire.client import Client, QuireError, Tls
 
     text = _read_prompt(prompt)
     sampling: GenerationOptions = {
@@ -76,7 +78,8 @@ def generate(
         "model": model,
     }
     answers = Answers() if beam_width or (n or 1) > 1 else None
-    with Client(address, timeout=timeout) as client:
+    tls = Tls(ca=tls_ca) if tls_ca else None
+    with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
         try:
             show = answers.take if answers else lambda delta: _write(delta.text)
             answer = stream_answer(client, _to_prompt(text, chat, system), sampling, show)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from quire.cli import processes
+from quire.cli import admin, keys, processes
 from quire.cli.bench.serve import serve as bench_serve
 from quire.cli.chat import chat
 from quire.cli.generate import generate
 from quire.cli.health import health
 
-SERVE, USE, MEASURE = "Serve", "Use", "Measure"
+SERVE, OPERATE, USE, MEASURE = "Serve", "Operate", "Use", "Measure"
 SETTINGS = (
     "Settings come from the flag, then from the QUIRE_ variable shown beside it, then from the default."
 )
@@ -42,6 +42,8 @@ def make_app() -> typer.Typer:
     app.command("decode", rich_help_panel=SERVE, help="Run a decode worker: it takes KV blocks and goes on.")(
         processes.worker_verb("decode")
     )
+    app.add_typer(keys.app, name="keys", rich_help_panel=OPERATE)
+    app.add_typer(admin.app, name="admin", rich_help_panel=OPERATE)
     app.command(rich_help_panel=USE)(generate)
     app.command(rich_help_panel=USE)(chat)
     app.command(rich_help_panel=USE)(health)

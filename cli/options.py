@@ -25,6 +25,20 @@ Address = Annotated[str, setting("--address", "host:port of the router's public 
 Timeout = Annotated[
     float, setting("--timeout", "Deadline of an answer, in seconds.", "Connection", min=0.001)
 ]
+ApiKey = Annotated[
+    str | None,
+    setting("--api-key", "API key; better given by the variable.", "Connection", show_default=False),
+]
+TlsCa = Annotated[
+    Path | None,
+    setting(
+        "--tls-ca",
+        "Encrypt, and trust this authority of the router's certificate.",
+        "Connection",
+        exists=True,
+        dir_okay=False,
+    ),
+]
 ServedModel = Annotated[
     str | None, typer.Option("--model", help="Name of the served model.", rich_help_panel="Connection")
 ]

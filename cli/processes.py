@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from quire.cli import security
 from quire.cli.failure import start_errors, usage_errors
 from quire.cli.options import setting
 from quire.cli.sizes import parse_size
@@ -90,6 +91,9 @@ ClusterSecret = Annotated[
         show_default=False,
     ),
 ]
+AdminPort = Annotated[
+    int, setting("--admin-port", "Port for `quire admin`; 0 takes a free one.", NETWORK, min=0)
+]
 BlockSize = Annotated[int, setting("--block-size", "Tokens in a KV block.", CACHE, min=1)]
 KvMemory = Annotated[
     int | None,
@@ -149,6 +153,14 @@ def serve(
     max_num_seqs: MaxNumSeqs = 64,
     max_num_batched_tokens: MaxNumBatchedTokens = 512,
     threads: Threads = None,
+    admin_port: AdminPort = 0,
+    api_keys: security.ApiKeysFile = None,
+    tls_cert: security.TlsCert = None,
+    tls_key: security.TlsKey = None,
+    tls_client_ca: security.TlsClientCa = None,
+    cluster_cert: security.ClusterCert = None,
+    cluster_key: security.ClusterKey = None,
+    cluster_ca: security.ClusterCa = None,
     log_level: LogLevelOption = LogLevel.WARNING,
     example: Annotated[
         bool, typer.Option("--example", help="Once ready, ask one question through the public port.")
@@ -178,6 +190,10 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             threads=threads,
+            admin_port=admin_port,
+            api_keys_file=api_keys,
+            public_tls=security.public_tls(tls_cert, tls_key, tls_client_ca),
+            cluster_tls=security.cluster_tls(cluster_cert, cluster_key, cluster_ca),
             log_level=log_level,
         )
     with start_errors():
@@ -217,6 +233,18 @@ def router(
         ),
     ] = 0,
     grace_period: GracePeriod = GRACE_SECONDS,
+    admin_host: Annotated[
+        str,
+        setting("--admin-host", "Address of the admin port; beyond the loopback it takes mTLS.", NETWORK),
+    ] = "127.0.0.1",
+    admin_port: AdminPort = 8502,
+    api_keys: security.ApiKeysFile = None,
+    tls_cert: security.TlsCert = None,
+    tls_key: security.TlsKey = None,
+    tls_client_ca: security.TlsClientCa = None,
+    cluster_cert: security.ClusterCert = None,
+    cluster_key: security.ClusterKey = None,
+    cluster_ca: security.ClusterCa = None,
     log_level: LogLevelOption = LogLevel.INFO,
 ) -> None:
     """Run a router: the public gRPC service in front of the workers."""
@@ -224,20 +252,26 @@ def router(
     from quire.services.router.app import RouterConfig, run_router
 
     configure_logging(log_level, role="router")
-    config = RouterConfig(
-        host=host,
-        port=port,
-        redis_url=redis_url,
-        worker_addresses=tuple(workers or ()),
-        cluster_secret=cluster_secret.encode(),
-        metrics_port=metrics_port,
-        model=model,
-        served_model_name=served_model_name,
-        max_requests=max_requests,
-        request_timeout_seconds=request_timeout,
-        local_prefill_tokens=local_prefill_tokens,
-        grace_seconds=grace_period,
-    )
+    with usage_errors():
+        config = RouterConfig(
+            host=host,
+            port=port,
+            redis_url=redis_url,
+            worker_addresses=tuple(workers or ()),
+            cluster_secret=cluster_secret.encode(),
+            metrics_port=metrics_port,
+            model=model,
+            served_model_name=served_model_name,
+            max_requests=max_requests,
+            request_timeout_seconds=request_timeout,
+            local_prefill_tokens=local_prefill_tokens,
+            grace_seconds=grace_period,
+            admin_host=admin_host,
+            admin_port=admin_port,
+            api_keys_file=api_keys,
+            public_tls=security.public_tls(tls_cert, tls_key, tls_client_ca),
+            cluster_tls=security.cluster_tls(cluster_cert, cluster_key, cluster_ca),
+        )
     with start_errors():
         asyncio.run(run_router(config))
 
@@ -274,6 +308,9 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
         max_num_batched_tokens: MaxNumBatchedTokens = 512,
         threads: Threads = None,
         grace_period: GracePeriod = GRACE_SECONDS,
+        cluster_cert: security.ClusterCert = None,
+        cluster_key: security.ClusterKey = None,
+        cluster_ca: security.ClusterCa = None,
         log_level: LogLevelOption = LogLevel.INFO,
     ) -> None:
         from quire.services.worker.app import WorkerConfig, run_worker
@@ -301,6 +338,7 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
                 max_num_batched_tokens=max_num_batched_tokens,
                 threads=threads,
                 grace_seconds=grace_period,
+                cluster_tls=security.cluster_tls(cluster_cert, cluster_key, cluster_ca),
                 log_level=log_level,
             )
         with start_errors():

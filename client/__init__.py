@@ -12,10 +12,12 @@ from quire.client.errors import (
     Overloaded,
     QuireError,
     ServerError,
+    Unauthenticated,
     Unavailable,
     Unsupported,
 )
 from quire.client.sync_client import Client
+from quire.client.tls import Tls
 from quire.client.types import (
     Candidate,
     Choice,
@@ -52,7 +54,9 @@ __all__ = [
     "Prompt",
     "QuireError",
     "ServerError",
+    "Tls",
     "TokenLogprobs",
+    "Unauthenticated",
     "Unavailable",
     "Unsupported",
     "Usage",

@@ -12,7 +12,8 @@ import grpc
 
 from quire.client import conversion
 from quire.client.channel import channel_options
-from quire.client.errors import typed_errors
+from quire.client.errors import QuireError, typed_errors
+from quire.client.tls import Tls, bearer
 from quire.client.types import Completion, Delta, GenerationOptions, Message, ModelInfo, Prompt
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
@@ -22,12 +23,24 @@ class AsyncClient:
     """Speaks to a router at ``address`` from one event loop; is an async context manager.
 
     ``timeout`` is the deadline of a whole call in seconds, a stream's last token included; each call may
-    set its own. Every method raises ``QuireError``; cancelling the task cancels the request.
+    set its own. ``api_key`` goes with every call, in clear without ``tls``. Every method raises
+    ``QuireError``; cancelling the task cancels the request.
     """
 
-    def __init__(self, address: str = "127.0.0.1:8500", *, timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1:8500",
+        *,
+        timeout: float = 300.0,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
         self._timeout = timeout
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._metadata = bearer(api_key)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=channel_options())
         self._stub = GenerationServiceStub(self._channel)
 
     async def generate(
@@ -37,7 +50,7 @@ class AsyncClient:
         request = pb.GenerateRequest(generation=conversion.to_generation(prompt, options))
         with typed_errors():
             return conversion.to_completion(
-                await self._stub.Generate(request, timeout=self._deadline(timeout))
+                await self._stub.Generate(request, timeout=self._deadline(timeout), metadata=self._metadata)
             )
 
     async def chat(
@@ -60,23 +73,56 @@ class AsyncClient:
         request = pb.GenerateStreamRequest(generation=conversion.to_generation(prompt, options))
         return self._deltas(request, self._deadline(timeout))
 
+    async def batch(
+        self, prompts: Sequence[Prompt], *, timeout: float | None = None, **options: Unpack[GenerationOptions]
+    ) -> AsyncGenerator[tuple[int, Completion | QuireError], None]:
+        """Iterate over (place of the prompt, its answer or its error), each as soon as it is there.
+
+        Leaving the loop cancels what still runs.
+        """
+        call = self._stub.GenerateBatch(
+            conversion.to_batch_request(prompts, options),
+            timeout=self._deadline(timeout),
+            metadata=self._metadata,
+        )
+        try:
+            with typed_errors():
+                async for response in call:
+                    yield response.index, conversion.to_outcome(response)
+        finally:
+            call.cancel()
+
     async def tokenize(self, prompt: str | Sequence[Message], *, timeout: float | None = None) -> list[int]:
         """Return the token ids of text or of a rendered conversation."""
         request = conversion.to_tokenize_request(prompt)
         with typed_errors():
-            return list((await self._stub.Tokenize(request, timeout=self._deadline(timeout))).token_ids)
+            return list(
+                (
+                    await self._stub.Tokenize(
+                        request, timeout=self._deadline(timeout), metadata=self._metadata
+                    )
+                ).token_ids
+            )
 
     async def detokenize(self, token_ids: Iterable[int], *, timeout: float | None = None) -> str:
         """Return the text of token ids."""
         request = conversion.to_detokenize_request(token_ids)
         with typed_errors():
-            return str((await self._stub.Detokenize(request, timeout=self._deadline(timeout))).text)
+            return str(
+                (
+                    await self._stub.Detokenize(
+                        request, timeout=self._deadline(timeout), metadata=self._metadata
+                    )
+                ).text
+            )
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """Return the served model and its limits."""
         request = pb.GetModelInfoRequest()
         with typed_errors():
-            response = await self._stub.GetModelInfo(request, timeout=self._deadline(timeout))
+            response = await self._stub.GetModelInfo(
+                request, timeout=self._deadline(timeout), metadata=self._metadata
+            )
         return conversion.to_model_info(response)
 
     async def close(self) -> None:
@@ -92,7 +138,7 @@ class AsyncClient:
         await self.close()
 
     async def _deltas(self, request: pb.GenerateStreamRequest, timeout: float) -> AsyncGenerator[Delta, None]:
-        call = self._stub.GenerateStream(request, timeout=timeout)
+        call = self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
         try:
             with typed_errors():
                 async for response in call:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
-from quire.client.errors import ServerError, invalid_request
+from quire.client.errors import QuireError, ServerError, from_status, invalid_request
 from quire.client.types import (
     Candidate,
     Choice,
@@ -56,6 +56,7 @@ _FIELDS: Mapping[str, tuple[str, str]] = {
     "keep_special_tokens": ("response", "keep_special_tokens"),
     "model": ("", "model"),
     "request_id": ("", "request_id"),
+    "cache_salt": ("", "cache_salt"),
 }
 _FORMATS = ("json_schema", "regex", "grammar")
 _EARLY_STOPPING: Mapping[bool | str, pb.EarlyStopping] = {
@@ -89,6 +90,25 @@ def to_generation(prompt: Prompt, options: GenerationOptions) -> pb.Generation:
             owner = attrgetter(group)(generation) if group else generation
             _set(owner, field, [value] if field == "stop_strings" and isinstance(value, str) else value, name)
     return generation
+
+
+def to_batch_request(prompts: Sequence[Prompt], options: GenerationOptions) -> pb.GenerateBatchRequest:
+    """Return the message that asks for the answers of many prompts."""
+    return pb.GenerateBatchRequest(generations=[to_generation(prompt, options) for prompt in prompts])
+
+
+def to_outcome(response: pb.GenerateBatchResponse) -> Completion | QuireError:
+    """Return what became of one prompt of a batch."""
+    if response.HasField("response"):
+        return to_completion(response.response)
+    error = response.error
+    return from_status(
+        error.code,
+        error.message,
+        reason=error.reason,
+        metadata=error.metadata,
+        retry_after=error.retry_after_seconds if error.HasField("retry_after_seconds") else None,
+    )
 
 
 def to_tokenize_request(prompt: str | Sequence[Message]) -> pb.TokenizeRequest:

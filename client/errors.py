@@ -2,9 +2,10 @@
 
 QuireError
 ├── InvalidRequest     a value can never be served: ``field`` names it, ``limit`` its bound
+├── Unauthenticated    the API key is missing or unknown
 ├── NotFound           the model, or what the request names, is not served here
 ├── Unsupported        the server cannot do this at all, or not in its present state
-├── Overloaded         the queue is full: try again in ``retry_after`` seconds
+├── Overloaded         a queue is full, or a tenant's limit reached: try again in ``retry_after`` seconds
 ├── Unavailable        no server answers, or none can take the request now: ``retry_after`` seconds
 ├── DeadlineExceeded   the call's ``timeout`` is over
 ├── Interrupted        the request was ended half-way, by an abort or a lost hand-off: send it again
@@ -60,6 +61,10 @@ class InvalidRequest(QuireError):
         return self.metadata.get("limit", "")
 
 
+class Unauthenticated(QuireError):
+    """The API key is missing or unknown."""
+
+
 class NotFound(QuireError):
     """The model, or what the request names, is not served here."""
 
@@ -69,7 +74,7 @@ class Unsupported(QuireError):
 
 
 class Overloaded(QuireError):
-    """The queue is full: slow down, and try again in ``retry_after`` seconds."""
+    """A queue is full, or a limit of the tenant is reached: try again in ``retry_after`` seconds."""
 
 
 class Unavailable(QuireError):
@@ -95,6 +100,7 @@ class ServerError(QuireError):
 _CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.FAILED_PRECONDITION: Unsupported,
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,
@@ -111,6 +117,15 @@ def invalid_request(field: str, problem: str) -> InvalidRequest:
     return InvalidRequest(
         f"{field}: {problem}", code=grpc.StatusCode.INVALID_ARGUMENT, metadata={"field": field}
     )
+
+
+def from_status(
+    number: int, message: str, *, reason: str, metadata: Mapping[str, str], retry_after: float | None
+) -> QuireError:
+    """Return the typed error of a status that came within a message."""
+    code = next((code for code in grpc.StatusCode if code.value[0] == number), grpc.StatusCode.UNKNOWN)
+    kind = _CLASSES.get(code, ServerError)
+    return kind(message, code=code, reason=reason, metadata=metadata, retry_after=retry_after)
 
 
 def from_rpc_error(error: Any) -> QuireError:

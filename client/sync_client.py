@@ -10,7 +10,8 @@ import grpc
 
 from quire.client import conversion
 from quire.client.channel import channel_options
-from quire.client.errors import typed_errors
+from quire.client.errors import QuireError, typed_errors
+from quire.client.tls import Tls, bearer
 from quire.client.types import Completion, Delta, GenerationOptions, Message, ModelInfo, Prompt
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
@@ -20,12 +21,24 @@ class Client:
     """Speaks to a router at ``address``; may be shared by threads, and is a context manager.
 
     ``timeout`` is the deadline of a whole call in seconds, a stream's last token included; each call may
-    set its own. Every method raises ``QuireError``.
+    set its own. ``api_key`` goes with every call, in clear without ``tls``. Every method raises
+    ``QuireError``.
     """
 
-    def __init__(self, address: str = "127.0.0.1:8500", *, timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1:8500",
+        *,
+        timeout: float = 300.0,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._metadata = bearer(api_key)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=channel_options())
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=channel_options())
         self._stub = GenerationServiceStub(self._channel)
 
     def generate(
@@ -34,7 +47,9 @@ class Client:
         """Return the whole answer to a prompt."""
         request = pb.GenerateRequest(generation=conversion.to_generation(prompt, options))
         with typed_errors():
-            return conversion.to_completion(self._stub.Generate(request, timeout=self._deadline(timeout)))
+            return conversion.to_completion(
+                self._stub.Generate(request, timeout=self._deadline(timeout), metadata=self._metadata)
+            )
 
     def chat(
         self,
@@ -56,22 +71,49 @@ class Client:
         request = pb.GenerateStreamRequest(generation=conversion.to_generation(prompt, options))
         return self._deltas(request, self._deadline(timeout))
 
+    def batch(
+        self, prompts: Sequence[Prompt], *, timeout: float | None = None, **options: Unpack[GenerationOptions]
+    ) -> Generator[tuple[int, Completion | QuireError], None]:
+        """Iterate over (place of the prompt, its answer or its error), each as soon as it is there.
+
+        Leaving the loop cancels what still runs.
+        """
+        call = self._stub.GenerateBatch(
+            conversion.to_batch_request(prompts, options),
+            timeout=self._deadline(timeout),
+            metadata=self._metadata,
+        )
+        try:
+            with typed_errors():
+                for response in call:
+                    yield response.index, conversion.to_outcome(response)
+        finally:
+            call.cancel()
+
     def tokenize(self, prompt: str | Sequence[Message], *, timeout: float | None = None) -> list[int]:
         """Return the token ids of text or of a rendered conversation."""
         request = conversion.to_tokenize_request(prompt)
         with typed_errors():
-            return list(self._stub.Tokenize(request, timeout=self._deadline(timeout)).token_ids)
+            return list(
+                self._stub.Tokenize(
+                    request, timeout=self._deadline(timeout), metadata=self._metadata
+                ).token_ids
+            )
 
     def detokenize(self, token_ids: Iterable[int], *, timeout: float | None = None) -> str:
         """Return the text of token ids."""
         request = conversion.to_detokenize_request(token_ids)
         with typed_errors():
-            return str(self._stub.Detokenize(request, timeout=self._deadline(timeout)).text)
+            return str(
+                self._stub.Detokenize(request, timeout=self._deadline(timeout), metadata=self._metadata).text
+            )
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """Return the served model and its limits."""
         with typed_errors():
-            response = self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=self._deadline(timeout))
+            response = self._stub.GetModelInfo(
+                pb.GetModelInfoRequest(), timeout=self._deadline(timeout), metadata=self._metadata
+            )
         return conversion.to_model_info(response)
 
     def close(self) -> None:
@@ -87,7 +129,7 @@ class Client:
         self.close()
 
     def _deltas(self, request: pb.GenerateStreamRequest, timeout: float) -> Generator[Delta, None, None]:
-        call = self._stub.GenerateStream(request, timeout=timeout)
+        call = self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
         try:
             with typed_errors():
                 for response in call:

@@ -87,6 +87,8 @@ class GenerationOptions(TypedDict, total=False):
     """Name of the served model; by default the only one."""
     request_id: str | None
     """Name of the request in the server's logs."""
+    cache_salt: str | None
+    """Requests with different salts share no KV blocks; by default the tenant's requests all do."""
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]

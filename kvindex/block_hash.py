@@ -2,7 +2,8 @@
 
 ::
 
-    root      = HMAC-SHA256(cluster secret, "quire-kv-1" | TLV(descriptor) | TLV(scope))   cut to 16 bytes
+    root      = HMAC-SHA256(cluster secret, "quire-kv-1" | TLV(descriptor) | TLV(tenant) | TLV(salt)?)
+                cut to 16 bytes; an empty salt is left out
     hash[i]   = SHA-256(hash[i-1] | tokens of block i as little-endian uint32)             cut to 16 bytes
     TLV       = tag (1 byte) | length (little-endian uint32) | bytes
 
@@ -22,6 +23,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 HASH_BYTES = 16
 LAYOUT_VERSION = 1
@@ -29,7 +31,8 @@ LAYOUT_VERSION = 1
 
 _DOMAIN = b"quire-kv-1"
 _DESCRIPTOR_TAG = 1
-_SCOPE_TAG = 2
+_TENANT_TAG = 2
+_SALT_TAG = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +52,27 @@ class CacheDescriptor:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
 
-def root_hash(descriptor: bytes, secret: bytes, scope: str) -> bytes:
-    """Return the parent of every first block within a scope, such as a tenant."""
-    message = _DOMAIN + _field(_DESCRIPTOR_TAG, descriptor) + _field(_SCOPE_TAG, scope.encode())
+class CacheScope(NamedTuple):
+    """Who may share blocks: each part under a tag of its own, so that no salt equals a tenant.
+
+    Attributes:
+        tenant: who was authenticated; empty is everybody's.
+        salt: the client's own subdivision of its tenant.
+    """
+
+    tenant: str = ""
+    salt: str = ""
+
+
+SHARED = CacheScope()
+"""The scope of a cluster without tenants."""
+
+
+def root_hash(descriptor: bytes, secret: bytes, scope: CacheScope) -> bytes:
+    """Return the parent of every first block within a scope."""
+    message = _DOMAIN + _field(_DESCRIPTOR_TAG, descriptor) + _field(_TENANT_TAG, scope.tenant.encode())
+    if scope.salt:
+        message += _field(_SALT_TAG, scope.salt.encode())
     return hmac.digest(secret, message, "sha256")[:HASH_BYTES]
 
 
@@ -93,5 +114,5 @@ def _encode(token_ids: Sequence[int]) -> bytes:
 
 def fingerprint(descriptor: bytes, secret: bytes) -> str:
     """Return a test vector's hash: equal on two processes exactly if all their hashes are."""
-    root = root_hash(descriptor, secret, "fingerprint")
+    root = root_hash(descriptor, secret, CacheScope("fingerprint"))
     return block_hash(root, range(16)).hex()

@@ -89,7 +89,15 @@ class BlockPublisher:
 
     def start(self, record: WorkerRecord) -> None:
         """Join with the worker's record and follow the pool."""
-        self._task = self._loop.create_task(self._run(record))
+        self._record = record
+        self._task = self._loop.create_task(self._run())
+
+    def announce(self, record: WorkerRecord) -> None:
+        """Join again with a changed record."""
+        self._record = record
+        # As if too much had changed at once: the lease has no way to change its record.
+        self._ledger.stop()
+        self._has_changed.set()
 
     async def close(self) -> None:
         """Leave the index first, so that no router sends more work here; then remove the blocks."""
@@ -102,17 +110,17 @@ class BlockPublisher:
                 await self._lease.leave()
                 await self._lease.evict(self._ledger.leftovers())
 
-    async def _run(self, record: WorkerRecord) -> None:
+    async def _run(self) -> None:
         backoff, jitter = MIN_BACKOFF_SECONDS, 0.0
         while True:
             pause = 0.0
             try:
-                await self._lease.join(record)
+                await self._lease.join(self._record)
                 self._ledger.restart()
                 logger.info("index_joined", extra={"fields": {"blocks": self._ledger.num_held}})
                 backoff = MIN_BACKOFF_SECONDS
                 await self._follow(self._loop.time() + jitter)
-                logger.warning("index_overtaken")
+                logger.info("index_joining_again")
             except LeaseLostError:
                 logger.warning("index_lease_lost")
             except UNREACHABLE as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
 from time import perf_counter
@@ -55,15 +55,20 @@ class PushSummary(NamedTuple):
 
 
 class ChannelPool:
-    """One channel for each receiver, shared by all pushes."""
+    """One channel for each receiver, shared by all pushes.
 
-    def __init__(self) -> None:
+    Args:
+        connect: opens a channel; takes an address and options.
+    """
+
+    def __init__(self, connect: Callable[..., grpc.aio.Channel] = grpc.aio.insecure_channel) -> None:
+        self._connect = connect
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         """Return the channel to ``host:port``."""
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = self._connect(address, options=CHANNEL_OPTIONS)
         return self._channels[address]
 
     async def close(self) -> None:

@@ -99,6 +99,13 @@ class AlreadyExists(ServiceError):
     default_reason = "ALREADY_EXISTS"
 
 
+class Unauthenticated(ServiceError):
+    """The caller did not show who it is."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    default_reason = "UNAUTHENTICATED"
+
+
 class ResourceExhausted(ServiceError):
     """A limit is reached: the caller should slow down."""
 
@@ -136,6 +143,10 @@ class DataLoss(ServiceError):
 
 class Internal(ServiceError):
     """A bug."""
+
+
+class BadFileError(OSError):
+    """A file that a setting names is missing, malformed or out of date: the message says which and how."""
 
 
 def to_status(error: ServiceError) -> Status:

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from quire.services.errors import Internal, ServiceError, to_status
 from quire.services.log import get_logger
+from quire.services.request_intake import RequestIntake
 
 MIB = 1 << 20
 PUBLIC_MESSAGE_BYTES = 16 * MIB
@@ -131,23 +132,30 @@ async def grpc_server(
     max_message_bytes: int = WORKER_MESSAGE_BYTES,
     registry: CollectorRegistry,
     grace_seconds: float = 5.0,
+    credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
 ) -> AsyncIterator[GrpcServer]:
     """Serve ``services`` until the context ends; port 0 takes a free one, found in ``GrpcServer.port``.
 
-    Health is NOT_SERVING until ``GrpcServer.ready`` is called.
+    Without ``credentials`` connections are plain. ``interceptors`` come before requests are read; what they
+    raise becomes a status. Health is NOT_SERVING until ``GrpcServer.ready`` is called.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    interceptor = ErrorInterceptor(GrpcMetrics(registry))
-    server = grpc.aio.server(interceptors=[interceptor], options=server_options(max_message_bytes))
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor(GrpcMetrics(registry)), *interceptors, RequestIntake()],
+        options=server_options(max_message_bytes),
+    )
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     for service in services:
         service.add_to_server(service.servicer, server)
     names = [service.full_name for service in services]
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    running = GrpcServer(server, health_servicer, names, host, _bind(server, host, port), grace_seconds)
+    running = GrpcServer(
+        server, health_servicer, names, host, _bind(server, host, port, credentials), grace_seconds
+    )
     await running.not_ready()
     await server.start()
     try:
@@ -285,9 +293,13 @@ def _handler_kind(handler: Any) -> str:
     return f"{request}_{response}"
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    address = f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error}") from error
     if not bound:

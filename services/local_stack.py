@@ -11,22 +11,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import grpc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from quire.protos.inference_pb2 import GetModelInfoRequest
-from quire.protos.inference_pb2_grpc import GenerationServiceStub
+from quire.protos.admin_pb2 import ListWorkersRequest
+from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.services.errors import ServiceError
 from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent
 from quire.services.router.app import RouterConfig, RunningRouter, run_router
+from quire.services.tls import TlsFiles
 from quire.services.worker.app import DEFAULT_SWAP_BYTES, RunningWorker, WorkerConfig, run_worker
 
 JOIN_SECONDS = 30.0
@@ -44,7 +46,7 @@ class LocalStackConfig:
     num_decode: int = 1
     host: str = "127.0.0.1"
     port: int = 8500
-    redis_url: str | None = None
+    redis_url: str | None = field(default=None, repr=False)
     metrics_port: int | None = None
     """Port of the router's metrics; the workers' follow it. None takes free ones."""
     served_model_name: str | None = None
@@ -58,6 +60,10 @@ class LocalStackConfig:
     max_num_batched_tokens: int = 512
     preemption: str = "auto"
     swap_memory_bytes: int = DEFAULT_SWAP_BYTES
+    api_keys_file: Path | None = None
+    public_tls: TlsFiles | None = None
+    cluster_tls: TlsFiles | None = None
+    admin_port: int = 0
     threads: int | None = None
     log_level: str = "warning"
     stop_seconds: float = 10.0
@@ -79,10 +85,18 @@ class Child(NamedTuple):
     pipe: Connection
 
 
+class RouterAddresses(NamedTuple):
+    """Where a router listens: for everybody, and for operators."""
+
+    public: str
+    admin: str
+
+
 class RunningStack(NamedTuple):
     """A stack that answers."""
 
     address: str
+    admin_address: str
     router: Child
     workers: dict[str, Child]
     ready: dict[str, RunningWorker]
@@ -132,19 +146,23 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
             cluster_secret=secret,
             metrics_port=config.metrics_port or 0,
             served_model_name=config.served_model_name,
+            api_keys_file=config.api_keys_file,
+            public_tls=config.public_tls,
+            cluster_tls=config.cluster_tls,
+            admin_port=config.admin_port,
         )
         routers = {"router": (router_config, config.log_level)}
         router = stack.enter_context(_children(_run_router, routers, config.stop_seconds))["router"]
         ready: dict[str, RunningWorker] = {}
-        address = ""
+        addresses = RouterAddresses("", "")
         for name, report in _reports([router, *workers.values()], progress):
             if isinstance(report, RunningWorker):
                 ready[name] = report
             else:
-                address = report
+                addresses = report
         progress.stop()
-        _wait_until_joined(address, config)
-        yield RunningStack(address, router, workers, ready)
+        _wait_until_joined(addresses.admin, config)
+        yield RunningStack(*addresses, router, workers, ready)
 
 
 # --- processes ----------------------------------------------------------------------------------------------
@@ -185,6 +203,7 @@ def _worker_configs(
             cluster_secret=secret,
             # The router ends too: there is nobody to notice.
             notice_seconds=0.0,
+            cluster_tls=config.cluster_tls,
             log_level=config.log_level,
         )
     return configs
@@ -240,7 +259,10 @@ def _child_main(target: Callable[..., None], argument: object, pipe: Connection)
 
 
 def _report_ready(pipe: Connection, running: RunningWorker | RunningRouter) -> None:
-    pipe.send(running if isinstance(running, RunningWorker) else running.address)
+    if isinstance(running, RunningWorker):
+        pipe.send(running)
+    else:
+        pipe.send(RouterAddresses(running.address, running.admin_address))
 
 
 def _run_router(argument: tuple[RouterConfig, str], on_ready: Callable[[RunningRouter], None]) -> None:
@@ -249,7 +271,9 @@ def _run_router(argument: tuple[RouterConfig, str], on_ready: Callable[[RunningR
     asyncio.run(run_router(config, on_ready))
 
 
-def _reports(children: list[Child], progress: Progress) -> Iterator[tuple[str, RunningWorker | str]]:
+def _reports(
+    children: list[Child], progress: Progress
+) -> Iterator[tuple[str, RunningWorker | RouterAddresses]]:
     """Yield what each child reports when it is ready; raise if one ends before."""
     bar = progress.add_task("starting", total=len(children), waiting="")
     pending = {child.pipe: child for child in children}
@@ -267,14 +291,14 @@ def _reports(children: list[Child], progress: Progress) -> Iterator[tuple[str, R
             yield child.name, report
 
 
-def _wait_until_joined(address: str, config: LocalStackConfig) -> None:
+def _wait_until_joined(admin_address: str, config: LocalStackConfig) -> None:
     """Return when the router has met every worker, so that the first request finds the whole stack."""
     deadline = time.monotonic() + JOIN_SECONDS
-    with grpc.insecure_channel(address) as channel:
-        stub = GenerationServiceStub(channel)
+    with grpc.insecure_channel(admin_address) as channel:
+        stub = AdminServiceStub(channel)
         while True:
-            info = stub.GetModelInfo(GetModelInfoRequest(), timeout=JOIN_SECONDS, wait_for_ready=True)
-            if (info.num_prefill_workers, info.num_decode_workers) == (config.num_prefill, config.num_decode):
+            known = stub.ListWorkers(ListWorkersRequest(), timeout=JOIN_SECONDS, wait_for_ready=True)
+            if len(known.workers) == config.num_prefill + config.num_decode:
                 return
             if time.monotonic() > deadline:
                 raise StackFailedError(f"not all workers found the router within {JOIN_SECONDS:.0f} s")
@@ -318,6 +342,7 @@ def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStac
             f"  {name:<10} {worker.address}  {worker.num_blocks} blocks = {capacity} tokens of KV, "
             f"metrics at :{worker.metrics_port}"
         )
+    console.print(f"  admin      {stack.admin_address}")
     redis = "127.0.0.1, private" if config.redis_url is None else config.redis_url.rpartition("@")[2]
     show(f"  redis      {redis}; requests up to {some.max_model_len} tokens")
 

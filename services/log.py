@@ -84,6 +84,11 @@ def configure_logging(level: str = "info", *, stream: TextIO | None = None, **co
     logger.propagate = False
 
 
+def set_level(level: str) -> None:
+    """Change the least severity of logged events."""
+    logging.getLogger(_ROOT).setLevel(level.upper())
+
+
 def _quote(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,14 +16,14 @@ from quire.cli.bench.workload import BenchRequest, make_requests
 from quire.client import AsyncClient
 
 
-async def run_bench(config: BenchConfig, address: str, timeout_seconds: float) -> Summary:
-    """Put the load on the router at ``address`` and return what its clients experienced.
+async def run_bench(config: BenchConfig, connect: Callable[[], AsyncClient]) -> Summary:
+    """Put the load on the router that ``connect`` leads to; return what its clients experienced.
 
     Raises:
         QuireError: the router does not describe its model, or a warm-up request failed.
         ValueError: the prompts do not fit the model.
     """
-    async with AsyncClient(address, timeout=timeout_seconds) as client:
+    async with connect() as client:
         requests = make_requests(config, await client.model_info())
         for request in requests[: config.num_warmups]:
             await client.generate(request.prompt, **request.options)

@@ -54,16 +54,19 @@ def serve(
         Path | None, typer.Option("--json", help="Write the line of JSON to this file too.")
     ] = None,
     address: options.Address = options.DEFAULT_ADDRESS,
+    api_key: options.ApiKey = None,
+    tls_ca: options.TlsCa = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
     """Put load on a running router; print a table of what its clients experience, then one line of JSON."""
     import asyncio
+    from functools import partial
 
     from rich.console import Console
 
     from quire.cli.bench.report import to_json, to_table
     from quire.cli.bench.run import run_bench
-    from quire.client import QuireError
+    from quire.client import AsyncClient, QuireError, Tls
 
     try:
         config = BenchConfig(
@@ -79,7 +82,14 @@ def serve(
             temperature=temperature,
             seed=seed,
         )
-        summary = asyncio.run(run_bench(config, address, timeout))
+        connect = partial(
+            AsyncClient,
+            address,
+            timeout=timeout,
+            api_key=api_key,
+            tls=Tls(ca=tls_ca) if tls_ca else None,
+        )
+        summary = asyncio.run(run_bench(config, connect))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except QuireError as error:

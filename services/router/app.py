@@ -6,9 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
+import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2_grpc as pb_grpc
@@ -23,13 +26,19 @@ from quire.services.grpc_server import (
 )
 from quire.services.log import get_logger
 from quire.services.metrics_server import metrics_server
+from quire.services.open_files import raise_open_file_limit
+from quire.services.router.admin import admin_server
+from quire.services.router.admission import Admission
+from quire.services.router.authentication import RequireTenant
 from quire.services.router.generation import Cluster
 from quire.services.router.legs import Spawn
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.sources import open_sources
+from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
 from quire.services.router.validation import ServedModel
 from quire.services.router.workers import POLL_SECONDS, WorkerSet
+from quire.services.tls import ClusterTls, TlsFiles, server_credentials
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
@@ -46,14 +55,22 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8500
     metrics_port: int = 8501
-    redis_url: str | None = None
+    redis_url: str | None = field(default=None, repr=False)
     worker_addresses: tuple[str, ...] = ()
     model: str | None = None
     """Folder or hub id of tokenizer and chat template; None takes what the workers name."""
     served_model_name: str | None = None
     """Name that clients use; None takes the workers'."""
-    cluster_secret: bytes = b""
+    cluster_secret: bytes = field(default=b"", repr=False)
     """Keys the block hashes; must be the workers'."""
+    api_keys_file: Path | None = None
+    """Keys and their tenants, see ``tenants.ApiKeys``; None asks for no key."""
+    public_tls: TlsFiles | None = None
+    """Of the public port; None leaves it plain. With an authority, clients must show a certificate."""
+    cluster_tls: TlsFiles | None = None
+    """Of the connections to workers, whose certificates have the same authority; None leaves them plain."""
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 0
     request_timeout_seconds: float = 600.0
     max_requests: int = 1024
     local_prefill_tokens: int = 0
@@ -69,6 +86,7 @@ class RunningRouter(NamedTuple):
 
     server: GrpcServer
     metrics_port: int
+    admin_address: str
     workers: WorkerSet
     metrics: RouterMetrics
     has_served: asyncio.Event
@@ -83,6 +101,7 @@ class RunningRouter(NamedTuple):
 async def run_router(config: RouterConfig, on_ready: Callable[[RunningRouter], None] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; ``on_ready`` is called once requests can be served."""
     end_on_sigterm()
+    raise_open_file_limit()
     async with router(config) as running, asyncio.TaskGroup() as tasks:
         announcing = tasks.create_task(_announce(running, on_ready))
         await serve_until_signal(running.server)
@@ -104,19 +123,25 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     """
     metrics = RouterMetrics(CollectorRegistry())
     cluster: asyncio.Future[Cluster] = asyncio.get_running_loop().create_future()
-    servicer = GenerationServicer(
-        cluster,
-        metrics,
-        time.monotonic,
-        request_timeout_seconds=config.request_timeout_seconds,
-        max_requests=config.max_requests,
-        join_wait_seconds=config.join_wait_seconds,
-    )
+    cluster_tls = None if config.cluster_tls is None else ClusterTls(config.cluster_tls)
     async with AsyncExitStack() as stack:
+        authenticator = await stack.enter_async_context(_authenticator(config.api_keys_file))
+        servicer = GenerationServicer(
+            cluster,
+            metrics,
+            time.monotonic,
+            authenticator,
+            Admission(config.max_requests, metrics, time.monotonic),
+            request_timeout_seconds=config.request_timeout_seconds,
+            join_wait_seconds=config.join_wait_seconds,
+        )
         sources = await stack.enter_async_context(
             open_sources(config.redis_url, config.worker_addresses, config.cluster_secret, metrics.registry)
         )
-        workers = WorkerSet(sources.membership, expected_fingerprint=sources.expected_fingerprint)
+        connect = grpc.aio.insecure_channel if cluster_tls is None else cluster_tls.connect
+        workers = WorkerSet(
+            sources.membership, expected_fingerprint=sources.expected_fingerprint, connect=connect
+        )
         stack.push_async_callback(workers.close)
         spawn = await stack.enter_async_context(_background())
         metrics_port = stack.enter_context(metrics_server(metrics.registry, config.host, config.metrics_port))
@@ -128,9 +153,14 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
                 max_message_bytes=PUBLIC_MESSAGE_BYTES,
                 registry=metrics.registry,
                 grace_seconds=config.grace_seconds,
+                credentials=None if config.public_tls is None else server_credentials(config.public_tls),
+                interceptors=[RequireTenant(authenticator)],
             )
         )
-        running = RunningRouter(server, metrics_port, workers, metrics, asyncio.Event())
+        admin = await stack.enter_async_context(
+            admin_server(workers, config.admin_host, config.admin_port, cluster_tls)
+        )
+        running = RunningRouter(server, metrics_port, admin.address, workers, metrics, asyncio.Event())
 
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
             model = await asyncio.to_thread(_load_model, config, info)
@@ -139,8 +169,22 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
 
         following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))
         stack.push_async_callback(_cancel, following)
-        _log.info("router_started", address=server.address, metrics_port=metrics_port)
+        _log.info("router_started", address=server.address, metrics_port=metrics_port, admin=admin.address)
         yield running
+
+
+@asynccontextmanager
+async def _authenticator(api_keys_file: Path | None) -> AsyncIterator[Authenticator]:
+    """Yield who tells tenants; a key file is followed."""
+    if api_keys_file is None:
+        yield NoKeys()
+        return
+    keys = ApiKeys(api_keys_file)
+    following = asyncio.create_task(keys.follow())
+    try:
+        yield keys
+    finally:
+        await _cancel(following)
 
 
 async def _follow_workers(

@@ -11,6 +11,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.services.errors import Unavailable
@@ -86,9 +87,10 @@ class GenerationRun:
     One deadline, a reading of the cluster's clock, holds for all of it: every call carries what is left.
     """
 
-    def __init__(self, cluster: Cluster, request: ValidRequest, deadline: float) -> None:
+    def __init__(self, cluster: Cluster, request: ValidRequest, scope: CacheScope, deadline: float) -> None:
         self._cluster = cluster
         self._request = request
+        self._scope = scope
         self._deadline = deadline
         # Clients may choose the same id; a worker must never see it twice.
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
@@ -265,7 +267,7 @@ class GenerationRun:
 
     async def _choose(self, part: Part) -> Plan:
         token_ids = part.token_ids
-        cached = await self._cluster.prefixes.cached_tokens(token_ids)
+        cached = await self._cluster.prefixes.cached_tokens(token_ids, self._scope)
         key = policy.affinity_key(token_ids, self._cluster.model.block_size)
         workers = {w.worker_id: w for role in ("prefill", "decode") for w in self._cluster.workers.live(role)}
         decode = policy.choose_decode(self._candidates("decode", cached), len(token_ids), key)
@@ -319,6 +321,7 @@ class GenerationRun:
             format=request.format,
             # The best answers are found by the logprobs of their tokens.
             logprobs=0 if request.num_logprobs is None and request.num_best else request.num_logprobs,
+            cache_scope=worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt),
             # The first message brings them, and with it the first token.
             prompt_logprobs=request.num_prompt_logprobs if self._is_first_message else None,
         )

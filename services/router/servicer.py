@@ -10,16 +10,19 @@ from typing import Any
 
 import grpc
 
+from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.errors import ResourceExhausted, ServiceError, Unavailable
+from quire.services.errors import ServiceError, Unavailable
 from quire.services.log import get_logger
+from quire.services.router.admission import RETRY_AFTER_SECONDS, Admission
+from quire.services.router.batch import BATCH_CONCURRENCY, batch_answers, check_batch_size
 from quire.services.router.generation import Cluster, GenerationRun
 from quire.services.router.metrics import RouterMetrics
+from quire.services.router.tenants import Authenticator, Tenant
 from quire.services.router.validation import check_token_ids, encode_chat, encode_text, validate
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
-RETRY_AFTER_SECONDS = 1.0
 
 _FINISH_NAMES = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _log = get_logger("router")
@@ -33,24 +36,52 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         cluster: asyncio.Future[Cluster],
         metrics: RouterMetrics,
         clock: Callable[[], float],
+        authenticator: Authenticator,
+        admission: Admission,
         *,
         request_timeout_seconds: float,
-        max_requests: int,
         join_wait_seconds: float,
     ) -> None:
         self._cluster = cluster
         self._metrics = metrics
         self._clock = clock
+        self._authenticator = authenticator
+        self._admission = admission
         self._request_timeout_seconds = request_timeout_seconds
-        self._max_requests = max_requests
         self._join_wait_seconds = join_wait_seconds
-        self._num_requests = 0
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Collect the stream."""
+        return await self._whole(request.generation, self._tenant(context), self._deadline(context))
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        """Stream the answer."""
+        tenant, deadline = self._tenant(context), self._deadline(context)
+        async with aclosing(self._generate(request.generation, tenant, deadline)) as responses:
+            async for response in responses:
+                yield response
+
+    async def GenerateBatch(
+        self, request: pb.GenerateBatchRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateBatchResponse]:
+        """Perform all generations, a number at a time, and send each answer when it is whole."""
+        tenant, deadline = self._tenant(context), self._deadline(context)
+        check_batch_size(len(request.generations))
+        answers = batch_answers(
+            request.generations,
+            lambda generation: self._whole(generation, tenant, deadline),
+            min(BATCH_CONCURRENCY, tenant.max_requests or BATCH_CONCURRENCY),
+        )
+        async with aclosing(answers):
+            async for answer in answers:
+                yield answer
+
+    async def _whole(self, generation: pb.Generation, tenant: Tenant, deadline: float) -> pb.GenerateResponse:
         whole = pb.GenerateResponse()
         answers: dict[int, list[pb.GenerateStreamResponse]] = {}
-        async with aclosing(self._generate(request.generation, context)) as responses:
+        async with aclosing(self._generate(generation, tenant, deadline)) as responses:
             async for response in responses:
                 answers.setdefault(response.index, []).append(response)
                 whole.prompt_logprobs.extend(response.prompt_logprobs)
@@ -59,14 +90,6 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                     whole.usage.CopyFrom(response.usage)
         whole.choices.extend(_choice(answers[index]) for index in sorted(answers))
         return whole
-
-    async def GenerateStream(
-        self, request: pb.GenerateStreamRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Stream the answer."""
-        async with aclosing(self._generate(request.generation, context)) as responses:
-            async for response in responses:
-                yield response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Encode text or a conversation."""
@@ -96,18 +119,20 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         )
 
     async def _generate(
-        self, generation: pb.Generation, context: Any
+        self, generation: pb.Generation, tenant: Tenant, deadline: float
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         arrival = self._clock()
-        deadline = arrival + min(_remaining_seconds(context), self._request_timeout_seconds)
-        with self._admitted():
+        async with self._admission.admitted(tenant, deadline) as allowance:
             cluster = await self._joined_cluster()
             request = await validate(generation, cluster.model)
+            allowance.spend_prompt(len(request.prompt_token_ids))
             self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-            run = GenerationRun(cluster, request, deadline)
-            with self._logged(request.request_id, run.usage, arrival):
+            scope = CacheScope(tenant.name, generation.cache_salt)
+            run = GenerationRun(cluster, request, scope, deadline)
+            with self._logged(request.request_id, tenant, run.usage, arrival):
                 async with aclosing(run.stream()) as responses:
                     async for response in self._timed(responses, arrival):
+                        allowance.spend(len(response.token_ids))
                         yield response
 
     async def _timed(
@@ -132,24 +157,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             yield response
 
     @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        if self._num_requests >= self._max_requests:
-            self._metrics.rejections.labels("max_requests").inc()
-            raise ResourceExhausted(
-                f"{self._max_requests} requests are running, the most that this router takes; try again",
-                metadata={"limit": str(self._max_requests)},
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
-        self._num_requests += 1
-        self._metrics.requests_running.inc()
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
-            self._metrics.requests_running.dec()
-
-    @contextmanager
-    def _logged(self, request_id: str, usage: pb.Usage, arrival: float) -> Iterator[None]:
+    def _logged(self, request_id: str, tenant: Tenant, usage: pb.Usage, arrival: float) -> Iterator[None]:
         """Log how a request ended, and count it if it failed."""
         outcome = "OK"
         try:
@@ -169,6 +177,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             _log.info(
                 "request_finished",
                 request_id=request_id,
+                tenant=tenant.name,
                 outcome=outcome,
                 seconds=self._clock() - arrival,
                 prompt_tokens=usage.prompt_tokens,
@@ -178,6 +187,12 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 blocks_pulled=usage.blocks_pulled,
                 retries=usage.retries,
             )
+
+    def _tenant(self, context: Any) -> Tenant:
+        return self._authenticator.authenticate(context.invocation_metadata())
+
+    def _deadline(self, context: Any) -> float:
+        return self._clock() + min(_remaining_seconds(context), self._request_timeout_seconds)
 
     async def _joined_cluster(self) -> Cluster:
         """Return the cluster, after a short wait if no worker has ever joined."""

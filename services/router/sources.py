@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 
-from quire.kvindex.block_hash import fingerprint, root_hash
+from quire.kvindex.block_hash import CacheScope, fingerprint, root_hash
 from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.guarded_index import GuardedIndex
 from quire.kvindex.index import UNREACHABLE
@@ -17,9 +17,6 @@ from quire.kvindex.redis_index import RedisIndex, reader_client
 from quire.services.router.prefix_lookup import IndexLookup, NoIndex, PrefixLookup
 from quire.services.router.validation import ServedModel
 from quire.services.router.workers import Member, Membership, MembershipLost, StaticMembership
-
-CACHE_SCOPE = ""
-"""All requests of a cluster share blocks."""
 
 
 class Sources(NamedTuple):
@@ -73,8 +70,10 @@ async def open_sources(
     guarded = GuardedIndex(InstrumentedIndex(index, metrics), breaker, metrics.fallback)
 
     def index_lookup(model: ServedModel) -> PrefixLookup:
-        root = root_hash(model.cache_descriptor, cluster_secret, CACHE_SCOPE)
-        return IndexLookup(guarded, root, model.block_size)
+        def root_of(scope: CacheScope) -> bytes:
+            return root_hash(model.cache_descriptor, cluster_secret, scope)
+
+        return IndexLookup(guarded, root_of, model.block_size)
 
     try:
         yield Sources(RedisMembership(index), index_lookup, expected_fingerprint)

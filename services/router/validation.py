@@ -24,6 +24,7 @@ MAX_ANSWERS = 64
 MIN_KV_BUDGET_BLOCKS = 3
 MAX_PROMPT_BYTES = 8 << 20
 MAX_FORMAT_BYTES = 64 << 10
+MAX_CACHE_SALT_CHARS = 128
 ROLES = ("system", "user", "assistant")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -83,6 +84,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     _check_logprobs(generation.response, is_search=sampling.HasField("beam"))
     _check_stops(generation.stopping, model)
     _check_format(generation)
+    _check_cache_salt(generation.cache_salt)
     prompt = await _prompt(generation, model)
     return ValidRequest(
         request_id=request_id,
@@ -305,6 +307,15 @@ def _check_format(generation: pb.Generation) -> None:
     if generation.stopping.ignore_eos:
         raise InvalidArgument(
             "stopping.ignore_eos", "cannot go with a format, whose end is an end-of-sequence token"
+        )
+
+
+def _check_cache_salt(salt: str) -> None:
+    if len(salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidArgument(
+            "cache_salt",
+            f"must hold at most {MAX_CACHE_SALT_CHARS} characters; got {len(salt)}",
+            metadata={"limit": str(MAX_CACHE_SALT_CHARS)},
         )
 
 

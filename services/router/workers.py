@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.services.grpc_server import WORKER_MESSAGE_BYTES, channel_options
 from quire.services.log import get_logger
+from quire.services.tls import Connect
 
 POLL_SECONDS = 1.0
 PROBE_SECONDS = 2.0
@@ -74,9 +75,9 @@ class Connection:
     health: health_pb2_grpc.HealthStub
 
     @classmethod
-    def to(cls, address: str) -> Connection:
+    def to(cls, address: str, connect: Connect) -> Connection:
         """Return an unconnected channel; it connects with its first call."""
-        channel = grpc.aio.insecure_channel(address, options=channel_options(WORKER_MESSAGE_BYTES))
+        channel = connect(address, options=channel_options(WORKER_MESSAGE_BYTES))
         return cls(channel, worker_stub(channel), health_pb2_grpc.HealthStub(channel))
 
 
@@ -115,10 +116,12 @@ class WorkerSet:
         membership: Membership,
         *,
         expected_fingerprint: Callable[[bytes], str] | None = None,
+        connect: Connect = grpc.aio.insecure_channel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._membership = membership
         self._expected_fingerprint = expected_fingerprint
+        self._connect = connect
         self._clock = clock
         self._workers: dict[str, Worker] = {}
         self._refused: set[tuple[str, str]] = set()
@@ -126,6 +129,10 @@ class WorkerSet:
         self._closing: set[asyncio.Task[None]] = set()
         self.reference: worker_pb2.GetWorkerInfoResponse | None = None
         """The description of the first worker that joined."""
+
+    def all(self) -> list[Worker]:
+        """Return every worker, draining ones included."""
+        return list(self._workers.values())
 
     def live(self, role: str) -> list[Worker]:
         """Return the workers of a role that take requests."""
@@ -191,18 +198,19 @@ class WorkerSet:
         if worker is not None and worker.info.epoch == member.epoch:
             self._set_draining(worker, member.is_draining)
             return
-        connection = worker.connection if worker is not None else Connection.to(member.address)
+        connection = worker.connection if worker is not None else Connection.to(member.address, self._connect)
         probe = await self._probe(connection)
         if worker is not None and probe is not None and probe.info.epoch == worker.info.epoch:
-            self._set_draining(worker, member.is_draining or not probe.is_serving)
+            self._set_draining(worker, member.is_draining or probe.is_draining)
             return
         if worker is not None:
             self._leave(worker, "no_answer" if probe is None else "restarted")
-            connection = Connection.to(member.address)
+            connection = Connection.to(member.address, self._connect)
         if probe is None or not probe.is_serving or not self._accepts(member, probe.info):
             await connection.channel.close(grace=None)
             return
-        self._join(Worker(member.address, probe.info, connection, is_draining=member.is_draining))
+        is_draining = member.is_draining or probe.is_draining
+        self._join(Worker(member.address, probe.info, connection, is_draining=is_draining))
 
     async def _probe(self, connection: Connection) -> _Probe | None:
         try:
@@ -265,3 +273,7 @@ class WorkerSet:
 class _Probe(NamedTuple):
     info: worker_pb2.GetWorkerInfoResponse
     is_serving: bool
+
+    @property
+    def is_draining(self) -> bool:
+        return self.info.is_draining or not self.is_serving

@@ -14,6 +14,8 @@ from quire.services.grpc_server import end_on_sigterm
 from quire.services.router.workers import POLL_SECONDS
 from quire.services.worker.address import WILDCARDS
 from quire.services.worker.processors import num_processors
+from quire.services.open_files import raise_open_file_limit
+from quire.services.tls import TlsFiles
 
 DEFAULT_SWAP_BYTES = 64 << 20
 DEMO_MODEL = "demo"
@@ -38,6 +40,7 @@ class WorkerConfig:
         cluster_secret: keys the block hashes; must be the router's.
         notice_seconds: how long after SIGTERM it still takes requests, from routers that do not know yet.
         grace_seconds: how long requests may go on after SIGTERM; routers continue the rest elsewhere.
+        cluster_tls: certificates of the connections from routers and between workers; None leaves them plain.
 
     Raises:
         ValueError: settings contradict each other.
@@ -48,7 +51,7 @@ class WorkerConfig:
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str | None = None
-    redis_url: str | None = None
+    redis_url: str | None = field(default=None, repr=False)
     metrics_port: int = 0
     served_model_name: str | None = None
     dtype: str = "auto"
@@ -65,6 +68,7 @@ class WorkerConfig:
     threads: int | None = None
     worker_id: str | None = None
     cluster_secret: bytes = field(default=b"", repr=False)
+    cluster_tls: TlsFiles | None = None
     request_timeout_seconds: float = 600.0
     lease_ttl_seconds: float = 10.0
     notice_seconds: float = 1.5 * POLL_SECONDS
@@ -116,6 +120,7 @@ def run_worker(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] |
     """Serve until SIGTERM or SIGINT; ``on_ready`` is called once requests can be served."""
     end_on_sigterm()
     _limit_processors(config)
+    raise_open_file_limit()
     from quire.services.worker.worker import serve
 
     asyncio.run(serve(config, on_ready))

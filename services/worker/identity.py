@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from quire.kvindex.block_hash import CacheDescriptor, fingerprint, root_hash
+from quire.kvindex.block_hash import CacheDescriptor, CacheScope, fingerprint, root_hash
 from quire.kvindex.membership import WorkerRecord
 from quire.kvtransfer.layout import KvLayout
 from quire.protos import worker_pb2
@@ -41,7 +41,7 @@ class WorkerIdentity:
             dtype=layout.dtype,
         ).to_bytes()
 
-    def root_hash(self, scope: str) -> bytes:
+    def root_hash(self, scope: CacheScope) -> bytes:
         """Return the parent of the first blocks of a scope."""
         return root_hash(self.cache_descriptor, self.cluster_secret, scope)
 

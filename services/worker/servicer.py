@@ -18,6 +18,7 @@ from quire.engine.structured_output import (
     GrammarMatcher,
     StructuredOutputUnavailableError,
 )
+from quire.kvindex.block_hash import CacheScope
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push import BlockPush, ChannelPool
@@ -30,6 +31,8 @@ from quire.services.errors import (
     ServiceError,
     Unavailable,
 )
+from quire.services.log import set_level
+from quire.services.log_level import level_name
 from quire.services.worker.borrow import PrefixPuller
 from quire.services.worker.convert import (
     finish_reason,
@@ -60,6 +63,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         metrics: TransferMetrics,
         grammars: GrammarCompiler,
         puller: PrefixPuller,
+        announce: Callable[[bool], None],
     ) -> None:
         self._identity = identity
         self._engine = engine
@@ -69,6 +73,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._metrics = metrics
         self._grammars = grammars
         self._puller = puller
+        self._announce = announce
+        self._is_set_aside = False
         self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
         """The attempt that each task serves, by request."""
         self._is_draining = False
@@ -228,16 +234,40 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetWorkerInfoRequest, context: Any
     ) -> worker_pb2.GetWorkerInfoResponse:
         """Describe this worker."""
-        return self._identity.to_proto()
+        info = self._identity.to_proto()
+        info.is_draining = self._is_set_aside or self._is_draining
+        return info
 
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
         """Count this worker's requests and blocks."""
         return await self._engine.call(load)
 
+    async def SetDraining(
+        self, request: worker_pb2.SetDrainingRequest, context: Any
+    ) -> worker_pb2.SetDrainingResponse:
+        """Tell the routers; what they still send until they know is served."""
+        if request.is_draining != self._is_set_aside:
+            self._is_set_aside = request.is_draining
+            self._announce(request.is_draining)
+        return worker_pb2.SetDrainingResponse()
+
+    async def ClearCache(
+        self, request: worker_pb2.ClearCacheRequest, context: Any
+    ) -> worker_pb2.ClearCacheResponse:
+        """Forget what no request uses."""
+        return worker_pb2.ClearCacheResponse(num_blocks=await self._engine.call(clear_cache))
+
+    async def SetLogLevel(
+        self, request: worker_pb2.SetLogLevelRequest, context: Any
+    ) -> worker_pb2.SetLogLevelResponse:
+        """Log more, or less."""
+        set_level(level_name(request.level))
+        return worker_pb2.SetLogLevelResponse()
+
     async def _sequence(self, message: worker_pb2.Sequence, *, stops_after_prefill: bool) -> Sequence:
         return sequence_from_proto(
             message,
-            self._identity.root_hash(message.cache_scope),
+            self._identity.root_hash(CacheScope(message.cache_scope.tenant, message.cache_scope.salt)),
             self._identity.vocab_size,
             await self._grammar(message),
             stops_after_prefill=stops_after_prefill,
@@ -294,6 +324,13 @@ async def _prompt_logprobs(sequence: Sequence) -> list[inference_pb2.TokenLogpro
     if not sequence.prompt_logprobs:
         return []
     return await asyncio.to_thread(lambda: list(map(logprobs_to_proto, sequence.prompt_logprobs)))
+
+
+def clear_cache(engine: Engine) -> int:
+    """Forget an engine's unused blocks and return how many they were; runs in its thread."""
+    num_cached = engine.pool.counts.cached
+    engine.pool.clear_cache()
+    return num_cached
 
 
 def load(engine: Engine) -> worker_pb2.GetLoadResponse:

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -37,6 +38,7 @@ from quire.services.grpc_server import GrpcServer, Service, grpc_server, serve_u
 from quire.services.log import configure_logging, get_logger
 from quire.services.metrics_server import metrics_server
 from quire.services.worker.address import WILDCARDS, address_towards
+from quire.services.tls import ClusterTls
 from quire.services.worker.app import RunningWorker, WorkerConfig
 from quire.services.worker.borrow import PrefixPuller
 from quire.services.worker.decode import Tickets
@@ -89,7 +91,8 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         thread = EngineThread(engine, metrics.stepped)
         thread.start()
         stack.push_async_callback(thread.stop)
-        channels = ChannelPool()
+        cluster_tls = None if config.cluster_tls is None else ClusterTls(config.cluster_tls)
+        channels = ChannelPool() if cluster_tls is None else ChannelPool(cluster_tls.connect)
         stack.push_async_callback(channels.close)
         tickets = Tickets(thread, memory, identity.layout, identity.epoch)
         grammars = GrammarCompiler(
@@ -97,7 +100,14 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         )
         pulls = PullMetrics(registry)
         puller = PrefixPuller(thread, memory, identity.layout, block_hash, channels, pulls)
-        servicer = WorkerServicer(identity, thread, memory, tickets, channels, transfers, grammars, puller)
+
+        def announce(is_draining: bool) -> None:
+            if publisher is not None:
+                publisher.announce(replace(identity.record(tickets.address), is_draining=is_draining))
+
+        servicer = WorkerServicer(
+            identity, thread, memory, tickets, channels, transfers, grammars, puller, announce
+        )
         receiver = KvTransferServicer(tickets, transfers)
         leases = BlockLeases(
             PoolSource(thread, memory, identity.layout, identity.epoch),
@@ -123,6 +133,7 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
                 port=config.port,
                 registry=registry,
                 grace_seconds=config.grace_seconds,
+                credentials=None if cluster_tls is None else cluster_tls.server_credentials(),
             )
         )
         tickets.address = config.advertise or _reachable_address(config, server)

@@ -11,7 +11,7 @@ from typer.testing import Result
 
 Quire = Callable[..., Result]
 
-VERBS = ["serve", "router", "prefill", "decode", "generate", "chat", "health", "bench", "version"]
+VERBS = ["serve", "router", "prefill", "decode", "keys", "admin", "generate", "chat", "health", "bench", "version"]
 
 
 def test_help_lists_every_verb_in_its_panel(quire: Quire) -> None:
@@ -21,7 +21,18 @@ def test_help_lists_every_verb_in_its_panel(quire: Quire) -> None:
         assert text in result.output
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "bench serve"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *VERBS,
+        "bench serve",
+        "keys new",
+        "admin workers",
+        "admin drain",
+        "admin clear-cache",
+        "admin log-level",
+    ],
+)
 def test_every_verb_has_help(quire: Quire, verb: str) -> None:
     result = quire(*verb.split(), "--help")
     assert result.exit_code == 0, result.output

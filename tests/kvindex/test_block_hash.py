@@ -13,14 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.kvindex.block_hash import CacheDescriptor, block_hash, block_hashes, fingerprint, root_hash
+from quire.kvindex.block_hash import (
+    SHARED,
+    CacheDescriptor,
+    CacheScope,
+    block_hash,
+    block_hashes,
+    fingerprint,
+    root_hash,
+)
 
 DESCRIPTOR = CacheDescriptor("model", 4, 2, 16, 32, "bfloat16").to_bytes()
 VECTORS = json.loads(Path(__file__).with_name("block_hash_vectors.json").read_text(encoding="utf-8"))
 LIMIT_SECONDS = 0.005
+scopes = st.builds(CacheScope, st.text(max_size=20), st.text(max_size=20))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 
 
@@ -28,7 +37,7 @@ tokens = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 def test_golden_vectors(vector: dict[str, Any]) -> None:
     descriptor, secret = vector["descriptor"].encode(), bytes.fromhex(vector["secret_hex"])
     assert CacheDescriptor(**json.loads(descriptor)).to_bytes() == descriptor
-    root = root_hash(descriptor, secret, vector["scope"])
+    root = root_hash(descriptor, secret, CacheScope(vector["scope"], vector.get("salt", "")))
     assert root.hex() == vector["root_hex"]
     hashes = block_hashes(root, vector["token_ids"], vector["block_size"])
     assert [each.hex() for each in hashes] == vector["block_hashes_hex"]
@@ -40,7 +49,8 @@ def test_another_process_agrees(seed: str) -> None:
     program = (
         "from quire.kvindex.block_hash import *\n"
         "d = CacheDescriptor('model', 4, 2, 16, 32, 'bfloat16').to_bytes()\n"
-        "print(*(h.hex() for h in block_hashes(root_hash(d, b'secret', 'tenant'), range(40), 16)))\n"
+        "root = root_hash(d, b'secret', CacheScope('tenant'))\n"
+        "print(*(h.hex() for h in block_hashes(root, range(40), 16)))\n"
     )
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     answer = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
@@ -49,7 +59,7 @@ def test_another_process_agrees(seed: str) -> None:
 
 @given(tokens, tokens, st.integers(1, 20))
 def test_hashes_agree_exactly_where_prefixes_do(a: list[int], b: list[int], block_size: int) -> None:
-    root = root_hash(DESCRIPTOR, b"", "")
+    root = root_hash(DESCRIPTOR, b"", SHARED)
     hashes_a, hashes_b = block_hashes(root, a, block_size), block_hashes(root, b, block_size)
     for index, (hash_a, hash_b) in enumerate(zip(hashes_a, hashes_b, strict=False)):
         end = (index + 1) * block_size
@@ -58,7 +68,7 @@ def test_hashes_agree_exactly_where_prefixes_do(a: list[int], b: list[int], bloc
 
 @given(tokens, st.integers(1, 20))
 def test_one_by_one_is_the_same(token_ids: list[int], block_size: int) -> None:
-    parent = root_hash(DESCRIPTOR, b"", "")
+    parent = root_hash(DESCRIPTOR, b"", SHARED)
     hashes = block_hashes(parent, token_ids, block_size)
     assert len(hashes) == len(token_ids) // block_size
     assert hashes == block_hashes(parent, array("I", token_ids), block_size)
@@ -67,8 +77,10 @@ def test_one_by_one_is_the_same(token_ids: list[int], block_size: int) -> None:
         assert parent == expected
 
 
-@given(st.text(max_size=20), st.text(max_size=20), tokens.filter(bool))
-def test_scopes_never_share_a_block(a: str, b: str, token_ids: list[int]) -> None:
+@given(scopes, scopes, tokens.filter(bool))
+@example(CacheScope("acme", ""), CacheScope("", "acme"), [1])
+@example(CacheScope("acme", "x"), CacheScope("acmex", ""), [1])
+def test_scopes_never_share_a_block(a: CacheScope, b: CacheScope, token_ids: list[int]) -> None:
     in_a, in_b = (set(block_hashes(root_hash(DESCRIPTOR, b"secret", s), token_ids, 1)) for s in (a, b))
     assert (in_a == in_b) == (a == b)
     assert a == b or not in_a & in_b
@@ -77,13 +89,14 @@ def test_scopes_never_share_a_block(a: str, b: str, token_ids: list[int]) -> Non
 def test_secret_scope_and_descriptor_separate() -> None:
     other = CacheDescriptor("model", 4, 2, 16, 64, "bfloat16").to_bytes()
     roots = {
-        root_hash(DESCRIPTOR, b"", ""),
-        root_hash(DESCRIPTOR, b"x", ""),
-        root_hash(DESCRIPTOR, b"", "x"),
-        root_hash(other, b"", ""),
-        root_hash(DESCRIPTOR + b"x", b"", ""),
+        root_hash(DESCRIPTOR, b"", SHARED),
+        root_hash(DESCRIPTOR, b"x", SHARED),
+        root_hash(DESCRIPTOR, b"", CacheScope("x")),
+        root_hash(DESCRIPTOR, b"", CacheScope("", "x")),
+        root_hash(other, b"", SHARED),
+        root_hash(DESCRIPTOR + b"x", b"", SHARED),
     }
-    assert len(roots) == 5
+    assert len(roots) == 6
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**32])
@@ -94,7 +107,7 @@ def test_tokens_are_never_cut(token_id: int) -> None:
 
 def test_64k_tokens_take_five_milliseconds() -> None:
     token_ids = random.Random(0).choices(range(150_000), k=65_536)
-    root = root_hash(DESCRIPTOR, b"secret", "")
+    root = root_hash(DESCRIPTOR, b"secret", SHARED)
     seconds = []
     # The best of many, since other tests share the machine.
     for _ in range(50):

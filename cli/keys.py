@@ -1,0 +1,37 @@
+"""``quire keys``: API keys."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from quire.cli.failure import usage_errors
+
+app = typer.Typer(help="Make API keys.", no_args_is_help=True)
+app.callback()(lambda: None)
+
+
+@app.command()
+def new(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is; tenants share no KV blocks.")],
+    tokens_per_minute: Annotated[
+        int | None, typer.Option("--tokens-per-minute", help="Of prompts and answers.", min=1)
+    ] = None,
+    max_requests: Annotated[
+        int | None, typer.Option("--max-requests", help="That may run at once.", min=1)
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option("--max-waiting", help="That may wait for one of those to end.", min=0)
+    ] = 0,
+) -> None:
+    """Make a key: it is shown once, on stderr; its line for the --api-keys file goes to stdout.
+
+    quire keys new acme >> api-keys
+    """
+    from quire.services.router.tenants import Tenant, new_key
+
+    with usage_errors():
+        made = new_key(Tenant(tenant, tokens_per_minute, max_requests, max_waiting))
+    typer.echo(f"API key of {tenant}, shown this once: {made.key}", err=True)
+    typer.echo(made.line)

@@ -1,0 +1,120 @@
+"""What an operator's program imports: the admin port of one router."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+import grpc
+
+from quire.client.channel import channel_options
+from quire.client.errors import typed_errors
+from quire.client.tls import Tls
+from quire.protos import admin_pb2 as pb
+from quire.protos import worker_pb2
+from quire.protos.admin_pb2_grpc import AdminServiceStub
+
+CLUSTER_NAME = "quire-cluster"
+"""DNS name in the certificates of a cluster."""
+
+_LEVELS = {
+    "debug": worker_pb2.LOG_LEVEL_DEBUG,
+    "info": worker_pb2.LOG_LEVEL_INFO,
+    "warning": worker_pb2.LOG_LEVEL_WARNING,
+    "error": worker_pb2.LOG_LEVEL_ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker's own account."""
+
+    num_running: int
+    num_waiting: int
+    used_blocks: int
+    cached_blocks: int
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker, as the router sees it."""
+
+    worker_id: str
+    role: Literal["prefill", "decode"]
+    address: str
+    is_draining: bool
+    num_requests: int
+    """Requests that this router has there."""
+    load: WorkerLoad | None
+    """None if the worker does not answer."""
+
+
+class AdminClient:
+    """Speaks to a router's admin port; every method raises ``QuireError``."""
+
+    def __init__(
+        self, address: str = "127.0.0.1:8502", *, timeout: float = 10.0, tls: Tls | None = None
+    ) -> None:
+        self._timeout = timeout
+        options = channel_options()
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            options.append(("grpc.ssl_target_name_override", CLUSTER_NAME))
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
+        self._stub = AdminServiceStub(self._channel)
+
+    def workers(self) -> list[WorkerStatus]:
+        """Return every worker that the router knows, draining ones included."""
+        with typed_errors():
+            response = self._stub.ListWorkers(pb.ListWorkersRequest(), timeout=self._timeout)
+        return list(map(_to_status, response.workers))
+
+    def drain(self, worker_id: str, *, undo: bool = False) -> None:
+        """Make all routers send nothing new to a worker, or use it again."""
+        with typed_errors():
+            request = pb.DrainWorkerRequest(worker_id=worker_id, undo=undo)
+            self._stub.DrainWorker(request, timeout=self._timeout)
+
+    def clear_caches(self, worker_ids: Sequence[str] = ()) -> Mapping[str, int]:
+        """Make workers, or all, forget cached blocks; return how many each forgot."""
+        with typed_errors():
+            request = pb.ClearWorkerCachesRequest(worker_ids=worker_ids)
+            return dict(self._stub.ClearWorkerCaches(request, timeout=self._timeout).num_blocks)
+
+    def change_log_level(self, level: Literal["debug", "info", "warning", "error"]) -> list[str]:
+        """Change the log level of the router and its workers; return the workers that did."""
+        with typed_errors():
+            request = pb.ChangeLogLevelRequest(level=_LEVELS[level])
+            return list(self._stub.ChangeLogLevel(request, timeout=self._timeout).worker_ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._channel.close()
+
+
+def _to_status(status: pb.WorkerStatus) -> WorkerStatus:
+    load = status.load
+    return WorkerStatus(
+        worker_id=status.worker_id,
+        role="prefill" if status.role == "prefill" else "decode",
+        address=status.address,
+        is_draining=status.is_draining,
+        num_requests=status.num_requests,
+        load=WorkerLoad(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            used_blocks=load.used_blocks,
+            cached_blocks=load.cached_blocks,
+            free_blocks=load.free_blocks,
+        )
+        if status.HasField("load")
+        else None,
+    )

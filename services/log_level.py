@@ -1,0 +1,26 @@
+"""The names of log levels on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.protos import worker_pb2
+from quire.services.errors import InvalidArgument
+
+_NAMES: Mapping[int, str] = {
+    worker_pb2.LOG_LEVEL_DEBUG: "debug",
+    worker_pb2.LOG_LEVEL_INFO: "info",
+    worker_pb2.LOG_LEVEL_WARNING: "warning",
+    worker_pb2.LOG_LEVEL_ERROR: "error",
+}
+
+
+def level_name(level: int) -> str:
+    """Return the name that loggers know.
+
+    Raises:
+        InvalidArgument: there is no such level.
+    """
+    if level not in _NAMES:
+        raise InvalidArgument("level", f"must be one of {', '.join(_NAMES.values())}; got {level}")
+    return _NAMES[level]

@@ -1,0 +1,143 @@
+"""What an operator asks of a router: who its workers are; to drain one, clear caches, log more or less."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from quire.protos import admin_pb2 as pb
+from quire.protos import admin_pb2_grpc as pb_grpc
+from quire.protos import worker_pb2
+from quire.services.errors import NotFound, ServiceError, Unavailable
+from quire.services.grpc_server import GrpcServer, Service, grpc_server
+from quire.services.log import get_logger, set_level
+from quire.services.log_level import level_name
+from quire.services.router.workers import Worker, WorkerSet
+from quire.services.tls import ClusterTls
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
+CALL_SECONDS = 5.0
+
+_log = get_logger("admin")
+Answer = TypeVar("Answer")
+
+
+class AdminServicer(pb_grpc.AdminServiceServicer):
+    """Serves ``AdminService`` over the workers that the router knows."""
+
+    def __init__(self, workers: WorkerSet) -> None:
+        self._workers = workers
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: Any) -> pb.ListWorkersResponse:
+        """Describe every worker; those that do not answer have no load."""
+        workers = sorted(self._workers.all(), key=lambda worker: (worker.info.role, worker.worker_id))
+        return pb.ListWorkersResponse(workers=await asyncio.gather(*map(_status, workers)))
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
+        """Tell a worker, which tells all routers."""
+        [worker] = self._find([request.worker_id])
+        draining = worker_pb2.SetDrainingRequest(is_draining=not request.undo)
+        await _ask(worker, worker.stub.SetDraining, draining)
+        _log.info("worker_drained", worker=worker.worker_id, undo=request.undo)
+        return pb.DrainWorkerResponse()
+
+    async def ClearWorkerCaches(
+        self, request: pb.ClearWorkerCachesRequest, context: Any
+    ) -> pb.ClearWorkerCachesResponse:
+        """Make workers forget what no request uses."""
+        workers = self._find(request.worker_ids)
+        cleared = await asyncio.gather(
+            *(_ask(worker, worker.stub.ClearCache, worker_pb2.ClearCacheRequest()) for worker in workers)
+        )
+        counts = {worker.worker_id: each.num_blocks for worker, each in zip(workers, cleared, strict=True)}
+        _log.info("caches_cleared", workers=len(workers), blocks=sum(counts.values()))
+        return pb.ClearWorkerCachesResponse(num_blocks=counts)
+
+    async def ChangeLogLevel(
+        self, request: pb.ChangeLogLevelRequest, context: Any
+    ) -> pb.ChangeLogLevelResponse:
+        """Change the level here and at every worker that answers."""
+        set_level(level_name(request.level))
+        workers = self._workers.all()
+        level = worker_pb2.SetLogLevelRequest(level=request.level)
+        results = await asyncio.gather(
+            *(_ask(worker, worker.stub.SetLogLevel, level) for worker in workers), return_exceptions=True
+        )
+        changed = [w.worker_id for w, r in zip(workers, results, strict=True) if not isinstance(r, Exception)]
+        return pb.ChangeLogLevelResponse(worker_ids=sorted(changed))
+
+    def _find(self, worker_ids: Sequence[str]) -> list[Worker]:
+        known = {worker.worker_id: worker for worker in self._workers.all()}
+        for worker_id in worker_ids:
+            if worker_id not in known:
+                raise NotFound(
+                    f"no worker {worker_id!r}; there are: {', '.join(sorted(known)) or 'none'}",
+                    reason="WORKER_NOT_FOUND",
+                )
+        return [known[worker_id] for worker_id in worker_ids] if worker_ids else list(known.values())
+
+
+@asynccontextmanager
+async def admin_server(
+    workers: WorkerSet, host: str, port: int, cluster_tls: ClusterTls | None
+) -> AsyncIterator[GrpcServer]:
+    """Serve operators: in clear on the loopback, elsewhere for holders of a certificate of the cluster.
+
+    Raises:
+        OSError: the address cannot be bound, or others can reach it and the cluster has no certificates.
+    """
+    credentials = None
+    if not _is_loopback(host):
+        if cluster_tls is None:
+            raise OSError(
+                f"the admin port does not listen on {host} without the cluster's certificates: "
+                "give --cluster-cert, --cluster-key and --cluster-ca, or leave --admin-host on the loopback"
+            )
+        credentials = cluster_tls.server_credentials()
+    service = Service(pb_grpc.add_AdminServiceServicer_to_server, AdminServicer(workers), SERVICE_NAME)
+    async with grpc_server(
+        [service], host=host, port=port, registry=CollectorRegistry(), credentials=credentials
+    ) as server:
+        await server.ready()
+        yield server
+
+
+async def _status(worker: Worker) -> pb.WorkerStatus:
+    try:
+        load = await _ask(worker, worker.stub.GetLoad, worker_pb2.GetLoadRequest())
+    except ServiceError:
+        load = None
+    return pb.WorkerStatus(
+        worker_id=worker.worker_id,
+        role=worker.info.role,
+        address=worker.address,
+        is_draining=worker.is_draining,
+        num_requests=worker.num_requests,
+        load=load,
+    )
+
+
+async def _ask(worker: Worker, method: Callable[..., Awaitable[Answer]], request: object) -> Answer:
+    try:
+        return await method(request, timeout=CALL_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        raise Unavailable(
+            f"worker {worker.worker_id} did not do it: {error.code().name}: {error.details()}",
+            reason="WORKER_FAILED",
+        ) from error
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

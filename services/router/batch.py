@@ -1,0 +1,61 @@
+"""Many generations in one call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import InvalidArgument, ServiceError
+
+MAX_BATCH_SIZE = 256
+BATCH_CONCURRENCY = 32
+"""Generations of one batch that are under way at once; each counts as a request."""
+
+
+def check_batch_size(size: int) -> None:
+    """Refuse an empty batch and one that is too large."""
+    if not 1 <= size <= MAX_BATCH_SIZE:
+        raise InvalidArgument(
+            "generations",
+            f"must hold from 1 to {MAX_BATCH_SIZE}; got {size}",
+            metadata={"limit": str(MAX_BATCH_SIZE)},
+        )
+
+
+async def batch_answers(
+    generations: Sequence[pb.Generation],
+    perform: Callable[[pb.Generation], Awaitable[pb.GenerateResponse]],
+    num_at_once: int,
+) -> AsyncGenerator[pb.GenerateBatchResponse]:
+    """Yield what became of each generation, as soon as it is known; begin them in their order.
+
+    One that fails with a typed error has it for an answer, and the others go on.
+    """
+    places = asyncio.Semaphore(num_at_once)
+
+    async def answer(index: int, generation: pb.Generation) -> pb.GenerateBatchResponse:
+        async with places:
+            try:
+                return pb.GenerateBatchResponse(index=index, response=await perform(generation))
+            except ServiceError as error:
+                return pb.GenerateBatchResponse(index=index, error=_to_proto(error))
+
+    tasks = [asyncio.create_task(answer(index, each)) for index, each in enumerate(generations)]
+    try:
+        for finished in asyncio.as_completed(tasks):
+            yield await finished
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _to_proto(error: ServiceError) -> pb.GenerationError:
+    return pb.GenerationError(
+        code=error.code.value[0],
+        message=error.message,
+        reason=error.reason,
+        metadata=error.metadata,
+        retry_after_seconds=error.retry_after_seconds,
+    )

@@ -1,0 +1,151 @@
+"""Certificates: read, checked, and read again when they were renewed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from cryptography import x509
+
+from quire.services.errors import BadFileError
+from quire.services.log import get_logger
+
+CLUSTER_NAME = "quire-cluster"
+"""DNS name in every certificate of a cluster: it is asked for, whatever the address that leads there."""
+
+Connect = Callable[..., grpc.aio.Channel]
+"""Opens a channel, with the arguments of ``grpc.aio.insecure_channel``."""
+
+_log = get_logger("tls")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of one end of a connection.
+
+    Attributes:
+        certificate: the end's own, followed by those that lead to its authority.
+        key: of the certificate.
+        authority: who must have signed the other end's certificate; a server without one asks for none.
+    """
+
+    certificate: Path
+    key: Path
+    authority: Path | None = None
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes when one of the files does.
+
+        Raises:
+            BadFileError: one is gone.
+        """
+        return tuple(_modified(path) for path in (self.certificate, self.key, self.authority) if path)
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Return credentials that follow the files: a renewed certificate counts from the next connection on.
+
+    Raises:
+        BadFileError: a file is missing or malformed, or the certificate is out of date.
+    """
+    renewal = _Renewal(files)
+    credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
+        renewal.current,
+        renewal,  # type: ignore[arg-type]  # it may return None: no change
+        require_client_authentication=files.authority is not None,
+    )
+    return credentials
+
+
+class ClusterTls:
+    """Mutual TLS between router and workers: each side shows a certificate of the cluster's authority."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return what a server of the cluster needs; see the function of the same name."""
+        return server_credentials(self._files)
+
+    def connect(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+        """Open a channel to a worker; the files are read for each.
+
+        Raises:
+            BadFileError: a file is missing or malformed, or the certificate is out of date.
+        """
+        certificate, key, authority = _read(self._files)
+        credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+        name = ("grpc.ssl_target_name_override", CLUSTER_NAME)
+        return grpc.aio.secure_channel(address, credentials, options=[*options, name])
+
+
+class _Renewal:
+    """What gRPC asks, in a thread of its own, before each handshake: a new configuration, or None."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._version = files.version
+        self.current = _server_configuration(files)
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        with self._lock:
+            try:
+                version = self._files.version
+                if version == self._version:
+                    return None
+                self._version = version
+                renewed = _server_configuration(self._files)
+            except BadFileError as error:
+                _log.error("certificate_not_reloaded", error=error)
+                return None
+            _log.info("certificate_reloaded", file=self._files.certificate)
+            return renewed
+
+
+def _server_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    certificate, key, authority = _read(files)
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+
+def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes | None]:
+    certificate = _read_certificates(files.certificate)
+    authority = None if files.authority is None else _read_certificates(files.authority)
+    return certificate, _read_file(files.key), authority
+
+
+def _read_certificates(path: Path) -> bytes:
+    """Return the file's bytes; gRPC itself would only say that a handshake failed."""
+    content = _read_file(path)
+    try:
+        certificates = x509.load_pem_x509_certificates(content)
+    except ValueError as error:
+        raise BadFileError(f"{path} holds no PEM certificate: {error}") from error
+    now = datetime.now(UTC)
+    for each in certificates:
+        if now > each.not_valid_after_utc:
+            raise BadFileError(f"the certificate {path} expired at {each.not_valid_after_utc}: renew it")
+        if now < each.not_valid_before_utc:
+            raise BadFileError(f"the certificate {path} is valid from {each.not_valid_before_utc} on")
+    return content
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadFileError(f"{path} cannot be read: {error}") from error
+
+
+def _modified(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError as error:
+        raise BadFileError(f"{path} cannot be read: {error}") from error
