@@ -13,17 +13,16 @@ from quire.client.channel import channel_options
 from quire.client.errors import typed_errors
 from quire.client.tls import Tls
 from quire.protos import admin_pb2 as pb
-from quire.protos import worker_pb2
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 
 CLUSTER_NAME = "quire-cluster"
 """DNS name in the certificates of a cluster."""
 
 _LEVELS = {
-    "debug": worker_pb2.LOG_LEVEL_DEBUG,
-    "info": worker_pb2.LOG_LEVEL_INFO,
-    "warning": worker_pb2.LOG_LEVEL_WARNING,
-    "error": worker_pb2.LOG_LEVEL_ERROR,
+    "debug": pb.LOG_LEVEL_DEBUG,
+    "info": pb.LOG_LEVEL_INFO,
+    "warning": pb.LOG_LEVEL_WARNING,
+    "error": pb.LOG_LEVEL_ERROR,
 }
 
 

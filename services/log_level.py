@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire.protos import worker_pb2
+from quire.protos import admin_pb2
 from quire.services.errors import InvalidArgument
 
 _NAMES: Mapping[int, str] = {
-    worker_pb2.LOG_LEVEL_DEBUG: "debug",
-    worker_pb2.LOG_LEVEL_INFO: "info",
-    worker_pb2.LOG_LEVEL_WARNING: "warning",
-    worker_pb2.LOG_LEVEL_ERROR: "error",
+    admin_pb2.LOG_LEVEL_DEBUG: "debug",
+    admin_pb2.LOG_LEVEL_INFO: "info",
+    admin_pb2.LOG_LEVEL_WARNING: "warning",
+    admin_pb2.LOG_LEVEL_ERROR: "error",
 }
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 import grpc.aio
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from quire.services.errors import BadFileError
 from quire.services.log import get_logger
@@ -116,14 +118,23 @@ def _server_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguratio
 
 
 def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes | None]:
-    certificate = _read_certificates(files.certificate)
-    authority = None if files.authority is None else _read_certificates(files.authority)
-    return certificate, _read_file(files.key), authority
+    """Read certificate, key and authority; gRPC itself would only say that a handshake failed."""
+    certificate, key = _read_file(files.certificate), _read_file(files.key)
+    first, *_ = _parse_certificates(files.certificate, certificate)
+    try:
+        private_key = load_pem_private_key(key, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise BadFileError(f"{files.key} holds no PEM key without a password: {error}") from error
+    if private_key.public_key() != first.public_key():
+        raise BadFileError(f"{files.key} is not the key of {files.certificate}")
+    if files.authority is None:
+        return certificate, key, None
+    authority = _read_file(files.authority)
+    _parse_certificates(files.authority, authority)
+    return certificate, key, authority
 
 
-def _read_certificates(path: Path) -> bytes:
-    """Return the file's bytes; gRPC itself would only say that a handshake failed."""
-    content = _read_file(path)
+def _parse_certificates(path: Path, content: bytes) -> list[x509.Certificate]:
     try:
         certificates = x509.load_pem_x509_certificates(content)
     except ValueError as error:
@@ -134,7 +145,7 @@ def _read_certificates(path: Path) -> bytes:
             raise BadFileError(f"the certificate {path} expired at {each.not_valid_after_utc}: renew it")
         if now < each.not_valid_before_utc:
             raise BadFileError(f"the certificate {path} is valid from {each.not_valid_before_utc} on")
-    return content
+    return certificates
 
 
 def _read_file(path: Path) -> bytes:

@@ -110,17 +110,28 @@ async def admin_server(
 
 
 async def _status(worker: Worker) -> pb.WorkerStatus:
-    try:
-        load = await _ask(worker, worker.stub.GetLoad, worker_pb2.GetLoadRequest())
-    except ServiceError:
-        load = None
     return pb.WorkerStatus(
         worker_id=worker.worker_id,
         role=worker.info.role,
         address=worker.address,
         is_draining=worker.is_draining,
         num_requests=worker.num_requests,
-        load=load,
+        load=await _load(worker),
+    )
+
+
+async def _load(worker: Worker) -> pb.WorkerLoad | None:
+    try:
+        load = await _ask(worker, worker.stub.GetLoad, worker_pb2.GetLoadRequest())
+    except ServiceError:
+        return None
+    return pb.WorkerLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_transferring=load.num_transferring,
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        used_blocks=load.used_blocks,
     )
 
 

@@ -98,6 +98,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.calls: list[Any] = []
         self.aborted = asyncio.Event()
         self.num_cached_tokens = 0
+        self.is_draining = False
         self.fault: Fault | None = None
         self.pause_before_token: int | None = None
         self.paused = asyncio.Event()
@@ -116,6 +117,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             eos_token_ids=[1],
             layout=self.layout,
             cache_descriptor=b"tiny",
+            is_draining=self.is_draining,
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:

@@ -1,0 +1,60 @@
+"""The admin port, with scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.client import NotFound
+from quire.client.admin import AdminClient
+from quire.protos import admin_pb2 as pb
+from quire.protos import admin_pb2_grpc as pb_grpc
+from quire.services.router.admin import admin_server
+
+
+async def test_workers_are_listed_whether_they_tell_their_load_or_not(pair: Any) -> None:
+    await pair.start()
+    with AdminClient(pair.running.admin_address) as admin:
+        workers = await asyncio.to_thread(admin.workers)
+    assert [(w.worker_id, w.role, w.is_draining) for w in workers] == [
+        ("d1", "decode", False),
+        ("d2", "decode", False),
+        ("p1", "prefill", False),
+        ("p2", "prefill", False),
+    ]
+    assert {w.load for w in workers} == {None}
+
+
+async def test_an_unknown_worker_is_named(pair: Any) -> None:
+    await pair.start()
+    with AdminClient(pair.running.admin_address) as admin, pytest.raises(NotFound, match="d1, d2, p1, p2"):
+        await asyncio.to_thread(admin.drain, "d9")
+
+
+async def test_a_worker_that_drains_gets_nothing_new(pair: Any) -> None:
+    stub = await pair.start()
+    pair["d1"].is_draining = True
+    async with asyncio.timeout(10):
+        while len(pair.running.workers.live("decode")) != 1:
+            await asyncio.sleep(0.005)
+    assert [w.worker_id for w in pair.running.workers.live("decode")] == ["d2"]
+    assert stub is not None
+
+
+async def test_the_admin_port_is_apart_from_the_public_one(pair: Any) -> None:
+    await pair.start()
+    async with grpc.aio.insecure_channel(pair.running.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pb_grpc.AdminServiceStub(channel).ListWorkers(pb.ListWorkersRequest())
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "quire.example"])
+async def test_it_does_not_listen_for_everybody(pair: Any, host: str) -> None:
+    await pair.start()
+    with pytest.raises(OSError, match="--cluster-cert"):
+        async with admin_server(pair.running.workers, host, 0, None):
+            pytest.fail("it listens")

@@ -1,0 +1,173 @@
+"""Keys, tenants, limits and batches through a router with scripted workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from quire.client import AsyncClient, Completion, Overloaded, Unauthenticated
+from quire.protos import inference_pb2 as pb
+from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.services.router.tenants import Tenant, new_key
+
+METHODS = list(pb.DESCRIPTOR.services_by_name["GenerationService"].methods)
+PROMPT = pb.Generation(text="hello")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, str]:
+    """Write and return the keys of a tenant without limits, one of one request, and one of few tokens."""
+    tenants = [Tenant("acme"), Tenant("single", max_requests=1), Tenant("frugal", tokens_per_minute=30)]
+    made = {tenant.name: new_key(tenant) for tenant in tenants}
+    (tmp_path / "keys").write_text("\n".join(each.line for each in made.values()))
+    return {name: each.key for name, each in made.items()}
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),)
+
+
+@asynccontextmanager
+async def client(cluster: Any, key: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(cluster.running.address, api_key=key) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def stub(pair: Any, keys: dict[str, str], tmp_path: Path) -> pb_grpc.GenerationServiceStub:
+    started: pb_grpc.GenerationServiceStub = await pair.start(api_keys_file=tmp_path / "keys")
+    return started
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("metadata", [(), bearer("quire-wrong")])
+async def test_no_method_answers_without_a_known_key(
+    pair: Any, stub: pb_grpc.GenerationServiceStub, method: Any, metadata: Any
+) -> None:
+    call = getattr(stub, method.name)(method.input_type._concrete_class(), metadata=metadata)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (call.read() if method.server_streaming else call)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "wrong" not in (caught.value.details() or "")
+    labels = {"grpc_method": method.name, "grpc_code": "UNAUTHENTICATED"}
+    async with asyncio.timeout(5):
+        while pair.metric("grpc_server_handled_total", **labels) != 1:
+            await asyncio.sleep(0)
+
+
+async def test_health_needs_no_key(pair: Any, stub: Any) -> None:
+    async with grpc.aio.insecure_channel(pair.running.address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert answer.status in (
+        health_pb2.HealthCheckResponse.SERVING,
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+    )
+
+
+async def test_the_tenant_and_the_salt_reach_the_workers_apart(pair: Any, stub: Any, keys: Any) -> None:
+    async with client(pair, keys["acme"]) as connected:
+        await connected.generate("hello", cache_salt="single")
+    calls = [call.sequence.cache_scope for name in pair.workers for call in pair[name].calls]
+    assert [(scope.tenant, scope.salt) for scope in calls] == [("acme", "single")] * 2
+
+
+async def test_a_client_cannot_choose_its_tenant(pair: Any, stub: Any, keys: Any) -> None:
+    async with client(pair, keys["acme"]) as connected:
+        with pytest.raises(Exception, match="cache_salt"):
+            await connected.generate("hello", cache_salt="x" * 129)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(
+            pb.GenerateRequest(generation=PROMPT), metadata=[("tenant", "acme"), ("x-tenant", "acme")]
+        )
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_more_requests_than_a_tenants_limit(pair: Any, stub: Any, keys: Any) -> None:
+    for name in pair.workers:
+        pair[name].pause_before_token = 0
+    call = stub.GenerateStream(pb.GenerateStreamRequest(generation=PROMPT), metadata=bearer(keys["single"]))
+    paused = [asyncio.create_task(pair[name].paused.wait()) for name in ("p1", "p2")]
+    reading = asyncio.create_task(call.read())
+    await asyncio.wait(paused, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(pb.GenerateRequest(generation=PROMPT), metadata=bearer(keys["single"]))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    info, retry = ErrorInfo(), RetryInfo()
+    for packed, kind in zip(rpc_status.from_call(caught.value).details, (info, retry), strict=True):
+        assert packed.Unpack(kind)
+    assert (info.reason, info.domain, info.metadata["limit"]) == ("TENANT_REQUESTS", "quire", "1")
+    assert retry.retry_delay.ToMilliseconds() == 1000
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    for task in paused:
+        task.cancel()
+
+
+async def test_more_tokens_than_a_tenants_limit(pair: Any, stub: Any, keys: Any) -> None:
+    async with client(pair, keys["frugal"]) as connected:
+        first = await connected.generate("hello world")
+        assert first.usage.prompt_tokens + first.usage.completion_tokens < 30
+        with pytest.raises(Overloaded) as caught:
+            for _ in range(30):
+                await connected.generate("hello world")
+        assert caught.value.reason == "TOKEN_RATE"
+        assert caught.value.retry_after is not None
+        assert 0 < caught.value.retry_after <= 60
+    async with client(pair, keys["acme"]) as other:
+        assert (await other.generate("hello world")).text == first.text
+
+
+async def test_the_client_knows_what_is_wrong_with_its_key(pair: Any, stub: Any) -> None:
+    async with client(pair, "quire-wrong") as connected:
+        with pytest.raises(Unauthenticated) as caught:
+            await connected.model_info()
+    assert caught.value.reason == "UNKNOWN_API_KEY"
+
+
+async def test_a_batch_answers_each_prompt_and_one_bad_one_spoils_nothing(
+    pair: Any, stub: Any, keys: Any
+) -> None:
+    prompts: list[Any] = ["hello", [], "world", "stop"]
+    async with client(pair, keys["single"]) as connected:
+        outcomes = dict([each async for each in connected.batch(prompts, max_tokens=3, seed=1)])
+        alone = await connected.generate("hello", max_tokens=3, seed=1)
+    assert sorted(outcomes) == [0, 1, 2, 3]
+    assert isinstance(outcomes[0], Completion)
+    assert outcomes[0].text == alone.text
+    assert (type(outcomes[1]).__name__, outcomes[1].reason) == ("InvalidRequest", "EMPTY_PROMPT")
+
+
+@pytest.mark.parametrize("size", [0, 257])
+async def test_a_batch_has_a_size(pair: Any, stub: Any, keys: Any, size: int) -> None:
+    async with client(pair, keys["acme"]) as connected:
+        with pytest.raises(Exception, match="generations: must hold from 1 to 256"):
+            async for _ in connected.batch(["hello"] * size):
+                pass
+
+
+async def test_leaving_a_batch_ends_all_of_it(pair: Any, stub: Any, keys: Any) -> None:
+    for name in pair.workers:
+        pair[name].pause_before_token = 1
+    async with client(pair, keys["acme"]) as connected:
+        reading = asyncio.create_task(anext(connected.batch(["hello"] * 8)))
+        paused = [asyncio.create_task(pair[name].paused.wait()) for name in pair.workers]
+        await asyncio.wait(paused, return_when=asyncio.FIRST_COMPLETED)
+        assert pair.metric("quire_requests_running") == 8
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        async with asyncio.timeout(10):
+            while pair.metric("quire_requests_running"):
+                await asyncio.sleep(0.005)
+    for task in paused:
+        task.cancel()
