@@ -153,6 +153,8 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
 
 def _beam_from_proto(message: inference_pb2.BeamParams) -> BeamParams:
     length_penalty = message.length_penalty if message.HasField("length_penalty") else 1.0
+    if message.early_stopping not in _EARLY_STOPPING:
+        raise InvalidArgument("sampling.beam.early_stopping", f"there is no value {message.early_stopping}")
     return BeamParams(message.width, length_penalty, _EARLY_STOPPING[message.early_stopping])
 
 

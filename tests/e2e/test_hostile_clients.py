@@ -1,0 +1,190 @@
+"""Clients that mean harm, against a stack of real processes: it goes on answering, and tells no secret."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import psutil
+import pytest
+
+from quire.client import AsyncClient, InvalidRequest, Unauthenticated
+from quire.protos import inference_pb2
+from quire.protos.inference_pb2_grpc import GenerationServiceStub
+from quire.services.local_stack import RunningStack
+from quire.services.redis_process import RedisProcess
+from quire.services.router.tenants import Tenant, new_key
+
+NUM_IDLE = 1000
+WAIT_SECONDS = 30.0
+START_SECONDS = 120.0
+
+
+async def test_a_thousand_idle_connections_keep_nobody_away(stack: RunningStack, e2e: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard >= NUM_IDLE + 500, "the system permits too few open files for this test"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        async with AsyncExitStack() as idle:
+            for where in (stack.address, stack.ready["decode-0"].address):
+                host, port = where.split(":")
+                for _ in range(NUM_IDLE // 2):
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+                    idle.callback(writer.close)
+            async with e2e.connected(stack) as (client, workers):
+                answer = await client.generate(e2e.make_prompt(40), max_tokens=4, ignore_eos=True, timeout=60)
+                assert len(answer.token_ids) == 4
+                await e2e.quiet(workers)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_hundred_calls_without_a_request_keep_nobody_away(stack: RunningStack, e2e: Any) -> None:
+    async with e2e.connected(stack) as (client, workers), AsyncExitStack() as open_calls:
+        channel = await open_calls.enter_async_context(grpc.aio.insecure_channel(stack.address))
+        for _ in range(100):
+            call = channel.stream_stream("/quire.v1.GenerationService/GenerateStream")()
+            open_calls.callback(call.cancel)
+        answer = await client.generate(e2e.make_prompt(40), max_tokens=4, ignore_eos=True, timeout=60)
+        assert len(answer.token_ids) == 4
+        await e2e.quiet(workers)
+
+
+async def test_large_prompts_are_refused_before_they_reach_a_worker(stack: RunningStack, e2e: Any) -> None:
+    async with e2e.connected(stack) as (client, workers):
+        before = await e2e.quiet(workers)
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate("x" * (9 << 20))
+        assert (caught.value.field, caught.value.limit) == ("text", str(8 << 20))
+        async with grpc.aio.insecure_channel(
+            stack.address, options=[("grpc.max_send_message_length", -1)]
+        ) as channel:
+            request = inference_pb2.GenerateRequest()
+            request.generation.text = "x" * (17 << 20)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await GenerationServiceStub(channel).Generate(request)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await e2e.quiet(workers) == before
+
+
+@pytest.mark.parametrize("request_id", ["a\nlevel=error", "a b", "\x1b[2J", "ä", "x" * 129])
+async def test_a_request_id_cannot_forge_a_line(stack: RunningStack, e2e: Any, request_id: str) -> None:
+    async with e2e.connected(stack) as (client, _):
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate([2, 3], request_id=request_id)
+        assert caught.value.field == "request_id"
+
+
+class Serving(NamedTuple):
+    """The command `quire serve`, and what it must never tell."""
+
+    address: str
+    key: str
+    secrets: dict[str, str]
+    log: Path
+    index: RedisProcess
+    process: subprocess.Popen[bytes]
+
+    async def logged(self, pattern: str) -> str:
+        """Return the log once it holds a match."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not re.search(pattern, text := self.log.read_text(errors="replace")):
+                await asyncio.sleep(0.02)
+        return text
+
+
+@pytest.fixture
+def serving(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Serving]:
+    """Run the command at the debug level, with all secrets that there are."""
+    made, log = new_key(Tenant("acme")), tmp_path / "log"
+    (tmp_path / "keys").write_text(made.line)
+    with RedisProcess() as index, log.open("wb") as output:
+        password = index.url.split(":")[2].partition("@")[0]
+        secrets = {"key": made.key, "cluster secret": "a-secret-of-the-cluster", "password": password}
+        command = [sys.executable, "-c", "from quire.cli.main import main; main()", "serve"]
+        options = ["--port", "0", "--dtype", "float32", "--num-blocks", "256", "--log-level", "debug"]
+        process = subprocess.Popen(
+            [*command, str(tiny_model("llama")), *options, "--api-keys", str(tmp_path / "keys")],
+            env={
+                **os.environ,
+                "QUIRE_REDIS_URL": index.url,
+                "QUIRE_CLUSTER_SECRET": secrets["cluster secret"],
+                "COLUMNS": "200",
+            },
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            address = _wait_for_banner(process, log)
+            yield Serving(address, made.key, secrets, log, index, process)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(WAIT_SECONDS)
+
+
+def _wait_for_banner(process: subprocess.Popen[bytes], log: Path) -> str:
+    for _ in range(int(START_SECONDS / 0.05)):
+        if found := re.search(r"serves \S+ at (\S+:\d+)", log.read_text(errors="replace")):
+            return found[1]
+        assert process.poll() is None, log.read_text(errors="replace")
+        time.sleep(0.05)
+    raise AssertionError(log.read_text(errors="replace"))
+
+
+async def test_no_log_tells_a_secret(serving: Serving) -> None:
+    wrong = serving.key[:-1] + ("A" if serving.key[-1] != "A" else "B")
+    async with (
+        AsyncClient(serving.address, api_key=serving.key) as client,
+        AsyncClient(serving.address, api_key=wrong) as stranger,
+        AsyncClient(serving.address) as nobody,
+    ):
+        await client.generate(list(range(2, 80)), max_tokens=4, request_id="asked-well", cache_salt="a-salt")
+        for unknown in (stranger, nobody):
+            with pytest.raises(Unauthenticated):
+                await unknown.generate([2, 3])
+        # An index that is gone makes every process complain of it by name.
+        serving.index.stop()
+        await serving.logged("index_unreachable")
+        await client.generate(list(range(2, 80)), max_tokens=4, request_id="asked-again")
+    log = await serving.logged("event=request_finished request_id=asked-again tenant=acme")
+    assert "level=debug" in log
+    assert "event=index_unreachable" in log
+    for name, secret in {**serving.secrets, "wrong key": wrong}.items():
+        assert secret not in log, f"the log tells the {name}"
+    for each in _processes(serving.process.pid):
+        for name, secret in serving.secrets.items():
+            assert secret not in each, f"a process list tells the {name}"
+
+
+def _processes(parent: int) -> list[str]:
+    """Return the command lines of a process and all that it began."""
+    root = psutil.Process(parent)
+    return [" ".join(process.cmdline()) for process in (root, *root.children(recursive=True))]
+
+
+def test_settings_do_not_print_secrets() -> None:
+    from quire.services.local_stack import LocalStackConfig
+    from quire.services.router.app import RouterConfig
+    from quire.services.worker.app import WorkerConfig
+
+    url = "redis://user:hidden-word@host"
+    configs = (
+        RouterConfig(cluster_secret=b"hidden-word", redis_url=url),
+        WorkerConfig(role="decode", cluster_secret=b"hidden-word", redis_url=url),
+        LocalStackConfig(redis_url=url),
+    )
+    for config in configs:
+        assert "hidden-word" not in repr(config)

@@ -1,0 +1,233 @@
+"""Two tenants on one stack whose every connection is encrypted: nobody gets a block that is not theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import pytest
+import redis
+import trustme
+
+from quire.client import AsyncClient, Tls, Unavailable
+from quire.client.admin import AdminClient
+from quire.kvindex.block_hash import CacheScope, block_hashes, root_hash
+from quire.protos import inference_pb2, kvtransfer_pb2, worker_pb2
+from quire.protos.kvtransfer_pb2_grpc import KvPullServiceStub
+from quire.protos.worker_pb2_grpc import WorkerServiceStub
+from quire.services.local_stack import RunningStack
+from quire.services.redis_process import RedisProcess
+from quire.services.router.tenants import Tenant, new_key
+from quire.services.tls import CLUSTER_NAME, ClusterTls, TlsFiles
+
+SECRET = "the secret of this cluster"
+LENGTH = 400
+NUM_FULL = (LENGTH - 1) // 16
+WAIT_SECONDS = 20.0
+_names = count()
+
+
+class Secured(NamedTuple):
+    """A running stack, and what one needs to reach it."""
+
+    stack: RunningStack
+    ca: Path
+    keys: dict[str, str]
+    cluster: ClusterTls
+    index: redis.Redis
+
+    @asynccontextmanager
+    async def client(self, tenant: str) -> AsyncIterator[AsyncClient]:
+        """Connect as a tenant."""
+        host, port = self.stack.address.split(":")
+        assert host == "127.0.0.1"
+        async with AsyncClient(
+            f"localhost:{port}", api_key=self.keys[tenant], tls=Tls(ca=self.ca)
+        ) as connected:
+            yield connected
+
+    @asynccontextmanager
+    async def worker(self, name: str) -> AsyncIterator[grpc.aio.Channel]:
+        """Connect to a worker with a certificate of the cluster."""
+        async with self.cluster.connect(self.stack.ready[name].address) as channel:
+            yield channel
+
+    def blocks(self) -> set[bytes]:
+        """Return the hashes of all published blocks."""
+        return set(self.index.scan_iter(match=b"{q}b*", count=1000))
+
+    async def published(self, least: int) -> set[bytes]:
+        """Return the published hashes once there are so many."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            while len(found := self.blocks()) < least:
+                await asyncio.sleep(0.01)
+        return found
+
+
+def write(ca: trustme.CA, folder: Path, name: str) -> TlsFiles:
+    issued = ca.issue_cert(name)
+    authority, files = folder / f"{name}.ca.pem", (folder / f"{name}.pem", folder / f"{name}.key")
+    ca.cert_pem.write_to_path(str(authority))
+    files[0].write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    files[1].write_bytes(issued.private_key_pem.bytes())
+    return TlsFiles(*files, authority)
+
+
+@pytest.fixture(scope="module")
+def secured(
+    start_stack: Callable[..., AbstractContextManager[RunningStack]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Secured]:
+    """Run one prefill and one decode worker with keys, TLS outside and mutual TLS inside."""
+    folder = tmp_path_factory.mktemp("secured")
+    made = {name: new_key(Tenant(name)) for name in ("acme", "globex")}
+    (folder / "keys").write_text("\n".join(key.line for key in made.values()))
+    public, cluster = write(trustme.CA(), folder, "localhost"), write(trustme.CA(), folder, CLUSTER_NAME)
+    assert public.authority is not None
+    with pytest.MonkeyPatch.context() as patch, RedisProcess() as index:
+        patch.setenv("QUIRE_CLUSTER_SECRET", SECRET)
+        with (
+            start_stack(
+                "llama",
+                redis_url=index.url,
+                api_keys_file=folder / "keys",
+                public_tls=TlsFiles(public.certificate, public.key),
+                cluster_tls=cluster,
+            ) as stack,
+            redis.Redis.from_url(index.url) as reader,
+        ):
+            keys = {name: key.key for name, key in made.items()}
+            yield Secured(stack, public.authority, keys, ClusterTls(cluster), reader)
+
+
+async def test_the_same_prompt_of_another_tenant_finds_nothing(
+    secured: Secured, expected: Any, e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=1)
+    options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    before = secured.blocks()
+    async with secured.client("acme") as acme, secured.client("globex") as globex:
+        first = await acme.generate(prompt, **options)
+        of_acme = await secured.published(len(before) + NUM_FULL) - before
+        second = await globex.generate(prompt, **options)
+        of_globex = await secured.published(len(before) + 2 * len(of_acme)) - before - of_acme
+        again = await acme.generate(prompt, **options)
+        third = await globex.generate(prompt, **options)
+    assert first.token_ids == second.token_ids == tuple(expected("llama", prompt)[:8])
+    cached = [each.usage.cached_prompt_tokens for each in (first, second, again, third)]
+    assert cached == [0, 0, NUM_FULL * 16, NUM_FULL * 16]
+    assert first.usage.blocks_shipped == second.usage.blocks_shipped == NUM_FULL + 1
+    assert second.usage.blocks_reused_on_decode == 0
+    assert len(of_globex) == len(of_acme)
+
+
+async def test_a_salt_is_no_tenant_and_narrows_alone(secured: Secured, e2e: Any) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=2)
+
+    async def cached(client: AsyncClient, salt: str | None) -> int:
+        answer = await client.generate(prompt, max_tokens=1, cache_salt=salt)
+        return answer.usage.cached_prompt_tokens
+
+    async with secured.client("acme") as acme, secured.client("globex") as globex:
+        assert await cached(globex, None) == 0
+        for salt in ("globex", "acme", "", "\0", "globex\x00"):
+            assert await cached(acme, salt) == 0
+            assert await cached(acme, salt) == NUM_FULL * 16
+        assert await cached(globex, "globex") == 0
+        assert await cached(globex, None) == NUM_FULL * 16
+
+
+async def test_blocks_are_pulled_within_a_tenant_alone(secured: Secured, e2e: Any) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=3)
+
+    def sequence(scope: worker_pb2.CacheScope) -> worker_pb2.Sequence:
+        return worker_pb2.Sequence(
+            request_id=f"tenant-{next(_names)}",
+            token_ids=prompt,
+            sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
+            stopping=inference_pb2.StoppingParams(max_tokens=1, ignore_eos=True),
+            cache_scope=scope,
+        )
+
+    acme, globex, salted = (
+        worker_pb2.CacheScope(tenant="acme"),
+        worker_pb2.CacheScope(tenant="globex"),
+        worker_pb2.CacheScope(salt="acme"),
+    )
+    async with secured.worker("prefill-0") as p, secured.worker("decode-0") as d:
+        holder, taker = WorkerServiceStub(p), WorkerServiceStub(d)
+        info = await holder.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+        async for _ in holder.Prefill(worker_pb2.PrefillRequest(sequence=sequence(acme))):
+            pass
+        source = worker_pb2.PullSource(
+            address=secured.stack.ready["prefill-0"].address, epoch=info.epoch, num_blocks=NUM_FULL
+        )
+        for scope, num_pulled in ((globex, 0), (salted, 0), (acme, NUM_FULL)):
+            request = worker_pb2.DecodeRequest(sequence=sequence(scope), pull_from=source)
+            accepted, *_ = [message async for message in taker.Decode(request, timeout=WAIT_SECONDS)]
+            assert accepted.accepted.pulled.num_blocks == num_pulled
+            assert accepted.accepted.num_cached_tokens == 16 * num_pulled
+
+
+async def test_a_hash_that_was_guessed_without_the_secret_opens_nothing(secured: Secured, e2e: Any) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=4)
+    async with secured.client("acme") as acme:
+        await acme.generate(prompt, max_tokens=1)
+    async with secured.worker("prefill-0") as channel:
+        info = await WorkerServiceStub(channel).GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+        stub = KvPullServiceStub(channel)
+
+        async def pinned(secret: bytes) -> int:
+            root = root_hash(info.cache_descriptor, secret, CacheScope("acme"))
+            request = kvtransfer_pb2.PinRequest(
+                holder_epoch=info.epoch, layout=info.layout, block_hashes=block_hashes(root, prompt, 16)
+            )
+            answer = await stub.Pin(request)
+            await stub.Release(kvtransfer_pb2.ReleaseRequest(lease_id=answer.lease_id))
+            return answer.num_blocks
+
+        assert await pinned(b"") == 0
+        assert await pinned(b"guessed") == 0
+        assert await pinned(SECRET.encode()) == LENGTH // 16
+
+
+async def test_nobody_connects_without_a_certificate_or_in_clear(secured: Secured) -> None:
+    for name in ("prefill-0", "decode-0"):
+        async with grpc.aio.insecure_channel(secured.stack.ready[name].address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await WorkerServiceStub(channel).GetLoad(worker_pb2.GetLoadRequest())
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    async with AsyncClient(secured.stack.address, api_key=secured.keys["acme"], timeout=5) as plain:
+        with pytest.raises(Unavailable):
+            await plain.model_info()
+
+
+async def test_an_operator_drains_a_worker_and_clears_caches(secured: Secured, e2e: Any) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=5)
+
+    async def state(admin: AdminClient, worker_id: str) -> Any:
+        return next(w for w in await asyncio.to_thread(admin.workers) if w.worker_id == worker_id)
+
+    with AdminClient(secured.stack.admin_address) as admin:
+        async with secured.client("acme") as acme:
+            await acme.generate(prompt, max_tokens=1)
+            await asyncio.to_thread(admin.drain, "prefill-0")
+            async with asyncio.timeout(WAIT_SECONDS):
+                while not (await state(admin, "prefill-0")).is_draining:
+                    await asyncio.sleep(0.01)
+            drained = await acme.generate(e2e.make_prompt(LENGTH, seed=6), max_tokens=1)
+            assert (drained.usage.blocks_shipped, drained.usage.blocks_pulled) == (0, 0)
+            await asyncio.to_thread(admin.drain, "prefill-0", undo=True)
+            async with asyncio.timeout(WAIT_SECONDS):
+                while (await state(admin, "prefill-0")).is_draining:
+                    await asyncio.sleep(0.01)
+            assert (await acme.generate(prompt, max_tokens=1)).usage.cached_prompt_tokens == NUM_FULL * 16
+            cleared = await asyncio.to_thread(admin.clear_caches)
+            assert min(cleared.values()) >= NUM_FULL
+            assert (await state(admin, "prefill-0")).load.cached_blocks == 0
+            assert (await acme.generate(prompt, max_tokens=1)).usage.cached_prompt_tokens == 0
+            assert await asyncio.to_thread(admin.change_log_level, "error") == ["decode-0", "prefill-0"]
