@@ -14,6 +14,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quire.tokenization.errors import ChatTemplateError
 from quire.tokenization.tokenizer import ModelFiles
 
+# What running a template can raise: Jinja's own errors, and those of the Python expressions in it.
+_TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError),
+    *(ArithmeticError, AttributeError, LookupError, RecursionError),
+)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -47,7 +52,7 @@ class ChatTemplate:
                 documents=None,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise ChatTemplateError(f"the model's chat template refused them: {error}") from error
 
 

@@ -19,7 +19,7 @@ from quire.services.router.admission import RETRY_AFTER_SECONDS, Admission
 from quire.services.router.batch import BATCH_CONCURRENCY, batch_answers, check_batch_size
 from quire.services.router.generation import Cluster, GenerationRun
 from quire.services.router.metrics import RouterMetrics
-from quire.services.router.tenants import Authenticator, Tenant
+from quire.services.router.tenants import Authenticator, Headers, Tenant
 from quire.services.router.validation import check_token_ids, encode_chat, encode_text, validate
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -52,14 +52,16 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Collect the stream."""
-        return await self._whole(request.generation, self._tenant(context), self._deadline(context))
+        return await self._whole(
+            request.generation, self.tenant_of(context.invocation_metadata()), self._deadline(context)
+        )
 
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Stream the answer."""
-        tenant, deadline = self._tenant(context), self._deadline(context)
-        async with aclosing(self._generate(request.generation, tenant, deadline)) as responses:
+        tenant, deadline = self.tenant_of(context.invocation_metadata()), self._deadline(context)
+        async with aclosing(self.generate(request.generation, tenant, deadline)) as responses:
             async for response in responses:
                 yield response
 
@@ -67,7 +69,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         self, request: pb.GenerateBatchRequest, context: Any
     ) -> AsyncIterator[pb.GenerateBatchResponse]:
         """Perform all generations, a number at a time, and send each answer when it is whole."""
-        tenant, deadline = self._tenant(context), self._deadline(context)
+        tenant, deadline = self.tenant_of(context.invocation_metadata()), self._deadline(context)
         check_batch_size(len(request.generations))
         answers = batch_answers(
             request.generations,
@@ -81,7 +83,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     async def _whole(self, generation: pb.Generation, tenant: Tenant, deadline: float) -> pb.GenerateResponse:
         whole = pb.GenerateResponse()
         answers: dict[int, list[pb.GenerateStreamResponse]] = {}
-        async with aclosing(self._generate(generation, tenant, deadline)) as responses:
+        async with aclosing(self.generate(generation, tenant, deadline)) as responses:
             async for response in responses:
                 answers.setdefault(response.index, []).append(response)
                 whole.prompt_logprobs.extend(response.prompt_logprobs)
@@ -118,9 +120,17 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             num_decode_workers=len(cluster.workers.live("decode")),
         )
 
-    async def _generate(
+    async def generate(
         self, generation: pb.Generation, tenant: Tenant, deadline: float
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Admit a tenant's request and stream its answers; what the gRPC and the HTTP API have in common.
+
+        Args:
+            deadline: a reading of the clock.
+
+        Raises:
+            ServiceError: it cannot be served, or not to its end.
+        """
         arrival = self._clock()
         async with self._admission.admitted(tenant, deadline) as allowance:
             cluster = await self._joined_cluster()
@@ -188,8 +198,13 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 retries=usage.retries,
             )
 
-    def _tenant(self, context: Any) -> Tenant:
-        return self._authenticator.authenticate(context.invocation_metadata())
+    def tenant_of(self, headers: Headers) -> Tenant:
+        """Return whose a request is, by its metadata or HTTP headers.
+
+        Raises:
+            Unauthenticated: they prove nobody.
+        """
+        return self._authenticator.authenticate(headers)
 
     def _deadline(self, context: Any) -> float:
         return self._clock() + min(_remaining_seconds(context), self._request_timeout_seconds)

@@ -34,6 +34,7 @@ class FakeGeneration(GenerationServiceServicer):
         self.hangs = False
         self.requests: list[pb.Generation] = []
         self.timeouts: list[float] = []
+        self.authorizations: list[str] = []
         self.cancelled = threading.Event()
         self.address = ""
 
@@ -82,14 +83,35 @@ class FakeGeneration(GenerationServiceServicer):
                 return
         is_complete.set()
 
+    def GenerateBatch(
+        self, request: pb.GenerateBatchRequest, context: Any
+    ) -> Iterator[pb.GenerateBatchResponse]:
+        self._note(context)
+        for index, generation in reversed(list(enumerate(request.generations))):
+            if generation.text == "fail":
+                error = pb.GenerationError(
+                    code=8,
+                    message="wait",
+                    reason="TOKEN_RATE",
+                    metadata={"limit": "6"},
+                    retry_after_seconds=1.5,
+                )
+                yield pb.GenerateBatchResponse(index=index, error=error)
+                continue
+            choice = pb.Choice(text="".join(self.answer), finish_reason=pb.FINISH_REASON_STOP)
+            yield pb.GenerateBatchResponse(index=index, response=pb.GenerateResponse(choices=[choice]))
+
     def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        self._note(context)
         text = request.text or request.chat.messages[0].content
         return pb.TokenizeResponse(token_ids=list(text.encode()))
 
     def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        self._note(context)
         return pb.DetokenizeResponse(text=bytes(request.token_ids).decode())
 
     def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        self._note(context)
         return pb.GetModelInfoResponse(
             model="demo",
             max_model_len=512,
@@ -101,10 +123,16 @@ class FakeGeneration(GenerationServiceServicer):
         )
 
     def _begin(self, generation: pb.Generation, context: Any) -> None:
+        self._note(context)
         self.requests.append(generation)
         self.timeouts.append(context.time_remaining())
         if self.errors:
             context.abort_with_status(rpc_status.to_status(to_status(self.errors.pop(0))))
+
+    def _note(self, context: Any) -> None:
+        metadata = dict(context.invocation_metadata())
+        if "authorization" in metadata:
+            self.authorizations.append(metadata["authorization"])
 
     def _usage(self) -> pb.Usage:
         return pb.Usage(

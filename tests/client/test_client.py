@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from quire.client import (
+    AsyncClient,
     Client,
     DeadlineExceeded,
     Interrupted,
@@ -18,6 +20,7 @@ from quire.client import (
     Overloaded,
     QuireError,
     ServerError,
+    Tls,
     Unavailable,
     Unsupported,
 )
@@ -287,3 +290,28 @@ def test_early_stopping_is_one_of_three(client: Client) -> None:
 def test_an_unknown_option_is_a_type_error(client: Client) -> None:
     with pytest.raises(TypeError, match="typical_p"):
         client.generate("x", typical_p=3)  # type: ignore[call-arg]
+
+
+def test_the_key_goes_with_every_call(fake_generation: Any) -> None:
+    with Client(fake_generation.address, timeout=WAIT_SECONDS, api_key="quire-key") as client:
+        client.generate("What is blue?")
+        list(client.stream("What is blue?"))
+        list(client.batch(["What is blue?"]))
+        client.tokenize("What")
+        client.detokenize([1])
+        client.model_info()
+    assert fake_generation.authorizations == ["Bearer quire-key"] * 6
+
+
+def test_a_batch_tells_answers_and_errors_apart(client: Client) -> None:
+    outcomes = dict(client.batch(["What is blue?", "What is red?", "fail"], max_tokens=3))
+    assert [getattr(outcomes[index], "text", None) for index in (0, 1)] == ["Blue is é🙂."] * 2
+    error = outcomes[2]
+    assert isinstance(error, Overloaded)
+    assert (error.reason, error.retry_after, error.metadata) == ("TOKEN_RATE", 1.5, {"limit": "6"})
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tls_files_are_read_at_once(is_async: bool, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        (AsyncClient if is_async else Client)("127.0.0.1:1", tls=Tls(ca=tmp_path / "absent"))

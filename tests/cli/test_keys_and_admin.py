@@ -1,0 +1,134 @@
+"""``quire keys`` and ``quire admin``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import Result
+
+from quire.protos import admin_pb2 as pb
+from quire.protos.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
+from quire.services.router.tenants import ApiKeys
+
+Quire = Callable[..., Result]
+
+
+class FakeAdmin(AdminServiceServicer):
+    """A router with one worker, that records what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.address = ""
+
+    def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersResponse:
+        load = pb.WorkerLoad(num_running=3, used_blocks=7)
+        workers = [
+            pb.WorkerStatus(worker_id="decode-0", role="decode", address="host:1", load=load),
+            pb.WorkerStatus(worker_id="prefill-0", role="prefill", address="host:2"),
+        ]
+        return pb.ListWorkersResponse(workers=workers)
+
+    def DrainWorker(self, request: Any, context: Any) -> pb.DrainWorkerResponse:
+        self.requests.append(request)
+        if request.worker_id == "lost":
+            context.abort(grpc.StatusCode.NOT_FOUND, "no worker 'lost'")
+        return pb.DrainWorkerResponse()
+
+    def ClearWorkerCaches(self, request: Any, context: Any) -> pb.ClearWorkerCachesResponse:
+        self.requests.append(request)
+        return pb.ClearWorkerCachesResponse(num_blocks={"decode-0": 12})
+
+    def ChangeLogLevel(self, request: Any, context: Any) -> pb.ChangeLogLevelResponse:
+        self.requests.append(request)
+        return pb.ChangeLogLevelResponse(worker_ids=["decode-0"])
+
+
+@pytest.fixture
+def admin(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAdmin]:
+    servicer = FakeAdmin()
+    with ThreadPoolExecutor(2) as executor:
+        server = grpc.server(executor)
+        add_AdminServiceServicer_to_server(servicer, server)
+        servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        monkeypatch.setenv("QUIRE_ADMIN_ADDRESS", servicer.address)
+        server.start()
+        yield servicer
+        server.stop(None).wait()
+
+
+def test_a_key_goes_to_the_terminal_and_its_line_to_the_file(quire: Quire, tmp_path: Path) -> None:
+    result = quire("keys", "new", "acme", "--tokens-per-minute", "600", "--max-requests", "2")
+    assert result.exit_code == 0
+    (tmp_path / "keys").write_text(result.stdout)
+    key = result.stderr.split()[-1]
+    assert key not in result.stdout
+    tenant = ApiKeys(tmp_path / "keys").authenticate([("authorization", f"Bearer {key}")])
+    assert (tenant.name, tenant.tokens_per_minute, tenant.max_requests) == ("acme", 600, 2)
+
+
+def test_a_name_that_a_file_cannot_hold_is_a_usage_error(quire: Quire) -> None:
+    assert quire("keys", "new", "a b").exit_code == 2
+
+
+def test_workers_are_a_table(quire: Quire, admin: FakeAdmin) -> None:
+    lines = [line for line in quire("admin", "workers").stdout.splitlines() if "host:" in line]
+    assert [("serving" in line, "silent" in line, " 7 " in line) for line in lines] == [
+        (True, False, True),
+        (False, True, False),
+    ]
+
+
+def test_drain_clear_and_log_level_ask_for_what_they_say(quire: Quire, admin: FakeAdmin) -> None:
+    assert "drains" in quire("admin", "drain", "decode-0").stdout
+    assert "serves again" in quire("admin", "drain", "decode-0", "--undo").stdout
+    assert quire("admin", "clear-cache", "decode-0").stdout == "decode-0: 12 blocks\n"
+    assert "log debug" in quire("admin", "log-level", "debug").stdout
+    assert admin.requests == [
+        pb.DrainWorkerRequest(worker_id="decode-0"),
+        pb.DrainWorkerRequest(worker_id="decode-0", undo=True),
+        pb.ClearWorkerCachesRequest(worker_ids=["decode-0"]),
+        pb.ChangeLogLevelRequest(level=pb.LOG_LEVEL_DEBUG),
+    ]
+
+
+def test_what_goes_wrong_is_told(quire: Quire, admin: FakeAdmin) -> None:
+    lost = quire("admin", "drain", "lost")
+    assert (lost.exit_code, lost.stderr) == (1, "error: no worker 'lost'\n")
+    nobody = quire("admin", "--admin-address", "127.0.0.1:1", "workers")
+    assert nobody.exit_code == 1
+    assert "no router's admin port answers at 127.0.0.1:1" in nobody.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--tls-cert", "{file}"], "--tls-cert and --tls-key"),
+        (["--tls-client-ca", "{file}"], "--tls-cert and --tls-key"),
+        (["--cluster-cert", "{file}", "--cluster-key", "{file}"], "--cluster-ca"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["serve", "router"])
+def test_half_a_certificate_is_a_usage_error(
+    quire: Quire, tmp_path: Path, verb: str, arguments: list[str], problem: str
+) -> None:
+    (tmp_path / "file").touch()
+    result = quire(verb, *(each.format(file=tmp_path / "file") for each in arguments))
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--api-keys", "--tls-cert"])
+def test_a_malformed_file_is_told_in_a_line(quire: Quire, tmp_path: Path, option: str) -> None:
+    path = tmp_path / "malformed"
+    path.write_text("nonsense")
+    key = ["--tls-key", str(path)] if option == "--tls-cert" else []
+    result = quire(
+        "router", "--port", "0", "--metrics-port", "0", "--admin-port", "0", option, str(path), *key
+    )
+    assert (result.exit_code, result.stderr.count("error: ")) == (1, 1)
+    assert "malformed" in result.stderr
