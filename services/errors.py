@@ -15,6 +15,10 @@ ERROR_DOMAIN = "quire"
 """The ``domain`` of every ``google.rpc.ErrorInfo`` that a service sends."""
 
 
+MAX_MESSAGE_CHARS = 1000
+"""Longer messages are cut: they may repeat what a client sent, and gRPC drops a status of more than 8 KiB."""
+
+
 class ServiceError(Exception):
     """An error with a gRPC status, raised anywhere in a service and sent by the server's interceptor.
 
@@ -34,9 +38,9 @@ class ServiceError(Exception):
         retry_after_seconds: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = _cut(message)
         self.reason = reason or self.default_reason
-        self.metadata = dict(metadata or {})
+        self.metadata = {name: _cut(value) for name, value in (metadata or {}).items()}
         self.retry_after_seconds = retry_after_seconds
 
     def __str__(self) -> str:
@@ -74,7 +78,7 @@ class InvalidArgument(ServiceError):
 
     def details(self) -> list[ErrorInfo | RetryInfo | BadRequest]:
         """Return the usual messages and the field's violation."""
-        violation = BadRequest.FieldViolation(field=self.field, description=self.problem)
+        violation = BadRequest.FieldViolation(field=self.field, description=_cut(self.problem))
         return [*super().details(), BadRequest(field_violations=[violation])]
 
 
@@ -147,6 +151,10 @@ class Internal(ServiceError):
 
 class BadFileError(OSError):
     """A file that a setting names is missing, malformed or out of date: the message says which and how."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}…"
 
 
 def to_status(error: ServiceError) -> Status:

@@ -22,6 +22,7 @@ async def logits_rules(params: pb.SamplingParams, tokenizer: Tokenizer, vocab_si
     """
     _check_penalties(params)
     _check_biases(params, vocab_size)
+    _check_number("sampling.allowed_token_ids", len(params.allowed_token_ids), vocab_size)
     _check_token_id(max(params.allowed_token_ids, default=0), vocab_size, "sampling.allowed_token_ids")
     rules = pb.SamplingParams(
         logit_bias=params.logit_bias,

@@ -20,7 +20,7 @@ from quire.services.router.batch import BATCH_CONCURRENCY, batch_answers, check_
 from quire.services.router.generation import Cluster, GenerationRun
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.tenants import Authenticator, Headers, Tenant
-from quire.services.router.validation import check_token_ids, encode_chat, encode_text, validate
+from quire.services.router.validation import check_detokenized, encode_chat, encode_text, validate
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -52,15 +52,13 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Collect the stream."""
-        return await self._whole(
-            request.generation, self.tenant_of(context.invocation_metadata()), self._deadline(context)
-        )
+        return await self._whole(request.generation, self._tenant(context), self._deadline(context))
 
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Stream the answer."""
-        tenant, deadline = self.tenant_of(context.invocation_metadata()), self._deadline(context)
+        tenant, deadline = self._tenant(context), self._deadline(context)
         async with aclosing(self.generate(request.generation, tenant, deadline)) as responses:
             async for response in responses:
                 yield response
@@ -69,7 +67,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         self, request: pb.GenerateBatchRequest, context: Any
     ) -> AsyncIterator[pb.GenerateBatchResponse]:
         """Perform all generations, a number at a time, and send each answer when it is whole."""
-        tenant, deadline = self.tenant_of(context.invocation_metadata()), self._deadline(context)
+        tenant, deadline = self._tenant(context), self._deadline(context)
         check_batch_size(len(request.generations))
         answers = batch_answers(
             request.generations,
@@ -94,18 +92,20 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         return whole
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        """Encode text or a conversation."""
-        model = (await self._joined_cluster()).model
-        if request.WhichOneof("prompt") == "chat":
-            return pb.TokenizeResponse(token_ids=await encode_chat(request.chat, model))
-        return pb.TokenizeResponse(token_ids=await encode_text(request.text, model))
+        """Encode text or a conversation; it takes a request's place, since a long one takes seconds."""
+        async with self._admission.admitted(self._tenant(context), self._deadline(context)):
+            model = (await self._joined_cluster()).model
+            if request.WhichOneof("prompt") == "chat":
+                return pb.TokenizeResponse(token_ids=await encode_chat(request.chat, model))
+            return pb.TokenizeResponse(token_ids=await encode_text(request.text, model))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """Decode token ids."""
-        model = (await self._joined_cluster()).model
-        check_token_ids(request.token_ids, model, "token_ids")
-        text = await asyncio.to_thread(model.tokenizer.decode, list(request.token_ids))
-        return pb.DetokenizeResponse(text=text)
+        async with self._admission.admitted(self._tenant(context), self._deadline(context)):
+            model = (await self._joined_cluster()).model
+            check_detokenized(request.token_ids, model, "token_ids")
+            text = await asyncio.to_thread(model.tokenizer.decode, list(request.token_ids))
+            return pb.DetokenizeResponse(text=text)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         """Describe the model and count the workers."""
@@ -205,6 +205,9 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             Unauthenticated: they prove nobody.
         """
         return self._authenticator.authenticate(headers)
+
+    def _tenant(self, context: Any) -> Tenant:
+        return self.tenant_of(context.invocation_metadata())
 
     def _deadline(self, context: Any) -> float:
         return self._clock() + min(_remaining_seconds(context), self._request_timeout_seconds)

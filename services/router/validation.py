@@ -25,6 +25,8 @@ MIN_KV_BUDGET_BLOCKS = 3
 MAX_PROMPT_BYTES = 8 << 20
 MAX_FORMAT_BYTES = 64 << 10
 MAX_CACHE_SALT_CHARS = 128
+MAX_MESSAGES = 4096
+MAX_DETOKENIZED = 1 << 20
 ROLES = ("system", "user", "assistant")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -116,6 +118,12 @@ async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") ->
         )
     if not chat.messages:
         raise InvalidArgument(f"{field}.messages", "must hold at least one message")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidArgument(
+            f"{field}.messages",
+            f"must be at most {MAX_MESSAGES}; got {len(chat.messages)}",
+            metadata={"limit": str(MAX_MESSAGES)},
+        )
     for at, message in enumerate(chat.messages):
         if message.role not in ROLES:
             raise InvalidArgument(
@@ -132,9 +140,22 @@ async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") ->
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
     """Refuse ids that are not in the vocabulary."""
+    if max(token_ids, default=0) < model.vocab_size:
+        return
     for at, token_id in enumerate(token_ids):
         if token_id >= model.vocab_size:
             raise InvalidArgument(f"{field}[{at}]", f"must be below {model.vocab_size}; got {token_id}")
+
+
+def check_detokenized(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
+    """Refuse more ids than one would turn into text, and those that are not in the vocabulary."""
+    if len(token_ids) > MAX_DETOKENIZED:
+        raise InvalidArgument(
+            field,
+            f"must be at most {MAX_DETOKENIZED}; got {len(token_ids)}",
+            metadata={"limit": str(MAX_DETOKENIZED)},
+        )
+    check_token_ids(token_ids, model, field)
 
 
 async def _prompt(generation: pb.Generation, model: ServedModel) -> list[int]:
@@ -144,21 +165,26 @@ async def _prompt(generation: pb.Generation, model: ServedModel) -> list[int]:
     elif kind == "chat":
         prompt = await encode_chat(generation.chat, model)
     elif kind == "token_ids":
+        _check_length(len(generation.token_ids.ids), kind, model)
         prompt = list(generation.token_ids.ids)
         check_token_ids(prompt, model, "token_ids.ids")
     else:
         raise InvalidArgument("prompt", "must be set: text, token_ids or chat")
     if not prompt:
         raise InvalidArgument(kind, "must hold at least one token", reason="EMPTY_PROMPT")
-    if len(prompt) > model.max_model_len - 1:
+    _check_length(len(prompt), kind, model)
+    return prompt
+
+
+def _check_length(num_tokens: int, field: str, model: ServedModel) -> None:
+    if num_tokens > model.max_model_len - 1:
         raise InvalidArgument(
-            kind,
+            field,
             f"must hold at most {model.max_model_len - 1} tokens, one less than the model's length; "
-            f"got {len(prompt)}",
+            f"got {num_tokens}",
             reason="CONTEXT_LENGTH_EXCEEDED",
             metadata={"limit": str(model.max_model_len - 1)},
         )
-    return prompt
 
 
 def _sampling(params: pb.SamplingParams, model: ServedModel) -> pb.SamplingParams:
