@@ -24,6 +24,7 @@ MIB = 1 << 20
 PUBLIC_MESSAGE_BYTES = 16 * MIB
 WORKER_MESSAGE_BYTES = 256 * MIB
 MAX_CONCURRENT_STREAMS = 4096
+HANDSHAKE_SECONDS = 20.0
 
 _log = get_logger("grpc")
 ChannelOptions = list[tuple[str, int]]
@@ -46,6 +47,8 @@ def server_options(max_message_bytes: int) -> ChannelOptions:
         ("grpc.max_send_message_length", max_message_bytes),
         # One broken client could otherwise open streams until the process has no memory.
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+        # A connection that never says what it wants would be kept for two minutes.
+        ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_SECONDS)),
         # By default a client that pings during a long prefill is sent away with GOAWAY too_many_pings.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -95,6 +95,16 @@ async def test_half_a_request_ends_the_call(server: GrpcServer, channel: grpc.ai
     assert await answers(channel)
 
 
+async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.3)
+    async with grpc_server([], registry=CollectorRegistry(), grace_seconds=0) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        async with asyncio.timeout(10):
+            while await reader.read(1024):
+                pass
+        writer.close()
+
+
 async def test_no_request_at_all_is_the_callers_fault(channel: grpc.aio.Channel) -> None:
     error = await failure(channel.stream_unary(f"/{NAME}/Tokenize")(iter(())))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -13,7 +13,7 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.services.errors import MAX_MESSAGE_CHARS, InvalidArgument, NotFound
 
-MANY = 1_000_000
+MANY = 200_000
 MESSAGE = pb.ChatMessage(role="user", content="x")
 ONE = pb.TokenIds(ids=[5])
 GENERATIONS = {
@@ -35,9 +35,7 @@ GENERATIONS = {
     "stopping.stop_strings": pb.Generation(
         token_ids=ONE, stopping=pb.StoppingParams(stop_strings=["x"] * MANY)
     ),
-    "format.json_schema": pb.Generation(
-        token_ids=ONE, format=pb.ResponseFormat(json_schema="[" * (MANY // 10))
-    ),
+    "format.json_schema": pb.Generation(token_ids=ONE, format=pb.ResponseFormat(json_schema="[" * MANY)),
     "cache_salt": pb.Generation(token_ids=ONE, cache_salt="x" * MANY),
 }
 REQUESTS = {
