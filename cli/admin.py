@@ -13,7 +13,7 @@ from quire.cli.failure import fail
 from quire.cli.options import setting
 
 if TYPE_CHECKING:
-    from quire.client.admin import AdminClient
+    from quire.client.admin import AdminClient, WorkerStatus
 
 DEFAULT_ADDRESS = "127.0.0.1:8502"
 
@@ -58,23 +58,25 @@ def _router(context: typer.Context) -> Iterator[AdminClient]:
 
 @app.command()
 def workers(context: typer.Context) -> None:
-    """List the workers: state, requests, blocks."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """List the workers: state, requests that run and wait, blocks that are used, cached and free."""
     with _router(context) as router:
         found = router.workers()
-    table = Table("worker", "role", "address", "state", "running", "waiting", "blocks used", "cached", "free")
-    for each in found:
-        load = each.load
-        state = "silent" if load is None else "draining" if each.is_draining else "serving"
-        counts = (
-            ()
-            if load is None
-            else (load.num_running, load.num_waiting, load.used_blocks, load.cached_blocks, load.free_blocks)
-        )
-        table.add_row(each.worker_id, each.role, each.address, state, *map(str, counts))
-    Console().print(table)
+    rows: list[tuple[str, ...]] = [
+        ("WORKER", "ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "USED", "CACHED", "FREE")
+    ]
+    rows += [_row(each) for each in found]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+def _row(worker: WorkerStatus) -> tuple[str, ...]:
+    state = "draining" if worker.is_draining else "serving"
+    load = worker.load
+    if load is None:
+        return (worker.worker_id, worker.role, worker.address, "silent", *"-----")
+    counts = (load.num_running, load.num_waiting, load.used_blocks, load.cached_blocks, load.free_blocks)
+    return (worker.worker_id, worker.role, worker.address, state, *map(str, counts))
 
 
 @app.command()

@@ -46,6 +46,10 @@ def describe(error: QuireError, address: str) -> str:
     if isinstance(error, DeadlineExceeded):
         return f"{error.message} (--timeout gives it more time)"
     if isinstance(error, Unavailable) and not error.metadata and error.reason == error.code.name:
+        if "handshake" in error.message.lower():
+            return (
+                f"no TLS with {address}: is --tls-ca the authority of its certificate, and the name its own?"
+            )
         return f"no server answers at {address}: start one with `quire serve`, or name another with --address"
     if error.retry_after is not None:
         return f"{error.message} (try again in {error.retry_after:g} s)"

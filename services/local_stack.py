@@ -335,14 +335,15 @@ def _progress(console: Console | None) -> Progress:
 def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStack) -> None:
     some = next(iter(stack.ready.values()))
     show = partial(console.print, soft_wrap=True)
-    show(f"[bold]quire[/bold] serves [bold]{some.model}[/bold] at {stack.address} (gRPC)")
+    kind = "gRPC" + ", TLS" * bool(config.public_tls) + ", API keys" * bool(config.api_keys_file)
+    show(f"[bold]quire[/bold] serves [bold]{some.model}[/bold] at {stack.address} ({kind})")
     for name, worker in sorted(stack.ready.items()):
         capacity = worker.num_blocks * config.block_size
         show(
             f"  {name:<10} {worker.address}  {worker.num_blocks} blocks = {capacity} tokens of KV, "
             f"metrics at :{worker.metrics_port}"
         )
-    console.print(f"  admin      {stack.admin_address}")
+    show(f"  admin      {stack.admin_address}")
     redis = "127.0.0.1, private" if config.redis_url is None else config.redis_url.rpartition("@")[2]
     show(f"  redis      {redis}; requests up to {some.max_model_len} tokens")
 

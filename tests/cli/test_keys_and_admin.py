@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
 from typer.testing import Result
 
 from quire.protos import admin_pb2 as pb
@@ -132,3 +133,13 @@ def test_a_malformed_file_is_told_in_a_line(quire: Quire, tmp_path: Path, option
     )
     assert (result.exit_code, result.stderr.count("error: ")) == (1, 1)
     assert "malformed" in result.stderr
+
+
+def test_a_connection_that_is_not_encrypted_as_asked_is_told(
+    quire: Quire, fake_generation: Any, tmp_path: Path
+) -> None:
+    trustme.CA().cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    options = ["--address", fake_generation.address, "--tls-ca", str(tmp_path / "ca.pem")]
+    result = quire("generate", "hello", *options)
+    assert result.exit_code == 1
+    assert f"no TLS with {fake_generation.address}" in result.stderr
