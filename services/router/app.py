@@ -169,7 +169,15 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
 
         following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))
         stack.push_async_callback(_cancel, following)
-        _log.info("router_started", address=server.address, metrics_port=metrics_port, admin=admin.address)
+        _log.info(
+            "router_started",
+            address=server.address,
+            metrics_port=metrics_port,
+            admin=admin.address,
+            has_tls=config.public_tls is not None,
+            has_api_keys=config.api_keys_file is not None,
+            has_cluster_tls=cluster_tls is not None,
+        )
         yield running
 
 
