@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 
 from quire.models.bundled import demo_model_path
 from quire.services.grpc_server import end_on_sigterm
+from quire.services.open_files import raise_open_file_limit
 from quire.services.router.workers import POLL_SECONDS
+from quire.services.tls import TlsFiles
 from quire.services.worker.address import WILDCARDS
 from quire.services.worker.processors import num_processors
-from quire.services.open_files import raise_open_file_limit
-from quire.services.tls import TlsFiles
 
 DEFAULT_SWAP_BYTES = 64 << 20
 DEMO_MODEL = "demo"

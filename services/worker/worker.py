@@ -37,8 +37,8 @@ from quire.protos import kvtransfer_pb2_grpc, worker_pb2_grpc
 from quire.services.grpc_server import GrpcServer, Service, grpc_server, serve_until_signal
 from quire.services.log import configure_logging, get_logger
 from quire.services.metrics_server import metrics_server
-from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.tls import ClusterTls
+from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.worker.app import RunningWorker, WorkerConfig
 from quire.services.worker.borrow import PrefixPuller
 from quire.services.worker.decode import Tickets

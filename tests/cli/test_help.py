@@ -11,7 +11,8 @@ from typer.testing import Result
 
 Quire = Callable[..., Result]
 
-VERBS = ["serve", "router", "prefill", "decode", "keys", "admin", "generate", "chat", "health", "bench", "version"]
+VERBS = ["serve", "router", "prefill", "decode", "keys", "admin"]
+VERBS += ["generate", "chat", "health", "bench", "version"]
 
 
 def test_help_lists_every_verb_in_its_panel(quire: Quire) -> None:

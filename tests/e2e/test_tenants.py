@@ -226,6 +226,10 @@ async def test_an_operator_drains_a_worker_and_clears_caches(secured: Secured, e
                 while (await state(admin, "prefill-0")).is_draining:
                     await asyncio.sleep(0.01)
             assert (await acme.generate(prompt, max_tokens=1)).usage.cached_prompt_tokens == NUM_FULL * 16
+            # The answer is here before the workers have given its blocks back.
+            async with asyncio.timeout(WAIT_SECONDS):
+                while any(w.load.used_blocks for w in await asyncio.to_thread(admin.workers) if w.load):
+                    await asyncio.sleep(0.01)
             cleared = await asyncio.to_thread(admin.clear_caches)
             assert min(cleared.values()) >= NUM_FULL
             assert (await state(admin, "prefill-0")).load.cached_blocks == 0
