@@ -11,6 +11,9 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import grpc
+import grpc.aio
+
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
@@ -212,12 +215,13 @@ class GenerationRun:
     async def _first_token(self, legs: Legs, plan: Plan, early: deque[Event]) -> worker_pb2.SequenceOutput:
         """Return P's first token; what D sends before it goes into ``early``.
 
-        The calls are not ordered: of a short answer D's end may come first.
+        The calls are not ordered: of a short answer D's end may come first, and so may D's complaint that the
+        push ended, as it does where the first token is the last. What else ends a push, P tells by itself.
         """
         start = self._cluster.clock()
         while True:
             event = await legs.next()
-            if event.worker is plan.decode and event.error is None:
+            if event.worker is plan.decode and (event.error is None or _is_aborted(event.error)):
                 early.append(event)
                 continue
             message = _message(event)
@@ -403,6 +407,10 @@ class GenerationRun:
         if not self._is_cache_counted:
             self._is_cache_counted = True
             self.usage.cached_prompt_tokens = min(num_tokens, self.usage.prompt_tokens)
+
+
+def _is_aborted(error: grpc.aio.AioRpcError) -> bool:
+    return error.code() is grpc.StatusCode.ABORTED
 
 
 def _message(event: Event) -> Any:

@@ -28,6 +28,8 @@ from quire.services.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 SECRET = "the secret of this cluster"
 LENGTH = 400
 NUM_FULL = (LENGTH - 1) // 16
+HIT = LENGTH - 1
+"""Cached tokens of a prompt that was seen before: the last one is computed, for its logits."""
 WAIT_SECONDS = 20.0
 _names = count()
 
@@ -119,7 +121,7 @@ async def test_the_same_prompt_of_another_tenant_finds_nothing(
         third = await globex.generate(prompt, **options)
     assert first.token_ids == second.token_ids == tuple(expected("llama", prompt)[:8])
     cached = [each.usage.cached_prompt_tokens for each in (first, second, again, third)]
-    assert cached == [0, 0, NUM_FULL * 16, NUM_FULL * 16]
+    assert cached == [0, 0, HIT, HIT]
     assert first.usage.blocks_shipped == second.usage.blocks_shipped == NUM_FULL + 1
     assert second.usage.blocks_reused_on_decode == 0
     assert len(of_globex) == len(of_acme)
@@ -136,9 +138,9 @@ async def test_a_salt_is_no_tenant_and_narrows_alone(secured: Secured, e2e: Any)
         assert await cached(globex, None) == 0
         for salt in ("globex", "acme", "", "\0", "globex\x00"):
             assert await cached(acme, salt) == 0
-            assert await cached(acme, salt) == NUM_FULL * 16
+            assert await cached(acme, salt) == HIT
         assert await cached(globex, "globex") == 0
-        assert await cached(globex, None) == NUM_FULL * 16
+        assert await cached(globex, None) == HIT
 
 
 async def test_blocks_are_pulled_within_a_tenant_alone(secured: Secured, e2e: Any) -> None:
@@ -225,7 +227,7 @@ async def test_an_operator_drains_a_worker_and_clears_caches(secured: Secured, e
             async with asyncio.timeout(WAIT_SECONDS):
                 while (await state(admin, "prefill-0")).is_draining:
                     await asyncio.sleep(0.01)
-            assert (await acme.generate(prompt, max_tokens=1)).usage.cached_prompt_tokens == NUM_FULL * 16
+            assert (await acme.generate(prompt, max_tokens=1)).usage.cached_prompt_tokens == HIT
             # The answer is here before the workers have given its blocks back.
             async with asyncio.timeout(WAIT_SECONDS):
                 while any(w.load.used_blocks for w in await asyncio.to_thread(admin.workers) if w.load):

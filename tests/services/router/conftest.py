@@ -99,6 +99,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.aborted = asyncio.Event()
         self.num_cached_tokens = 0
         self.is_draining = False
+        self.is_left_without_blocks = False
+        self.begins_after: asyncio.Event | None = None
         self.fault: Fault | None = None
         self.pause_before_token: int | None = None
         self.paused = asyncio.Event()
@@ -130,6 +132,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.calls.append(request)
         try:
             position = request.sequence.num_output_tokens
+            if self.begins_after is not None:
+                await self.begins_after.wait()
             await self._before_token(0)
             first = worker_pb2.PrefillResponse(num_cached_tokens=self.num_cached_tokens)
             if num_sequences(request.sequence) == 1:
@@ -158,6 +162,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                     num_held_blocks=1,
                 )
             )
+            if self.is_left_without_blocks:
+                raise Aborted("the prompt's blocks did not arrive")
             position = request.sequence.num_output_tokens
             if request.remote_prefill:
                 await self.script.commits[ticket].wait()

@@ -115,6 +115,15 @@ async def test_a_first_token_that_ends_the_sequence(pair: Any) -> None:
     await asyncio.wait_for(decode.ended.wait(), 5)
 
 
+async def test_a_complaint_that_no_blocks_came_may_overtake_the_only_token(cluster: Any) -> None:
+    decode = await cluster.add("d", "decode", is_left_without_blocks=True)
+    await cluster.add("p", "prefill", begins_after=decode.ended)
+    responses = await stream(await cluster.start(), max_tokens=1)
+    assert ids_of(responses) == cluster.script.answer[:1]
+    assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert responses[-1].usage.retries == 0
+
+
 async def test_max_tokens_ends_with_length(pair: Any) -> None:
     responses = await stream(await pair.start(), max_tokens=3)
     assert ids_of(responses) == pair.script.answer[:3]
