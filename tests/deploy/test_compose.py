@@ -118,6 +118,7 @@ def test_every_variable_is_in_the_example_with_its_default() -> None:
             "QUIRE_MODEL",
             "QUIRE_MODELS",
             "QUIRE_KV_MEMORY",
+            "QUIRE_WORKER_IMAGE",
         )
         assert has_own_meaning or listed[name] == value, name
 
