@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from time import perf_counter
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from quire.engine.sequence import (
     SequenceStatus,
     SequenceUpdate,
 )
+from quire.engine.speculation import Speculator, Wanted
 from quire.engine.swap_cost import SwapCost
 from quire.engine.swap_space import SwapSpace
 
@@ -43,6 +45,7 @@ class KvBudgetError(ValueError):
 class StepSeconds:
     """Where the time of the last step went."""
 
+    propose: float = 0.0
     schedule: float = 0.0
     prepare: float = 0.0
     forward: float = 0.0
@@ -50,11 +53,25 @@ class StepSeconds:
     process: float = 0.0
 
 
-class Drawn(NamedTuple):
-    """A sequence and the token that a step drew for it."""
+class Drawing(NamedTuple):
+    """A sequence that a step draws tokens for: the row of logits of the first, and the tokens so far."""
 
     sequence: Sequence
-    token: GeneratedToken
+    row: int
+    tokens: list[GeneratedToken]
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """How many of the sequence's guesses were right."""
+        drafts = self.sequence.draft_token_ids
+        pairs = zip(drafts, self.tokens, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1].token_id, pairs))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the last token was guessed, so that there are logits for the next."""
+        is_open = not self.sequence.status.is_finished
+        return is_open and self.num_accepted_tokens == len(self.tokens)
 
 
 class Engine:
@@ -70,6 +87,7 @@ class Engine:
         swap_memory: host blocks for preempted groups; None means none.
         clock: for the times of a step.
         eviction: chooses what requests with a KV budget give back.
+        speculator: guesses tokens, several of which a step then verifies; None means one token a step.
     """
 
     def __init__(
@@ -83,8 +101,10 @@ class Engine:
         swap_memory: KvMemory | None = None,
         clock: Callable[[], float] = perf_counter,
         eviction: PagedEviction | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.model = model
+        self.speculator = speculator
         self.memory = memory
         self.pool = BlockPool(memory.num_blocks, listener)
         self.pins = BlockPins(self.pool)
@@ -262,25 +282,54 @@ class Engine:
 
     def step(self) -> list[SequenceUpdate]:
         """Compute one batch and return what it did for each sequence in it."""
+        begin = self._clock()
+        self._propose()
         start = self._clock()
         schedule = self.scheduler.schedule()
+        self.step_seconds.propose = start - begin
         self.step_seconds.schedule = self._clock() - start
         self.num_stepped = len(schedule.sequences)
         self._move_blocks(schedule)
         if not schedule.sequences:
             return []
+        num_tokens = sum(s.num_scheduled_tokens for s in schedule.sequences)
+        num_decoding = sum(s.num_scheduled_tokens == s.num_drawn for s in schedule.sequences)
         logits, prompt_logits = self._run(schedule.sequences)
         start = self._clock()
         self._score_prompts(schedule.sequences, prompt_logits)
         updates = self._advance(schedule.sequences)
         drawn = self._draw(schedule.sequences, logits)
         sampled = self._clock()
-        updates += self._append(drawn)
         updates += self._search(schedule.sequences, logits)
+        updates += [self._settle(each) for each in drawn]
         self._grant_blocks()
+        end = self._clock()
         self.step_seconds.sample = sampled - start
-        self.step_seconds.process = self._clock() - sampled
+        self.step_seconds.process = end - sampled
+        if self.speculator is not None and num_decoding == len(schedule.sequences):
+            num_drawn = sum(len(each.tokens) for each in drawn)
+            self.speculator.stepped(num_tokens, num_drawn, self.step_seconds.forward, end - begin)
         return updates
+
+    def _propose(self) -> None:
+        """Guess the next tokens of the sequences that decode; a search's beams do not guess."""
+        if self.speculator is None:
+            return
+        wanted = []
+        for group in self.scheduler.running:
+            group.drop_drafts()
+            is_drawing = group.prompt.draws_tokens and not group.prompt.stops_after_prefill
+            if group.beam is not None or not is_drawing or not (group.is_forked or group.params.n == 1):
+                continue
+            if group.params.kv_budget_tokens is not None:  # what it gives back depends on each token
+                continue
+            wanted += [
+                Wanted(sequence, num_wanted)
+                for sequence in group.sequences
+                if sequence.num_tokens == sequence.num_computed_tokens + 1
+                and (num_wanted := self._max_tokens_left(sequence) - 1) > 0
+            ]
+        self.speculator.propose(wanted)
 
     def _move_blocks(self, schedule: Schedule) -> None:
         if not schedule.moves_blocks:
@@ -292,7 +341,7 @@ class Engine:
         self.scheduler.moved(schedule)
 
     def _run(self, scheduled: list[ScheduledSequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits after each sequence's last new token, and those that prompt logprobs need."""
+        """Return the logits that tokens are drawn from, and those that prompt logprobs need."""
         start = self._clock()
         arguments = self.runner.prepare(scheduled)
         prepared = self._clock()
@@ -301,7 +350,8 @@ class Engine:
         self.step_seconds.prepare = prepared - start
         self.step_seconds.forward = computed - prepared
         self._swap_cost.computed(sum(s.num_scheduled_tokens for s in scheduled), computed - prepared)
-        return logits[: len(scheduled)], logits[len(scheduled) :]
+        num_drawn = sum(s.num_drawn for s in scheduled)
+        return logits[:num_drawn], logits[num_drawn:]
 
     def _score_prompts(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> None:
         """Note the logprobs of the prompt tokens that follow those of this step, where they are wanted."""
@@ -318,7 +368,7 @@ class Engine:
         """Note what has been computed, and report prompts that are not done or done without drawing."""
         updates = []
         for sequence, num_tokens in scheduled:
-            sequence.num_computed_tokens += num_tokens
+            sequence.num_computed_tokens += num_tokens - len(sequence.draft_token_ids)
             self.scheduler.seal(sequence)
             self.scheduler.drop_unseen(sequence, sequence.num_computed_tokens)
             self._evict(sequence)
@@ -335,43 +385,54 @@ class Engine:
         if places := self._eviction.choose(sequence):
             self.scheduler.drop(sequence, places)
 
-    def _draw(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[Drawn]:
-        """Draw the next token of each sequence that has been computed to its end; fork the samples first."""
-        rows: list[int] = []
-        drawing: list[Sequence] = []
-        for row, (sequence, _) in enumerate(scheduled):
+    def _draw(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[Drawing]:
+        """Draw the next token of each sequence that was computed to its end; after a right guess one more."""
+        drawn = drawing = self._drawing(scheduled)
+        while drawing:
+            rows = [each.row + len(each.tokens) for each in drawing]
+            chosen = logits
+            if rows != list(range(len(logits))):
+                chosen = logits[torch.tensor(rows, device=logits.device)]
+            sampled = sample(chosen, [each.sequence for each in drawing], self.model.eos_token_ids)
+            for each, token_id, logprobs in zip(drawing, *sampled, strict=True):
+                each.tokens.append(GeneratedToken(token_id, logprobs))
+                each.sequence.token_ids.append(token_id)
+                each.sequence.status = self._status_after_token(each.sequence)
+            drawing = [each for each in drawing if each.goes_on]
+        return drawn
+
+    def _drawing(self, scheduled: list[ScheduledSequence]) -> list[Drawing]:
+        """Return the sequences that were computed to their end; fork the samples first."""
+        drawing = []
+        for (sequence, _), row in zip(scheduled, _first_rows(scheduled), strict=True):
             group = self.groups[sequence.request_id]
             if sequence.num_computed_tokens < sequence.num_tokens or not sequence.draws_tokens or group.beam:
                 continue
             # The prompt's last row gives the first token of every sample.
             sequences = [sequence] if group.is_forked else group.fork_samples(self.pool)
-            rows += [row] * len(sequences)
-            drawing += sequences
-        if not drawing:
-            return []
-        if rows != list(range(len(logits))):
-            logits = logits[torch.tensor(rows, device=logits.device)]
-        sampled = sample(logits, drawing, self.model.eos_token_ids)
-        return [
-            Drawn(sequence, GeneratedToken(token_id, logprobs))
-            for sequence, token_id, logprobs in zip(drawing, *sampled, strict=True)
-        ]
+            drawing += [Drawing(each, row, []) for each in sequences]
+        return drawing
 
-    def _append(self, drawn: list[Drawn]) -> list[SequenceUpdate]:
-        """Append the drawn tokens and end what has ended."""
-        updates = []
-        for sequence, token in drawn:
-            num_computed = sequence.num_computed_tokens
-            sequence.token_ids.append(token.token_id)
-            sequence.status = self._status_after_token(sequence)
-            if sequence.status.is_finished:
-                self._finish(sequence, sequence.status)
-            updates.append(SequenceUpdate(sequence, num_computed, [token], sequence.status))
-        return updates
+    def _settle(self, drawn: Drawing) -> SequenceUpdate:
+        """Keep what right guesses computed, drop the rest, and end the sequence if it has ended."""
+        sequence = drawn.sequence
+        num_computed, num_accepted = sequence.num_computed_tokens, 0
+        if sequence.draft_token_ids and self.speculator is not None:
+            num_accepted = drawn.num_accepted_tokens
+            self.speculator.verified(sequence, len(sequence.draft_token_ids), num_accepted)
+            sequence.num_computed_tokens += num_accepted
+            sequence.draft_token_ids = []
+            self.scheduler.seal(sequence)
+            self.scheduler.trim(sequence)
+        if sequence.status.is_finished:
+            self._finish(sequence, sequence.status)
+        return SequenceUpdate(
+            sequence, num_computed, drawn.tokens, sequence.status, num_accepted_tokens=num_accepted
+        )
 
     def _search(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[SequenceUpdate]:
         """Advance each beam search whose beams have all been computed."""
-        rows = {id(sequence): row for row, (sequence, _) in enumerate(scheduled)}
+        rows = {id(s.sequence): row for s, row in zip(scheduled, _first_rows(scheduled), strict=True)}
         names = dict.fromkeys(sequence.request_id for sequence, _ in scheduled)
         updates = []
         for group in (self.groups[name] for name in names if name in self.groups):
@@ -422,6 +483,10 @@ class Engine:
             return SequenceStatus.FINISHED_HANDED_OVER
         return SequenceStatus.DECODING
 
+    def _max_tokens_left(self, sequence: Sequence) -> int:
+        left = sequence.params.max_tokens - sequence.num_output_tokens
+        return min(left, self.max_model_len - sequence.num_tokens)
+
     def _stop_token_ids(self, sequence: Sequence) -> frozenset[int]:
         params = sequence.params
         return (
@@ -447,6 +512,14 @@ def longest_sequence(model: LoadedModel, memory: KvMemory, max_model_len: int | 
     """
     capacity = memory.num_blocks * memory.shape.block_size if model.window is None else UNLIMITED
     return min(model.max_position_embeddings, capacity, max_model_len or UNLIMITED)
+
+
+def _first_rows(scheduled: list[ScheduledSequence]) -> Iterator[int]:
+    """Yield the row of the logits after each sequence's last token; those after its guesses follow it."""
+    row = 0
+    for each in scheduled:
+        yield row
+        row += each.num_drawn
 
 
 def num_transferred_tokens(prompt: Sequence) -> int:

@@ -78,6 +78,16 @@ class SequenceGroup:
         """Whether its blocks can be taken: those of a finished prefill are on their way to another worker."""
         return self.holds_blocks and not self.prompt.stops_after_prefill
 
+    @property
+    def num_drafted_tokens(self) -> int:
+        """Guesses that the next step is to verify."""
+        return sum(len(s.draft_token_ids) for s in self.sequences)
+
+    def drop_drafts(self) -> None:
+        """Forget the guesses of all sequences."""
+        for sequence in self.sequences:
+            sequence.draft_token_ids = []
+
     def set_status(self, status: SequenceStatus) -> None:
         """Set the status of all sequences."""
         for sequence in self.sequences:

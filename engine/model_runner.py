@@ -45,12 +45,16 @@ class ModelRunner:
         held = [s.sequence.held_blocks for s in scheduled]
         dropped = np.array([s.sequence.num_dropped_blocks for s in scheduled], dtype=np.int32) * block_size
         tables = np.zeros((len(scheduled), max(map(len, held))), dtype=np.int32)
+        # Logits are wanted after each sequence's last token and after each of its guesses.
+        num_drawn = np.array([s.num_drawn for s in scheduled], dtype=np.int64)
+        ends = np.cumsum(num_drawn)
+        rows_to_draw = np.arange(ends[-1]) + np.repeat(starts[1:] - ends, num_drawn)
         token_ids: list[int] = []
         rows_to_score: list[np.ndarray] = []
         for row, (sequence, num_tokens) in enumerate(scheduled):
             tables[row, : len(held[row])] = held[row]
             first = sequence.num_computed_tokens
-            token_ids += sequence.token_ids[first : first + num_tokens]
+            token_ids += sequence.token_ids[first : first + num_tokens] + sequence.draft_token_ids
             if scored := sequence.positions_to_score(num_tokens):
                 rows_to_score.append(starts[row] + np.arange(scored.start - first, scored.stop - first))
         places = positions - dropped[owner]
@@ -62,7 +66,7 @@ class ModelRunner:
             slot_mapping=torch.from_numpy(slots),
             max_new_tokens=int(num_new.max()),
         )
-        logit_rows = np.concatenate([starts[1:] - 1, *rows_to_score], dtype=np.int64)
+        logit_rows = np.concatenate([rows_to_draw, *rows_to_score], dtype=np.int64)
         return StepTensors(
             torch.tensor(token_ids), torch.from_numpy(positions), torch.from_numpy(logit_rows), metadata
         )
@@ -79,9 +83,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, step: StepTensors) -> torch.Tensor:
-        """Return logits, ``[num_sequences + num_scored, vocab_size]``.
+        """Return logits, ``[num_sequences + num_guesses + num_scored, vocab_size]``.
 
-        First those after each sequence's last new token, then those of ``Sequence.positions_to_score``.
+        First those after each sequence's last new token but its guesses and after each of these, then those
+        of ``Sequence.positions_to_score``.
         """
         if self._graphs is not None and self._graphs.fits(step):
             logits = self._graphs.run(step)

@@ -51,10 +51,15 @@ class SchedulerConfig:
 
 
 class ScheduledSequence(NamedTuple):
-    """A sequence and how many of its tokens this step computes."""
+    """A sequence and how many of its tokens this step computes, its guesses among them."""
 
     sequence: Sequence
     num_scheduled_tokens: int
+
+    @property
+    def num_drawn(self) -> int:
+        """Rows of logits that tokens may be drawn from: after its last token and after each guess."""
+        return 1 + len(self.sequence.draft_token_ids)
 
 
 @dataclass(slots=True)
@@ -118,6 +123,7 @@ class Scheduler:
         self._num_arrived = 0
         self._next = Schedule()
         self._block_tokens = BlockTokens(pool)
+        self._draft_budget = 0
 
     @property
     def num_preemptions(self) -> int:
@@ -172,14 +178,20 @@ class Scheduler:
         self._next = step = Schedule()
         budget = self.config.max_num_batched_tokens
         num_preemptions = self.num_preemptions
+        # Guesses leave every running sequence its place.
+        self._draft_budget = max(0, budget - sum(len(group.sequences) for group in self.running))
         # Oldest first: a victim is always newer, so it is not among those already scheduled.
         for group in self.running[:]:
             if group not in self.running:
                 continue
             wanted = self._wanted(group, budget)
+            if self._num_missing(wanted) > self.pool.num_allocatable:
+                group.drop_drafts()  # nobody is preempted for a guess
+                wanted = self._wanted(group, budget)
             if wanted and self._make_room(group, wanted):
                 self._append(wanted)
                 step.sequences += wanted
+                self._draft_budget -= group.num_drafted_tokens
                 budget -= sum(each.num_scheduled_tokens for each in wanted)
         if self.num_preemptions == num_preemptions:  # else admitting would only preempt again
             self._admit_waiting(budget)
@@ -213,10 +225,14 @@ class Scheduler:
         if is_together and len(beams) > budget:
             return []
         num_kept_back = 0 if is_together else 1
+        draft_budget = self._draft_budget
         wanted = []
         for sequence in started:
             num_missing = sequence.num_tokens - sequence.num_computed_tokens - num_kept_back
             num_tokens = min(num_missing, budget, sequence.max_step_tokens(self.config.block_size))
+            del sequence.draft_token_ids[max(0, min(draft_budget, budget - num_tokens)) :]
+            draft_budget -= len(sequence.draft_token_ids)
+            num_tokens += len(sequence.draft_token_ids)
             if num_tokens > 0:
                 wanted.append(ScheduledSequence(sequence, num_tokens))
                 budget -= num_tokens
@@ -298,6 +314,7 @@ class Scheduler:
     def _preempt(self, victim: SequenceGroup) -> None:
         """Take all blocks of a group."""
         victim.set_status(SequenceStatus.PREEMPTED)
+        victim.drop_drafts()
         swapped, recomputed = self.preemptions
         if self._swap_out(victim):
             self.preemptions = PreemptionCounts(swapped + 1, recomputed)
@@ -469,6 +486,12 @@ class Scheduler:
                 sequence.block_table[index] = self.pool.seal(block_id, block_hash, parent if index else None)
         self._block_tokens.note(sequence, sequence.num_sealed_blocks, num_full, self.config.block_size)
         sequence.num_sealed_blocks = num_full
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks that hold nothing but guesses that were wrong."""
+        num_needed = self._blocks_for(sequence.num_computed_tokens)
+        self.pool.free(sequence.block_table[num_needed:])
+        del sequence.block_table[num_needed:]
 
     def max_blocks(self, group: SequenceGroup, num_tokens: int) -> int:
         """Return the most blocks that a group can hold when its sequences have ``num_tokens`` tokens each."""

@@ -176,7 +176,7 @@ class TokenLogprobs(NamedTuple):
     top: list[tuple[int, float]]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One sequence of tokens and the blocks that hold its keys and values.
 
@@ -208,6 +208,8 @@ class Sequence:
     """What ``params`` asks of the logits; None if nothing."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Those of the prompt's tokens from the second on, as far as computed."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Guesses at the tokens that follow, for one step; never hashed, sealed or reported."""
 
     def __post_init__(self) -> None:
         if self.logits_rules is None and self.params.changes_logits:
@@ -288,6 +290,7 @@ class Sequence:
             block_table=self.block_table[:],
             block_hashes=self.block_hashes[:],
             logits_rules=self.logits_rules and self.logits_rules.copy(),
+            draft_token_ids=[],
         )
 
 
@@ -299,10 +302,16 @@ class GeneratedToken(NamedTuple):
 
 
 class SequenceUpdate(NamedTuple):
-    """What one step did for one sequence; ``score`` is a beam search's, of an answer."""
+    """What one step did for one sequence.
+
+    Attributes:
+        score: a beam search's, of an answer.
+        num_accepted_tokens: of the tokens, those that were guessed.
+    """
 
     sequence: Sequence
     num_computed_tokens: int
     tokens: list[GeneratedToken]
     status: SequenceStatus
     score: float | None = None
+    num_accepted_tokens: int = 0

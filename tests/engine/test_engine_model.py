@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from quire.engine.engine import Engine, num_transferred_tokens
 from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, BeamParams, SamplingParams, Sequence
+from quire.engine.speculation import Speculator, Wanted
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1
 SHAPE = KvShape(1, 1, BLOCK_SIZE, 1, torch.float32)
@@ -51,13 +53,17 @@ class FakeRunner:
         return scheduled
 
     def forward(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
+        rows = []
         for sequence, num_tokens in scheduled:
-            first = sequence.num_computed_tokens
+            first, tokens = sequence.num_computed_tokens, sequence.token_ids + sequence.draft_token_ids
             for position in range(first, first + num_tokens):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self._engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
-                self.write(block_id, position, sequence.token_ids[position])
-        return torch.stack([self._logits(sequence, num_tokens) for sequence, num_tokens in scheduled])
+                self.write(block_id, position, tokens[position])
+            num_drafts = len(sequence.draft_token_ids)
+            lengths = range(first + num_tokens - num_drafts, first + num_tokens + 1)
+            rows += [self._logits(sequence, tokens[:length]) for length in lengths]
+        return torch.stack(rows)
 
     def write(self, block_id: int, position: int, token_id: int) -> None:
         """Write a token as its key, and a value that makes blocks matter more or less."""
@@ -68,20 +74,19 @@ class FakeRunner:
     def slots(self, block_id: int) -> torch.Tensor:
         return self._memory.blocks[block_id, 0, 0, 0, :, 0]
 
-    def _logits(self, sequence: Sequence, num_tokens: int) -> torch.Tensor:
-        length = sequence.num_computed_tokens + num_tokens
+    def _logits(self, sequence: Sequence, tokens: list[int]) -> torch.Tensor:
         if sequence.params.kv_budget_tokens is not None:
-            return self._draw_from(self._kept(sequence, length))
+            return self._draw_from(self._kept(sequence, len(tokens)))
         # The step's first token sees furthest back; the logits are those of its last.
         furthest = max(0, sequence.num_computed_tokens + 1 - self._window) if self._window else 0
         first_block = furthest // BLOCK_SIZE
         table = sequence.block_table[first_block:]
         assert NO_BLOCK not in table, "a block that is seen was given back"
         held = [int(token) for block_id in table for token in self.slots(block_id)]
-        held = held[: length - first_block * BLOCK_SIZE]
-        seen = sequence.token_ids[first_block * BLOCK_SIZE : length]
+        held = held[: len(tokens) - first_block * BLOCK_SIZE]
+        seen = tokens[first_block * BLOCK_SIZE :]
         assert held == seen, "the blocks do not hold the sequence's tokens"
-        return self._draw_from(sequence.token_ids[-self._window :] if self._window else held)
+        return self._draw_from(tokens[-self._window :] if self._window else held)
 
     def _kept(self, sequence: Sequence, length: int) -> list[int]:
         """Return the tokens that a sequence with a budget has not given back."""
@@ -96,13 +101,42 @@ class FakeRunner:
         return torch.randn(VOCAB_SIZE, generator=generator) * 3
 
 
-def make_engine(num_blocks: int, num_swap_blocks: int, mode: str, window: int | None) -> Engine:
+class Fortune:
+    """Guesses what will be drawn, and in places something else."""
+
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+
+    def propose(self, wanted: list[Wanted]) -> list[list[int]]:
+        drafts = []
+        for sequence, num_tokens in wanted:
+            prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
+            output = alone(prompt, sequence.params, self._window)[sequence.index]
+            following = output[sequence.num_output_tokens :]
+            draft = following[: random.Random(sequence.num_tokens).randint(0, num_tokens)]
+            place = random.Random(sequence.num_tokens + 1).randint(0, 6)
+            drafts.append([(token + (at == place)) % VOCAB_SIZE for at, token in enumerate(draft)])
+        return drafts
+
+
+def make_engine(
+    num_blocks: int, num_swap_blocks: int, mode: str, window: int | None, *, guesses: bool = False
+) -> Engine:
     model: Any = SimpleNamespace(
         max_position_embeddings=128, eos_token_ids=frozenset({EOS}), window=window, windows=()
     )
     swap_memory = KvMemory(SHAPE, num_swap_blocks, CPU) if num_swap_blocks else None
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=10, max_num_batched_tokens=16, preemption=mode)
-    engine = Engine(model, KvMemory(SHAPE, num_blocks, CPU), limits, hash_block, swap_memory=swap_memory)
+    engine = Engine(
+        model,
+        KvMemory(SHAPE, num_blocks, CPU),
+        limits,
+        hash_block,
+        swap_memory=swap_memory,
+        # A clock that stands still makes every guess worth its time.
+        speculator=Speculator(Fortune(window), num_tokens=6, clock=lambda: 0.0) if guesses else None,
+        clock=lambda: 0.0,
+    )
     engine.runner = FakeRunner(engine, swap_memory, window)  # type: ignore[assignment]
     return engine
 
@@ -111,11 +145,13 @@ Outputs = dict[tuple[str, int], list[int]]
 
 
 def collect(engine: Engine, outputs: Outputs) -> None:
-    for sequence, _, tokens, _, _ in engine.step():
-        outputs.setdefault((sequence.request_id, sequence.index), []).extend(t.token_id for t in tokens)
+    for update in engine.step():
+        name = update.sequence.request_id, update.sequence.index
+        outputs.setdefault(name, []).extend(token.token_id for token in update.tokens)
 
 
-def alone(prompt: list[int], params: SamplingParams, window: int | None) -> dict[int, list[int]]:
+@cache
+def alone(prompt: tuple[int, ...], params: SamplingParams, window: int | None) -> dict[int, list[int]]:
     engine = make_engine(512, 0, "recompute", window)
     engine.add(Sequence("r", list(prompt), len(prompt), params, b"root"))
     outputs: Outputs = {}
@@ -154,7 +190,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window)
+        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, guesses=True)
         self.wanted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.aborted: set[str] = set()
         self.outputs: Outputs = {}
@@ -193,7 +229,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.advance()
         if pending:
             # The first token, as the other worker draws it.
-            first = alone(prompt, params, self.window)[0][0] if params.num_sequences == 1 else None
+            first = alone(tuple(prompt), params, self.window)[0][0] if params.num_sequences == 1 else None
             if first is not None:
                 self.outputs[name, 0] = [first]
             self.engine.admit(name, first)
@@ -251,7 +287,7 @@ class EngineMachine(RuleBasedStateMachine):
         for name, (prompt, params) in self.wanted.items():
             if name not in self.aborted:
                 got = {index: tokens for (owner, index), tokens in self.outputs.items() if owner == name}
-                assert got == alone(prompt, params, self.window), (prompt, params)
+                assert got == alone(tuple(prompt), params, self.window), (prompt, params)
 
 
 class WindowedEngineMachine(EngineMachine):
