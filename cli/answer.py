@@ -71,6 +71,8 @@ def format_stats(answer: Answer) -> str:
         f"{usage.blocks_shipped} blocks ({format_size(usage.bytes_shipped)}) shipped,"
         f" {usage.blocks_reused_on_decode} already there",
     ]
+    if usage.accepted_draft_tokens:
+        parts.append(f"{usage.accepted_draft_tokens} tokens guessed")
     if usage.retries:
         parts.append(f"{usage.retries} retries")
     return " · ".join(parts)

@@ -46,6 +46,14 @@ class Preemption(StrEnum):
     RECOMPUTE = "recompute"
 
 
+class Speculation(StrEnum):
+    """Who guesses tokens."""
+
+    OFF = "off"
+    NGRAM = "ngram"
+    DRAFT = "draft"
+
+
 class LogLevel(StrEnum):
     """Least severity of the events that are logged."""
 
@@ -118,6 +126,22 @@ PreemptionOption = Annotated[
     Preemption,
     setting("--preemption", "Bring preempted requests back from host memory or compute them again.", CACHE),
 ]
+SpeculationOption = Annotated[
+    Speculation,
+    setting(
+        "--speculation",
+        "How decode workers guess tokens that a step then verifies: by earlier text or a draft model.",
+        MODEL,
+    ),
+]
+NumSpeculativeTokens = Annotated[
+    int,
+    setting("--num-speculative-tokens", "Most guesses for one sequence in a step.", MODEL, min=1, max=7),
+]
+DraftModel = Annotated[
+    str | None,
+    setting("--draft-model", "Folder or hub id of the model of --speculation draft.", MODEL),
+]
 MaxNumSeqs = Annotated[int, setting("--max-num-seqs", "Most sequences in a step.", LIMITS, min=1)]
 MaxNumBatchedTokens = Annotated[
     int, setting("--max-num-batched-tokens", "Most tokens in a step.", LIMITS, min=1)
@@ -150,6 +174,9 @@ def serve(
     num_blocks: NumBlocks = None,
     swap_memory: SwapMemory = "64MiB",  # type: ignore[assignment]  # typer parses it
     preemption: PreemptionOption = Preemption.AUTO,
+    speculation: SpeculationOption = Speculation.OFF,
+    num_speculative_tokens: NumSpeculativeTokens = 4,
+    draft_model: DraftModel = None,
     max_num_seqs: MaxNumSeqs = 64,
     max_num_batched_tokens: MaxNumBatchedTokens = 512,
     threads: Threads = None,
@@ -187,6 +214,9 @@ def serve(
             num_blocks=num_blocks,
             swap_memory_bytes=swap_memory,
             preemption=preemption.value,
+            speculation=speculation.value,
+            num_speculative_tokens=num_speculative_tokens,
+            draft_model=draft_model,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             threads=threads,
@@ -304,6 +334,9 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
         num_blocks: NumBlocks = None,
         swap_memory: SwapMemory = "64MiB",  # type: ignore[assignment]  # typer parses it
         preemption: PreemptionOption = Preemption.AUTO,
+        speculation: SpeculationOption = Speculation.OFF,
+        num_speculative_tokens: NumSpeculativeTokens = 4,
+        draft_model: DraftModel = None,
         max_num_seqs: MaxNumSeqs = 64,
         max_num_batched_tokens: MaxNumBatchedTokens = 512,
         threads: Threads = None,
@@ -334,6 +367,9 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
                 num_blocks=num_blocks,
                 swap_memory_bytes=swap_memory,
                 preemption=preemption.value,
+                speculation=speculation.value,
+                num_speculative_tokens=num_speculative_tokens,
+                draft_model=draft_model,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 threads=threads,

@@ -231,6 +231,7 @@ def _to_usage(usage: pb.Usage) -> Usage:
         retries=usage.retries,
         blocks_pulled=usage.blocks_pulled,
         bytes_pulled=usage.bytes_pulled,
+        accepted_draft_tokens=usage.accepted_draft_tokens,
     )
 
 

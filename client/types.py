@@ -128,6 +128,8 @@ class Usage:
     blocks_pulled: int = 0
     """Blocks copied from another worker's cache instead of computed."""
     bytes_pulled: int = 0
+    accepted_draft_tokens: int = 0
+    """Generated tokens that were guessed and came in one step with the token before them."""
 
 
 @dataclass(frozen=True, slots=True)

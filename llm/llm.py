@@ -14,6 +14,9 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import DTYPES, KV_CACHE_DTYPES, load_model
 from quire.engine.scheduler import SchedulerConfig
+from quire.engine.speculation import SpeculationCounts
+from quire.engine.speculation_config import SpeculationConfig
+from quire.engine.speculators import make_speculator
 from quire.engine.structured_output import BadFormatError, GrammarCompiler, GrammarMatcher
 from quire.kvindex.block_hash import block_hash
 from quire.llm.interrupt import uninterrupted
@@ -54,6 +57,9 @@ class LLM:
         max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most tokens in a step.
         max_model_len: most tokens of prompt and answer; None is what model and pool allow.
+        speculation: "off", "ngram" or "draft": how to guess tokens, several of which a step then verifies.
+        num_speculative_tokens: most guesses for one sequence in a step.
+        draft_model: folder or hub id of the model of "draft".
         threads: of a step; None leaves it to torch.
 
     Raises:
@@ -75,8 +81,12 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         max_model_len: int | None = None,
+        speculation: str = "off",
+        num_speculative_tokens: int = 4,
+        draft_model: str | None = None,
         threads: int | None = None,
     ) -> None:
+        guessing = SpeculationConfig(speculation, num_speculative_tokens, draft_model)
         config = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
         if dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}; got {dtype!r}")
@@ -106,13 +116,15 @@ class LLM:
                 "raise num_blocks or kv_memory_bytes"
             )
         num_swap_blocks = swap_space_bytes // shape.block_bytes
+        memory = KvMemory(shape, num_blocks, device)
         self._engine: Engine | None = Engine(
             loaded,
-            KvMemory(shape, num_blocks, device),
+            memory,
             config,
             block_hash,
             max_model_len=max_model_len,
             swap_memory=KvMemory(shape, num_swap_blocks, device) if num_swap_blocks else None,
+            speculator=make_speculator(guessing, source, loaded, memory, config, block_hash, dtype),
         )
         tokenizer_file = files.folder / "tokenizer.json"
         self._grammars = GrammarCompiler(
@@ -150,6 +162,8 @@ class LLM:
     def stats(self) -> EngineStats:
         """Return the counts since the start, and the block pool as it is now."""
         counts, preemptions = self.engine.pool.counts, self.engine.scheduler.preemptions
+        speculator = self.engine.speculator
+        guesses = speculator.counts if speculator else SpeculationCounts(0, 0)
         return EngineStats(
             num_requests=self._num_requests,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -157,6 +171,8 @@ class LLM:
             num_generated_tokens=self._num_generated_tokens,
             num_swapped=preemptions.swapped,
             num_recomputed=preemptions.recomputed,
+            num_draft_tokens=guesses.drafted,
+            num_accepted_tokens=guesses.accepted,
             num_free_blocks=counts.free,
             num_cached_blocks=counts.cached,
             num_used_blocks=counts.used,

@@ -68,6 +68,8 @@ class EngineStats(NamedTuple):
         num_cached_tokens: of the prompt tokens, those that were not computed.
         num_swapped: how often a request gave up its blocks for others, and had them copied back.
         num_recomputed: how often they were computed again instead.
+        num_draft_tokens: guessed tokens.
+        num_accepted_tokens: of those, the right ones.
     """
 
     num_requests: int
@@ -76,6 +78,8 @@ class EngineStats(NamedTuple):
     num_generated_tokens: int
     num_swapped: int
     num_recomputed: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_free_blocks: int
     num_cached_blocks: int
     num_used_blocks: int

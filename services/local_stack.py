@@ -24,6 +24,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from quire.protos.admin_pb2 import ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
+from quire.engine.speculation_config import SpeculationConfig
+from quire.protos.inference_pb2 import GetModelInfoRequest
+from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.services.errors import ServiceError
 from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent
@@ -64,6 +67,9 @@ class LocalStackConfig:
     public_tls: TlsFiles | None = None
     cluster_tls: TlsFiles | None = None
     admin_port: int = 0
+    speculation: str = "off"
+    num_speculative_tokens: int = 4
+    draft_model: str | None = None
     threads: int | None = None
     log_level: str = "warning"
     stop_seconds: float = 10.0
@@ -71,6 +77,7 @@ class LocalStackConfig:
     def __post_init__(self) -> None:
         if self.num_decode < 1:
             raise ValueError("--decode must be at least 1: decode workers generate the tokens")
+        SpeculationConfig(self.speculation, self.num_speculative_tokens, self.draft_model)
 
 
 class StackFailedError(RuntimeError):
@@ -198,6 +205,9 @@ def _worker_configs(
             max_num_batched_tokens=config.max_num_batched_tokens,
             preemption=config.preemption,
             swap_memory_bytes=config.swap_memory_bytes,
+            speculation=config.speculation,
+            num_speculative_tokens=config.num_speculative_tokens,
+            draft_model=config.draft_model,
             cpus=tuple(cpus),
             threads=config.threads,
             cluster_secret=secret,

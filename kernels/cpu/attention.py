@@ -9,6 +9,10 @@ Few rows, as in decode, are bound by memory: dot products straight from the bloc
 prefetched. Many rows, as in prefill, are bound by arithmetic: keys are transposed and values widened into a
 tile that stays in the cache, and the work is two matrix products.
 
+Either way a row's sums run in an order that its own position decides, not what else is in the tile; and which
+way it is depends on nothing that differs between a token alone and the same token behind a few others. So
+what a token attends to has the same bits in decode and in the verification of guesses.
+
 A kernel is compiled for each (head_dim, block_size, group, dtype), since loops of constant length are
 unrolled; it is kept in Numba's cache on disk. Everything else is an argument.
 """
@@ -50,8 +54,8 @@ STORAGE: dict[torch.dtype, Any] = {
 _SPAN = 64
 """Keys at a time, at least one block: a running softmax is updated once for all of them."""
 _MAX_ROWS = 256
-_FEW_ROWS = 8
-"""Rows from which matrix products pay for their tiles."""
+_FEW_TOKENS, _FEW_HEADS = 8, 8
+"""More tokens, or as many query heads in a group, make matrix products pay for their tiles."""
 _MIN_THREADED_WORK = 1 << 16
 """Multiplications of a step below which waking threads costs more than it saves."""
 _CACHE_LINE = 64
@@ -228,11 +232,17 @@ def _add_values(
     total: Array,
     at: int,
     count: int,
+    first_count: int,
+    group: int,
     head_dim: int,
 ) -> None:
-    """Add the weighted values of one block, read as they are stored, four at a time."""
-    in_fours = count // 4 * 4
+    """Add the weighted values of one block, read as they are stored, four at a time.
+
+    The first token sees ``first_count`` of the values, and each that follows one more, up to ``count``.
+    """
     for row in range(num_rows):
+        row_count = max(0, min(count, first_count + row // group))
+        in_fours = row_count // 4 * 4
         for slot in range(0, in_fours, 4):
             w0, w1 = scores[row, at + slot] * scale, scores[row, at + slot + 1] * scale
             w2, w3 = scores[row, at + slot + 2] * scale, scores[row, at + slot + 3] * scale
@@ -243,7 +253,7 @@ def _add_values(
                     + w2 * widen(values[slot + 2, d])
                     + w3 * widen(values[slot + 3, d])
                 )
-        for slot in range(in_fours, count):
+        for slot in range(in_fours, row_count):
             weight = scores[row, at + slot] * scale
             for d in range(head_dim):
                 total[row, d] += weight * widen(values[slot, d])
@@ -377,7 +387,7 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
             inputs = carray(pointer(args.query + rows_at, np.float32), rows_shape)
             outputs = carray(pointer(args.output + rows_at, np.float32), rows_shape)
             num_rows = num_tokens * group
-            has_few_rows = num_rows < _FEW_ROWS
+            has_few_rows = num_tokens <= _FEW_TOKENS and group < _FEW_HEADS
             _read_rows(inputs, query, num_tokens, group, head_dim, args.scale)
             _begin_rows(sinks, best, weight, total, num_rows, group, head_dim)
             # The sequence's last token has position seq_len - 1.
@@ -438,7 +448,18 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                                 args.scale_block_stride * block + args.scale_value_offset
                             )
                             value_scale = carray(pointer(scale_at, np.float32), (1,))[0]
-                        _add_values(scores, num_rows, block_values, value_scale, total, slot, count, head_dim)
+                        _add_values(
+                            scores,
+                            num_rows,
+                            block_values,
+                            value_scale,
+                            total,
+                            slot,
+                            count,
+                            first_position + 1 - base - slot,
+                            group,
+                            head_dim,
+                        )
                 else:
                     _add_products(total, scores, values, num_rows, span, head_dim, value_columns)
             _write_rows(total, weight, outputs, num_tokens, group, head_dim)

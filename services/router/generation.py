@@ -140,6 +140,7 @@ class GenerationRun:
                         answer = part.answers[output.index]
                         # Past its stop string D goes on until the others have ended.
                         if not answer.finish_reason:
+                            self.usage.accepted_draft_tokens += output.num_accepted_draft_tokens
                             yield answer.respond(output)
                         if part.is_finished:
                             return

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from quire.engine.speculation_config import SpeculationConfig
 from quire.models.bundled import demo_model_path
 from quire.services.grpc_server import end_on_sigterm
 from quire.services.open_files import raise_open_file_limit
@@ -34,6 +35,9 @@ class WorkerConfig:
         kv_cache_dtype: "auto" (the model's own), "fp8" or "int8".
         kv_memory_bytes: size of the block pool; overridden by ``num_blocks``.
         preemption: "swap", "recompute", or "auto", whichever is measured to be cheaper.
+        speculation: "ngram", "draft" or "off": how a decode worker guesses tokens.
+        num_speculative_tokens: most guesses for one sequence in a step.
+        draft_model: folder or hub id of the model that guesses.
         swap_memory_bytes: host memory for the blocks of preempted requests.
         cpus: processors to stay on; None is all.
         threads: threads of a step; None is one for each processor that it may keep busy.
@@ -64,6 +68,9 @@ class WorkerConfig:
     max_num_batched_tokens: int = 512
     preemption: str = "auto"
     swap_memory_bytes: int = DEFAULT_SWAP_BYTES
+    speculation: str = "off"
+    num_speculative_tokens: int = 4
+    draft_model: str | None = None
     cpus: tuple[int, ...] | None = None
     threads: int | None = None
     worker_id: str | None = None
@@ -78,6 +85,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.kv_memory_bytes is not None:
             raise ValueError("give --num-blocks or --kv-memory, not both")
+        SpeculationConfig(self.speculation, self.num_speculative_tokens, self.draft_model)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
@@ -85,6 +93,11 @@ class WorkerConfig:
             )
         if self.host in WILDCARDS and self.advertise is None and self.redis_url is None:
             raise ValueError(f"others cannot connect to {self.host}: give --advertise host:port too")
+
+    @property
+    def speculation_config(self) -> SpeculationConfig:
+        """How tokens are guessed."""
+        return SpeculationConfig(self.speculation, self.num_speculative_tokens, self.draft_model)
 
     @property
     def model_path(self) -> str:

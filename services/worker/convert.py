@@ -129,6 +129,7 @@ def outputs_to_proto(updates: Iterable[SequenceUpdate]) -> list[worker_pb2.Seque
         index = update.sequence.index
         output = outputs.setdefault(index, worker_pb2.SequenceOutput(index=index))
         output.tokens.extend(map(token_to_proto, update.tokens))
+        output.num_accepted_draft_tokens += update.num_accepted_tokens
         output.finish_reason = finish_reason(update.status)
         if update.score is not None:
             output.score = update.score

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire.engine.engine import Engine
 from quire.engine.scheduler import PreemptionCounts
+from quire.engine.speculation import SpeculationCounts
 
 _STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
@@ -28,6 +29,13 @@ class WorkerMetrics:
             registry=registry,
         )
         self._counted = PreemptionCounts(0, 0)
+        self._guesses = Counter(
+            "quire_speculation_tokens_total",
+            "Guessed tokens, and those of them that were right.",
+            ["kind"],
+            registry=registry,
+        )
+        self._counted_guesses = SpeculationCounts(0, 0)
         self._steps = Histogram(
             "quire_step_phase_seconds",
             "Time of a step by phase.",
@@ -43,7 +51,7 @@ class WorkerMetrics:
         """Record one step."""
         self._sequences.inc(num_sequences)
         seconds = engine.step_seconds
-        for phase in ("schedule", "prepare", "forward", "sample", "process"):
+        for phase in ("propose", "schedule", "prepare", "forward", "sample", "process"):
             self._steps.labels(phase).observe(getattr(seconds, phase))
         self.refresh(engine)
 
@@ -60,3 +68,8 @@ class WorkerMetrics:
         for kind, now, before in zip(preemptions._fields, preemptions, self._counted, strict=True):
             self._preemptions.labels(kind).inc(now - before)
         self._counted = preemptions
+        if engine.speculator is not None:
+            guesses = engine.speculator.counts
+            for kind, now, before in zip(guesses._fields, guesses, self._counted_guesses, strict=True):
+                self._guesses.labels(kind).inc(now - before)
+            self._counted_guesses = guesses

@@ -19,6 +19,8 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.speculation import Speculator
+from quire.engine.speculators import make_speculator
 from quire.engine.structured_output import GrammarCompiler
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
@@ -82,7 +84,14 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
             config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.preemption
         )
         engine = Engine(
-            model, memory, limits, block_hash, publisher, identity.max_model_len, _swap_memory(config, memory)
+            model,
+            memory,
+            limits,
+            block_hash,
+            publisher,
+            identity.max_model_len,
+            _swap_memory(config, memory),
+            speculator=await asyncio.to_thread(_make_speculator, config, model, memory, limits),
         )
         await asyncio.to_thread(_warm_up, engine)
         if device.type == "cuda":
@@ -192,6 +201,16 @@ def _swap_memory(config: WorkerConfig, memory: KvMemory) -> KvMemory | None:
     is_pinned = memory.device.type == "cuda"
     return (
         KvMemory(memory.shape, num_blocks, torch.device("cpu"), is_pinned=is_pinned) if num_blocks else None
+    )
+
+
+def _make_speculator(
+    config: WorkerConfig, model: LoadedModel, memory: KvMemory, limits: SchedulerConfig
+) -> Speculator | None:
+    if config.role == "prefill":  # it draws one token of each request: there is nothing to guess
+        return None
+    return make_speculator(
+        config.speculation_config, config.model_path, model, memory, limits, block_hash, config.dtype
     )
 
 

@@ -1,0 +1,149 @@
+"""Guesses of a smaller model with the same vocabulary, over paged blocks of its own.
+
+It draws with the random numbers that the sequence itself will use at the same positions. Both models invert
+their cumulative distributions at one number, so they agree more often than two independent draws would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.engine.block_pool import BlockPool, NoFreeBlocksError
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel
+from quire.engine.model_runner import ModelRunner
+from quire.engine.sampler import sample
+from quire.engine.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
+from quire.engine.sequence import HashBlock, Sequence
+from quire.engine.speculation import Wanted
+
+
+@dataclass(slots=True)
+class Lookahead:
+    """The draft model's copy of a sequence, which is a few guesses longer.
+
+    Attributes:
+        num_known: its tokens that are the sequence's; guesses follow.
+        num_wanted: how many tokens it is to have.
+    """
+
+    copy: Sequence
+    num_known: int
+    num_wanted: int = 0
+
+
+class DraftProposer:
+    """Runs a draft model ahead of the sequences.
+
+    What it computed of accepted tokens stays, and sequences that begin alike share blocks. A prompt is
+    computed in chunks, one a step, and nothing is guessed until all of it is. A sequence for which it has no
+    blocks or no positions goes without guesses.
+
+    Args:
+        model: the draft model.
+        memory: its KV blocks.
+        limits: of the engine's steps, which hold for the draft model's too.
+        hash_block: names full blocks.
+        eos_token_ids: of the model that verifies.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory: KvMemory,
+        limits: SchedulerConfig,
+        hash_block: HashBlock,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.pool = BlockPool(memory.num_blocks)
+        # Not to schedule: it finds, reserves, seals and trims blocks.
+        self._ledger = Scheduler(limits, self.pool, hash_block)
+        self._runner = ModelRunner(model, memory)
+        self._max_num_tokens = model.max_position_embeddings
+        self._eos_token_ids = eos_token_ids
+        self._lookaheads: dict[Sequence, Lookahead] = {}
+
+    def propose(self, wanted: list[Wanted]) -> list[list[int]]:
+        """See ``Proposer``."""
+        self._forget_finished()
+        ahead = [self._follow(each) for each in wanted]
+        self._guess(ahead)
+        return [each.copy.token_ids[each.num_known :] for each in ahead]
+
+    def _forget_finished(self) -> None:
+        for sequence in [sequence for sequence in self._lookaheads if sequence.status.is_finished]:
+            self.pool.free(self._lookaheads.pop(sequence).copy.block_table)
+
+    def _follow(self, wanted: Wanted) -> Lookahead:
+        """Bring the copy of a sequence up to its present tokens; keep what was computed of right guesses."""
+        sequence = wanted.sequence
+        ahead = self._lookaheads.get(sequence)
+        if ahead is None:
+            ahead = self._lookaheads[sequence] = Lookahead(_blank_copy(sequence), sequence.num_tokens)
+            self._ledger.take_cached_prefix(ahead.copy, max_tokens=sequence.num_tokens - 1)
+        copy, num_right = ahead.copy, ahead.num_known
+        following = sequence.token_ids[ahead.num_known :]
+        for guess, token_id in zip(copy.token_ids[ahead.num_known :], following, strict=False):
+            if guess != token_id:
+                break
+            num_right += 1
+        copy.token_ids[ahead.num_known :] = following
+        copy.num_computed_tokens = min(copy.num_computed_tokens, num_right)
+        copy.logits_rules = sequence.logits_rules and sequence.logits_rules.copy()
+        self._ledger.seal(copy)
+        self._ledger.trim(copy)
+        ahead.num_known = sequence.num_tokens
+        ahead.num_wanted = min(sequence.num_tokens + wanted.num_tokens, self._max_num_tokens)
+        return ahead
+
+    def _guess(self, ahead: list[Lookahead]) -> None:
+        """Compute what the copies lack and append guesses, one to each in each round."""
+        while ahead := [each for each in ahead if each.copy.num_tokens < each.num_wanted]:
+            scheduled = list(self._schedule(ahead))
+            if not scheduled:
+                return
+            logits = self._runner.forward(self._runner.prepare(scheduled))
+            for copy, num_tokens in scheduled:
+                copy.num_computed_tokens += num_tokens
+            computed = [
+                (row, copy)
+                for row, (copy, _) in enumerate(scheduled)
+                if copy.num_computed_tokens == copy.num_tokens
+            ]
+            if not computed:
+                return
+            rows, copies = map(list, zip(*computed, strict=True))
+            index = torch.tensor(rows, device=logits.device)
+            for copy, token_id in zip(
+                copies, sample(logits[index], copies, self._eos_token_ids).token_ids, strict=True
+            ):
+                copy.token_ids.append(token_id)
+            ahead = [each for each in ahead if any(each.copy is copy for copy in copies)]
+
+    def _schedule(self, ahead: list[Lookahead]) -> Iterator[ScheduledSequence]:
+        """Yield the copies that there are blocks for, and how many tokens to compute of each."""
+        budget = self._ledger.config.max_num_batched_tokens
+        for copy in (each.copy for each in ahead):
+            try:
+                self._ledger.reserve(copy)
+            except NoFreeBlocksError:
+                continue
+            if num_tokens := min(copy.num_tokens - copy.num_computed_tokens, budget):
+                budget -= num_tokens
+                yield ScheduledSequence(copy, num_tokens)
+
+
+def _blank_copy(sequence: Sequence) -> Sequence:
+    """Return a copy that draws the same tokens, with no block computed and no logprobs to report."""
+    params = replace(sequence.params, num_logprobs=None, num_prompt_logprobs=None)
+    return replace(
+        sequence.copy(sequence.index),
+        params=params,
+        block_table=[],
+        num_computed_tokens=0,
+        num_sealed_blocks=0,
+        prompt_logprobs=[],
+    )

@@ -1,0 +1,80 @@
+"""Makes the speculator that a configuration asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from quire.engine.draft_proposer import DraftProposer
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.ngram_proposer import NgramProposer
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import HashBlock
+from quire.engine.speculation import Speculator
+from quire.engine.speculation_config import SpeculationConfig
+
+
+class DraftModelError(ValueError):
+    """A draft model does not go with the model; the message says why."""
+
+
+def make_speculator(
+    config: SpeculationConfig,
+    model_path: str,
+    model: LoadedModel,
+    memory: KvMemory,
+    limits: SchedulerConfig,
+    hash_block: HashBlock,
+    dtype: str,
+) -> Speculator | None:
+    """Return what guesses tokens for an engine; None if nothing does.
+
+    Args:
+        model_path: folder or hub id of the model that verifies.
+        model: the same, loaded.
+        memory: its KV blocks: the draft model gets as many, so that it runs out no earlier.
+        limits: of the engine's steps.
+        hash_block: names full blocks.
+        dtype: of the draft model.
+
+    Raises:
+        DraftModelError: the draft model has another vocabulary.
+        UnsupportedModelError: its architecture cannot run over paged blocks.
+        OSError: there is no such model.
+    """
+    if config.draft_model is not None:
+        check_same_tokens(config.draft_model, model_path)
+        device = memory.blocks.device
+        draft = load_model(config.draft_model, dtype, device)
+        if draft.vocab_size != model.vocab_size:
+            raise DraftModelError(
+                f"{config.draft_model} has logits for {draft.vocab_size} tokens, the model for "
+                f"{model.vocab_size}: choose a draft model of the same family"
+            )
+        draft_memory = KvMemory(draft.kv_shape(limits.block_size), memory.num_blocks, device)
+        drafter = DraftProposer(draft, draft_memory, limits, hash_block, model.eos_token_ids)
+        return Speculator(drafter, config.num_tokens)
+    return Speculator(NgramProposer(), config.num_tokens) if config.kind == "ngram" else None
+
+
+def check_same_tokens(draft_model: str, model: str) -> None:
+    """Raise DraftModelError if two models have tokenizers that give the same text different ids."""
+    drafts, tokens = _read_tokens(draft_model), _read_tokens(model)
+    if drafts is not None and tokens is not None and drafts != tokens:
+        raise DraftModelError(
+            f"{draft_model} and {model} have tokenizers with different vocabularies: "
+            "a draft model must have the model's own"
+        )
+
+
+def _read_tokens(model: str) -> tuple[Any, Any] | None:
+    folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    tokenizer = json.loads(path.read_text("utf-8"))
+    return tokenizer["model"].get("vocab"), tokenizer.get("added_tokens")
