@@ -1,0 +1,306 @@
+"""What guessing tokens brings: acceptance and output tokens per second, beside not guessing.
+
+    python -m quire.benchmarks.speculation
+    python -m quire.benchmarks.speculation --model random-100m
+
+Three kinds of text. ``answers``: the demo model's answers to questions, which repeat a note of the prompt.
+``recital``: it goes on with a text that states a few notes again and again. ``random``: any model goes on
+with random tokens at temperature 1. Five ways: none, by n-grams, by n-grams with all guesses always, by a
+draft model, and by an oracle that knows the answer, which is the ceiling: every guess is right and costs
+nothing. Each way must give the same tokens. The last line is JSON.
+
+The draft model is the model's own first layers, since there is no smaller one to download. ``random-100m``
+has random weights, of which no part would guess another: what its later layers add is made small, until the
+first ones guess it about as well as drafts guess their models elsewhere. So its acceptance is made, and its
+times are measured.
+
+Times are those after every request's first token, summed over rounds with other prompts, in which the ways
+take turns; a round before them teaches what guesses cost and bring. On a machine that others use, ``--clock
+cpu`` with one thread counts the time of the processor instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from shutil import copy
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from quire.benchmarks.engine_against_transformers import make_100m_model
+from quire.engine.draft_proposer import DraftProposer
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.ngram_proposer import NgramProposer
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.speculation import Proposer, SpeculationCounts, Speculator, Wanted
+from quire.kvindex.block_hash import block_hash
+from quire.models import notes
+from quire.models.bundled import demo_model_path
+from quire.models.conversations import recital
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer, load_model_files
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 2048
+LIMITS = SchedulerConfig(BLOCK_SIZE, 64, 512)
+CPU = torch.device("cpu")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+WAYS = ("none", "ngram", "ngram, always", "draft", "oracle")
+
+Clock = Callable[[], float]
+Outputs = list[list[int]]
+
+
+class Text(NamedTuple):
+    """What requests ask for: a prompt for each number, and how to go on."""
+
+    prompt: Callable[[int], list[int]]
+    params: dict[str, float | int | bool]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Runs: the decoding's seconds and tokens, everything that was drawn, and the guesses."""
+
+    seconds: float
+    num_tokens: int
+    outputs: Outputs
+    counts: SpeculationCounts
+
+    def __add__(self, other: Outcome) -> Outcome:
+        """Return both together."""
+        (drafted, accepted), (more, right) = self.counts, other.counts
+        return Outcome(
+            self.seconds + other.seconds,
+            self.num_tokens + other.num_tokens,
+            self.outputs + other.outputs,
+            SpeculationCounts(drafted + more, accepted + right),
+        )
+
+
+class Oracle:
+    """Guesses what will come, since it has been told ``outputs``, one of each request."""
+
+    def __init__(self) -> None:
+        self.outputs: Outputs = []
+
+    def propose(self, wanted: list[Wanted]) -> list[list[int]]:
+        """See ``Proposer``."""
+        return [
+            self.outputs[int(sequence.request_id)][sequence.num_output_tokens :][:num_tokens]
+            for sequence, num_tokens in wanted
+        ]
+
+
+class Always(Speculator):
+    """Takes every guess to be worth its time."""
+
+    def stepped(self, num_tokens: int, num_drawn: int, forward_seconds: float, seconds: float) -> None:
+        """Learn nothing from what steps cost."""
+
+
+def make_texts(folder: str, vocab_size: int, num_tokens: int, *, is_demo: bool) -> dict[str, Text]:
+    """Return the kinds of text that a model can go on with."""
+
+    def random(index: int) -> list[int]:
+        return Random(index).choices(range(10, vocab_size), k=128)
+
+    endless = {"max_tokens": num_tokens, "ignore_eos": True}
+    texts = {"random": Text(random, {"temperature": 1.0, **endless})}
+    if not is_demo:
+        return texts
+    files = load_model_files(folder)
+    tokenizer, template = Tokenizer.load(files.folder), ChatTemplate.load(files)
+    assert template is not None
+
+    def question(index: int) -> list[int]:
+        [example] = notes.held_out(1, 30, seed=index)
+        text = template.render(example.messages)
+        return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+    def statements(index: int) -> list[int]:
+        text = " ".join(statement for statement, _ in recital(Random(index), 4, 12, terse=False))
+        return tokenizer.encode_batch([text])[0]
+
+    return {
+        "answers": Text(question, {"temperature": 0.0, "max_tokens": 32}),
+        "recital": Text(statements, {"temperature": 0.0, **endless}),
+        **texts,
+    }
+
+
+def damp_later_layers(folder: str, num_layers: int, factor: float) -> None:
+    """Scale what a saved model's layers add after the first ``num_layers``."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in model.model.layers[num_layers:]:
+        for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            output.weight.data *= factor
+    model.save_pretrained(folder)
+
+
+def make_draft(folder: str, num_layers: int, target: Path, dtype: str) -> LoadedModel:
+    """Save a model's first layers, under its own embeddings and head, and load them."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers = model.model.layers[:num_layers]
+    model.config.num_hidden_layers = num_layers
+    model.save_pretrained(target)
+    for name in ("generation_config.json", "tokenizer.json"):
+        if (Path(folder) / name).exists():
+            copy(Path(folder) / name, target)
+    return load_model(str(target), dtype, CPU)
+
+
+class Bench:
+    """Runs one model in every way.
+
+    Args:
+        num_guesses: most guesses for a sequence in a step.
+    """
+
+    def __init__(self, model: LoadedModel, draft: LoadedModel, num_guesses: int, clock: Clock) -> None:
+        self._model, self._draft, self._num_guesses, self._clock = model, draft, num_guesses, clock
+        self._memory = KvMemory(model.kv_shape(BLOCK_SIZE), NUM_BLOCKS, CPU)
+        self._draft_memory = KvMemory(draft.kv_shape(BLOCK_SIZE), NUM_BLOCKS, CPU)
+
+    def measure(self, text: Text, batch: int, num_rounds: int) -> dict[str, Outcome]:
+        """Return what each way did in all rounds but a first; all must draw the same tokens.
+
+        Raises:
+            RuntimeError: one did not.
+        """
+        oracle = Oracle()
+        speculators = {way: self._speculator(way, oracle) for way in WAYS}
+        totals: dict[str, Outcome] = {}
+        for number in range(num_rounds + 1):
+            prompts = [text.prompt(number * batch + index) for index in range(batch)]
+            expected = oracle.outputs = self._run(text, prompts, None).outputs
+            for way, speculator in speculators.items():
+                outcome = self._run(text, prompts, speculator)
+                if outcome.outputs != expected:
+                    raise RuntimeError(f"guessing by {way} changed the tokens")
+                if number:
+                    totals[way] = outcome + totals[way] if way in totals else outcome
+        return totals
+
+    def _speculator(self, way: str, oracle: Oracle) -> Speculator | None:
+        if way == "none":
+            return None
+        proposer: Proposer = NgramProposer()
+        if way == "draft":
+            eos_token_ids = self._model.eos_token_ids
+            proposer = DraftProposer(self._draft, self._draft_memory, LIMITS, block_hash, eos_token_ids)
+        elif way == "oracle":
+            proposer = oracle
+        if way in ("ngram", "draft"):
+            return Speculator(proposer, self._num_guesses, self._clock)
+        return Always(proposer, self._num_guesses)
+
+    def _run(self, text: Text, prompts: list[list[int]], speculator: Speculator | None) -> Outcome:
+        engine = Engine(
+            self._model, self._memory, LIMITS, block_hash, clock=self._clock, speculator=speculator
+        )
+        sequences = []
+        before = speculator.counts if speculator else SpeculationCounts(0, 0)
+        for index, prompt in enumerate(prompts):
+            params = SamplingParams(seed=index, **text.params)  # type: ignore[arg-type]
+            sequences.append(Sequence(str(index), prompt[:], len(prompt), params, b""))
+            engine.add(sequences[-1])
+        while any(sequence.num_output_tokens == 0 for sequence in sequences):
+            engine.step()
+        num_before = sum(sequence.num_output_tokens for sequence in sequences)
+        begin = self._clock()
+        while not engine.is_idle:
+            engine.step()
+        seconds = self._clock() - begin
+        outputs = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+        drafted, accepted = speculator.counts if speculator else before
+        counts = SpeculationCounts(drafted - before.drafted, accepted - before.accepted)
+        return Outcome(seconds, sum(map(len, outputs)) - num_before, outputs, counts)
+
+
+def rows_of(outcomes: dict[str, Outcome], num_guesses: int) -> list[dict[str, object]]:
+    """Return the figures of each way."""
+    rows = []
+    for way, outcome in outcomes.items():
+        seconds, num_tokens, (drafted, accepted) = outcome.seconds, outcome.num_tokens, outcome.counts
+        rows.append(
+            {
+                "way": way,
+                "tok_s": num_tokens / seconds,
+                "speed_up": outcomes["none"].seconds / seconds,
+                "drafted": drafted,
+                "accepted": accepted,
+                "acceptance": accepted / drafted if drafted else None,
+                "guessed_share": accepted / num_tokens,
+                "ceiling": num_guesses + 1,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Run all and print the table and the line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="demo", help="demo, random-100m or a folder")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--draft-layers", type=int, default=2)
+    parser.add_argument("--damping", type=float, default=0.3, help="of random-100m's later layers")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with TemporaryDirectory() as folder:
+        results = measure(arguments, Path(folder))
+    print(json.dumps({"bench": "speculation", **vars(arguments), "results": results}))
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
+    """Measure every text with every batch, and print the table as it grows."""
+    is_demo = arguments.model == "demo"
+    path = str(demo_model_path()) if is_demo else arguments.model
+    if path == "random-100m":
+        path = make_100m_model(str(folder / "model"))
+        damp_later_layers(path, arguments.draft_layers, arguments.damping)
+    model = load_model(path, arguments.dtype, CPU)
+    draft = make_draft(path, arguments.draft_layers, folder / "draft", arguments.dtype)
+    bench = Bench(model, draft, arguments.num_speculative_tokens, CLOCKS[arguments.clock])
+    texts = make_texts(path, model.vocab_size, arguments.output_len, is_demo=is_demo)
+    results: list[dict[str, object]] = []
+    console = Console(width=110)
+    for batch in arguments.batch:
+        for name, text in texts.items():
+            table = Table("way", "tok/s", "speed-up", "acceptance", "guessed tokens")
+            table.title = f"{arguments.model} {arguments.dtype}, {name}, batch {batch}"
+            rows = rows_of(bench.measure(text, batch, arguments.rounds), arguments.num_speculative_tokens)
+            for row in rows:
+                acceptance = row["acceptance"]
+                table.add_row(
+                    str(row["way"]),
+                    f"{row['tok_s']:.0f}",
+                    f"{row['speed_up']:.2f}",
+                    "" if acceptance is None else f"{acceptance:.0%}",
+                    f"{row['guessed_share']:.0%}",
+                )
+                results.append({"text": name, "batch": batch, **row})
+            console.print(table)
+    return results
+
+
+if __name__ == "__main__":
+    main()
