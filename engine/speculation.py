@@ -25,7 +25,7 @@ _KEEP = 0.95
 """Of the evidence on how often guesses are right, after a step."""
 _PRIOR_TRIALS = 4.0
 """What a new sequence's guesses are worth by those of all sequences, in trials of its own."""
-_EXPLORE_EVERY = 32
+_EXPLORE_EVERY = 64
 """Every so many steps do the opposite, or what it would cost or bring stays unknown."""
 
 

@@ -291,3 +291,25 @@ def test_blocks_are_copied_gathered_and_scattered(dtype: torch.dtype) -> None:
     assert torch.equal(staging, before[[5, 0]])
     ops.scatter_blocks(staging, torch.tensor([3, 2]), blocks)
     assert torch.equal(blocks, before[[0, 2, 0, 5, 0, 5]])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 11}, {"logit_softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("num_new", [2, 5, 8])
+def test_tokens_together_have_the_bits_of_tokens_alone(
+    num_new: int, options: dict[str, float], dtype: torch.dtype
+) -> None:
+    """What verifies guesses must see exactly what decode sees, over every edge of blocks and spans."""
+    for group, cached in ((1, 3), (3, 14), (3, 60), (7, 63), (8, 130)):
+        case = make_case([(cached, num_new)], dtype=dtype, group=group, head_dim=64, seed=cached)
+        ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
+        arguments = (case.query, case.kv_layer, case.metadata)
+        together = ops.paged_attention(*arguments, scale=0.2, **options)  # type: ignore[arg-type]
+        for place in range(num_new):
+            one = case.metadata._replace(
+                query_starts=torch.tensor([0, 1], dtype=torch.int32),
+                seq_lens=torch.tensor([cached + place + 1], dtype=torch.int32),
+            )
+            query = case.query[place : place + 1]
+            alone = ops.paged_attention(query, case.kv_layer, one, scale=0.2, **options)  # type: ignore[arg-type]
+            assert torch.equal(together[place : place + 1], alone), (group, cached, place)
