@@ -145,5 +145,6 @@ def _blank_copy(sequence: Sequence) -> Sequence:
         block_table=[],
         num_computed_tokens=0,
         num_sealed_blocks=0,
+        num_dropped_blocks=0,
         prompt_logprobs=[],
     )

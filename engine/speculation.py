@@ -127,11 +127,15 @@ class Speculator:
             return
         start = self._clock()
         drafts = self._proposer.propose(wanted)
-        num_drafted = sum(map(len, drafts))
-        if num_drafted:
-            self._draft_seconds = _mean(self._draft_seconds, (self._clock() - start) / num_drafted)
+        self._note_draft(sum(map(len, drafts)), self._clock() - start)
         for each, draft in zip(wanted, drafts, strict=True):
             each.sequence.draft_token_ids = draft
+
+    def _note_draft(self, num_drafted: int, seconds: float) -> None:
+        if num_drafted and self._tokens_per_second:
+            # Beyond this no guess pays, so how far beyond does not matter: a hiccup is soon forgotten.
+            longest = 2.0 / self._tokens_per_second
+            self._draft_seconds = _mean(self._draft_seconds, min(seconds / num_drafted, longest))
 
     def _length(self, sequence: Sequence) -> int:
         """Return how many guesses are each worth their time."""

@@ -259,10 +259,10 @@ def _publisher(
 
 
 def _warm_up(engine: Engine) -> None:
-    """Run one prompt, so that no request waits for a kernel to be compiled."""
-    length = min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 2)
+    """Run one prompt, a draft model's part too, so that no request waits for a kernel to be compiled."""
+    length = min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 3)
     prompt = Sequence(
-        "warm-up", [0] * length, length, SamplingParams(max_tokens=2, ignore_eos=True), b"warm-up"
+        "warm-up", [0] * length, length, SamplingParams(max_tokens=3, ignore_eos=True), b"warm-up"
     )
     engine.add(prompt)
     while not engine.is_idle:

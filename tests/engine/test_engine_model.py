@@ -276,6 +276,12 @@ class EngineMachine(RuleBasedStateMachine):
                     limit = self.engine.scheduler._max_held_blocks(group.prompt, 1, sequence.num_tokens)
                     assert len(sequence.held_blocks) <= limit
 
+    @invariant()
+    def no_sequence_holds_blocks_that_it_has_no_tokens_for(self) -> None:
+        for group in self.engine.groups.values():
+            for sequence in group.sequences:
+                assert (len(sequence.block_table) - 1) * BLOCK_SIZE < sequence.num_tokens
+
     def teardown(self) -> None:
         for _ in range(10_000):
             if self.engine.is_idle:

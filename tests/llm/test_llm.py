@@ -221,6 +221,26 @@ def test_stop_strings_cut_each_answer_wherever_its_tokens_break(tiny_folder: Pat
         assert len(llm.tokenizer.decode(answer.token_ids)) >= end
 
 
+@pytest.mark.parametrize("speculation", ["ngram", "draft"])
+def test_guesses_change_no_answer(tiny_folder: Path, tiny: LLM, speculation: str) -> None:
+    prompts = [prompt(20, seed) * 3 for seed in range(3)]
+    draft_model = str(tiny_folder) if speculation == "draft" else None
+    with LLM(
+        str(tiny_folder),
+        num_blocks=64,
+        speculation=speculation,
+        draft_model=draft_model,
+        num_speculative_tokens=7,
+    ) as llm:
+        for stop in (None, ["e", "q"]):
+            params = SamplingParams(n=2, seed=1, max_tokens=40, ignore_eos=True, logprobs=1, stop=stop)
+            expected = tiny.generate(prompts, params, use_tqdm=False)
+            assert llm.generate(prompts, params, use_tqdm=False) == expected
+        assert llm.stats().num_draft_tokens > 0
+        llm.engine.check_conservation()
+    assert tiny.stats().num_draft_tokens == 0
+
+
 def test_a_lone_stop_string_and_min_tokens(tiny: LLM) -> None:
     [whole] = texts(tiny.generate(prompt(40), GREEDY, use_tqdm=False))
     stop = whole[2]
