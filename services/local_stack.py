@@ -22,11 +22,9 @@ import grpc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from quire.engine.speculation_config import SpeculationConfig
 from quire.protos.admin_pb2 import ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
-from quire.engine.speculation_config import SpeculationConfig
-from quire.protos.inference_pb2 import GetModelInfoRequest
-from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.services.errors import ServiceError
 from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent

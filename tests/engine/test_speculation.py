@@ -30,7 +30,7 @@ BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss"]
 ROUNDED = ["gpt_oss", "mistral"]
-"""Those whose sums depend on the step: of experts over its tokens, of windows from their first held block on."""
+"""Those whose sums depend on the step: of experts over its tokens, of windows from their first block on."""
 
 TinyModel = Callable[[str], Path]
 Outputs = dict[tuple[str, int], list[tuple[int, TokenLogprobs | None]]]
