@@ -30,7 +30,7 @@ BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss"]
 ROUNDED = ["gpt_oss", "mistral"]
-"""Those whose sums depend on the step: of experts over its tokens, of windows from their first block on."""
+"""Their sums depend on the step: those of experts on its tokens, of windows on their first held block."""
 
 TinyModel = Callable[[str], Path]
 Outputs = dict[tuple[str, int], list[tuple[int, TokenLogprobs | None]]]
@@ -370,7 +370,7 @@ def test_right_guesses_that_cost_little_are_asked_for() -> None:
 
 
 def test_guesses_that_do_not_pay_are_tried_now_and_then() -> None:
-    assert set(decode(rate=0.3, token_seconds=0.008)[-5:]) == {1}
+    assert set(decode(rate=0.3, token_seconds=0.008, num_steps=1000)[-5:]) == {1}
 
 
 def test_fewer_guesses_the_less_they_are_right() -> None:
