@@ -17,7 +17,7 @@ RUN --mount=type=cache,target=/root/.cache/pip pip wheel --no-deps --wheel-dir /
 
 # What is installed before the project changes less often than the project, and stays in the builder's cache.
 FROM python AS requirements
-ARG ROUTER_EXTRAS=""
+ARG ROUTER_EXTRAS="http"
 ARG WORKER_EXTRAS="worker structured"
 WORKDIR /requirements
 COPY pyproject.toml deploy/requirements.py ./
@@ -73,7 +73,7 @@ CMD ["decode"]
 
 FROM router-requirements AS router
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
-ENV QUIRE_PORT=8500 QUIRE_METRICS_PORT=8501
-EXPOSE 8500 8501
+ENV QUIRE_PORT=8500 QUIRE_METRICS_PORT=8501 QUIRE_HTTP_PORT=8502
+EXPOSE 8500 8501 8502
 USER 10001:10001
 CMD ["router"]

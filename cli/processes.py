@@ -157,12 +157,28 @@ GracePeriod = Annotated[
 LogLevelOption = Annotated[LogLevel, setting("--log-level", "Least severity of logged events.", PROCESS)]
 
 
+HttpPort = Annotated[
+    int | None,
+    setting("--http-port", "Port of the OpenAI-compatible API; 0 takes a free one.", NETWORK, min=0),
+]
+
+
 def serve(
     model: Model = None,
     num_prefill: Annotated[int, setting("--prefill", "Prefill workers.", PROCESS, min=0)] = 1,
     num_decode: Annotated[int, setting("--decode", "Decode workers.", PROCESS, min=1)] = 1,
     host: Host = "127.0.0.1",
     port: Annotated[int, setting("--port", "Public gRPC port; 0 takes a free one.", NETWORK, min=0)] = 8500,
+    http_port: Annotated[
+        int | None,
+        setting(
+            "--http-port",
+            "Port of the OpenAI-compatible API; 0 takes a free one.",
+            NETWORK,
+            min=0,
+            show_default="8502 where the extra http is installed",
+        ),
+    ] = None,
     redis_url: RedisUrl = None,
     metrics_port: MetricsPort = 0,
     served_model_name: ServedModelName = None,
@@ -195,6 +211,7 @@ def serve(
 ) -> None:
     """Serve a model on this machine: a router, prefill and decode workers, and a Redis of their own."""
     from quire.services.local_stack import LocalStackConfig, run
+    from quire.services.router.app import DEFAULT_HTTP_PORT, has_http
 
     with usage_errors():
         config = LocalStackConfig(
@@ -203,6 +220,7 @@ def serve(
             num_decode=num_decode,
             host=host,
             port=port,
+            http_port=DEFAULT_HTTP_PORT if http_port is None and has_http() else http_port,
             redis_url=redis_url,
             metrics_port=metrics_port,
             served_model_name=served_model_name,
@@ -233,6 +251,7 @@ def serve(
 def router(
     host: Host = "127.0.0.1",
     port: Annotated[int, setting("--port", "Public gRPC port; 0 takes a free one.", NETWORK, min=0)] = 8500,
+    http_port: HttpPort = None,
     redis_url: RedisUrl = None,
     workers: Annotated[
         list[str] | None,
@@ -286,6 +305,7 @@ def router(
         config = RouterConfig(
             host=host,
             port=port,
+            http_port=http_port,
             redis_url=redis_url,
             worker_addresses=tuple(workers or ()),
             cluster_secret=cluster_secret.encode(),

@@ -1,5 +1,5 @@
 # Sourced by ./run and ./test, in the repository's root. `set_up EXTRA` makes .venv hold the project with the
-# extra "worker" or "dev". A stamp, written last, says for which state of the project that was done: an
+# extra "worker,http" or "dev". A stamp, written last, says for which state of the project that was done: an
 # interrupted set-up has none and is done again, a finished one costs milliseconds.
 
 VENV=.venv
@@ -74,6 +74,6 @@ set_up() {
     fi
     say "installing quire with what it needs for '$extra'"
     pip_install --editable ".[$extra]" --config-settings editable_mode=strict
-    # The extra dev has all that worker has.
-    printf '%s\n' "$state" | tee "$VENV/.quire-worker" >"$VENV/.quire-$extra"
+    # The extra dev has all that worker and http have.
+    printf '%s\n' "$state" | tee "$VENV/.quire-worker,http" >"$VENV/.quire-$extra"
 }

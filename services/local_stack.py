@@ -28,7 +28,7 @@ from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.services.errors import ServiceError
 from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent
-from quire.services.router.app import RouterConfig, RunningRouter, run_router
+from quire.services.router.app import RouterAddresses, RouterConfig, RunningRouter, run_router
 from quire.services.tls import TlsFiles
 from quire.services.worker.app import DEFAULT_SWAP_BYTES, RunningWorker, WorkerConfig, run_worker
 
@@ -47,6 +47,7 @@ class LocalStackConfig:
     num_decode: int = 1
     host: str = "127.0.0.1"
     port: int = 8500
+    http_port: int | None = None
     redis_url: str | None = field(default=None, repr=False)
     metrics_port: int | None = None
     """Port of the router's metrics; the workers' follow it. None takes free ones."""
@@ -90,18 +91,12 @@ class Child(NamedTuple):
     pipe: Connection
 
 
-class RouterAddresses(NamedTuple):
-    """Where a router listens: for everybody, and for operators."""
-
-    public: str
-    admin: str
-
-
 class RunningStack(NamedTuple):
     """A stack that answers."""
 
     address: str
     admin_address: str
+    http_address: str | None
     router: Child
     workers: dict[str, Child]
     ready: dict[str, RunningWorker]
@@ -147,6 +142,7 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
         router_config = RouterConfig(
             host=config.host,
             port=config.port,
+            http_port=config.http_port,
             redis_url=router_redis,
             cluster_secret=secret,
             metrics_port=config.metrics_port or 0,
@@ -159,7 +155,7 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
         routers = {"router": (router_config, config.log_level)}
         router = stack.enter_context(_children(_run_router, routers, config.stop_seconds))["router"]
         ready: dict[str, RunningWorker] = {}
-        addresses = RouterAddresses("", "")
+        addresses = RouterAddresses("", None, "")
         for name, report in _reports([router, *workers.values()], progress):
             if isinstance(report, RunningWorker):
                 ready[name] = report
@@ -167,7 +163,7 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
                 addresses = report
         progress.stop()
         _wait_until_joined(addresses.admin, config)
-        yield RunningStack(*addresses, router, workers, ready)
+        yield RunningStack(addresses.grpc, addresses.admin, addresses.http, router, workers, ready)
 
 
 # --- processes ----------------------------------------------------------------------------------------------
@@ -267,10 +263,7 @@ def _child_main(target: Callable[..., None], argument: object, pipe: Connection)
 
 
 def _report_ready(pipe: Connection, running: RunningWorker | RunningRouter) -> None:
-    if isinstance(running, RunningWorker):
-        pipe.send(running)
-    else:
-        pipe.send(RouterAddresses(running.address, running.admin_address))
+    pipe.send(running if isinstance(running, RunningWorker) else running.addresses)
 
 
 def _run_router(argument: tuple[RouterConfig, str], on_ready: Callable[[RunningRouter], None]) -> None:
@@ -345,6 +338,8 @@ def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStac
     show = partial(console.print, soft_wrap=True)
     kind = "gRPC" + ", TLS" * bool(config.public_tls) + ", API keys" * bool(config.api_keys_file)
     show(f"[bold]quire[/bold] serves [bold]{some.model}[/bold] at {stack.address} ({kind})")
+    if stack.http_address is not None:
+        show(f"  http       http://{stack.http_address}/v1 (OpenAI)")
     for name, worker in sorted(stack.ready.items()):
         capacity = worker.num_blocks * config.block_size
         show(

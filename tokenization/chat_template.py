@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.tokenization.errors import ChatTemplateError
@@ -22,11 +23,18 @@ _TEMPLATE_ERRORS = (
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+# Besides the template's own: what its expressions raise over values of another shape than it expects.
+
+
 class ChatTemplate:
     """A compiled chat template and the special tokens that it may name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._template = _environment().from_string(source)
+        environment = _environment()
+        self.source = source
+        self.shows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+        """Whether it reads the tools that a conversation comes with."""
+        self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -38,20 +46,29 @@ class ChatTemplate:
         tokens = {name: files.config.get(name) for name in _SPECIAL_TOKENS}
         return cls(source, {name: _content(token) for name, token in tokens.items() if token})
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt that asks the assistant for its next message.
+
+        ``arguments`` are further variables of the template; they cannot replace those that it has anyway.
 
         Raises:
             ChatTemplateError: the template refuses the conversation.
         """
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
+            variables = {
+                **(arguments or {}),
+                "messages": messages,
+                "add_generation_prompt": True,
+                "tools": tools or None,
+                "documents": None,
                 **self._special_tokens,
-            )
+            }
+            return self._template.render(variables)
         except _TEMPLATE_ERRORS as error:
             raise ChatTemplateError(f"the model's chat template refused them: {error}") from error
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -42,6 +43,10 @@ from quire.services.tls import ClusterTls, TlsFiles, server_credentials
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
+if TYPE_CHECKING:
+    from quire.services.router.http.server import HttpServer
+
+DEFAULT_HTTP_PORT = 8502
 STARTUP_POLL_SECONDS = 0.1
 """Pace of the look for workers until the router can serve."""
 
@@ -57,6 +62,8 @@ class RouterConfig:
     metrics_port: int = 8501
     redis_url: str | None = field(default=None, repr=False)
     worker_addresses: tuple[str, ...] = ()
+    http_port: int | None = None
+    """Port of the OpenAI-compatible API, which needs the extra ``http``; None serves none."""
     model: str | None = None
     """Folder or hub id of tokenizer and chat template; None takes what the workers name."""
     served_model_name: str | None = None
@@ -81,10 +88,24 @@ class RouterConfig:
     grace_seconds: float = 5.0
 
 
+def has_http() -> bool:
+    """Return whether the extra that the HTTP API needs is installed."""
+    return all(map(find_spec, ("aiohttp", "pydantic")))
+
+
+class RouterAddresses(NamedTuple):
+    """host:port of the public APIs and of the admin calls."""
+
+    grpc: str
+    http: str | None
+    admin: str
+
+
 class RunningRouter(NamedTuple):
     """A started router."""
 
     server: GrpcServer
+    http: HttpServer | None
     metrics_port: int
     admin_address: str
     workers: WorkerSet
@@ -97,6 +118,12 @@ class RunningRouter(NamedTuple):
         """host:port of the public API."""
         return self.server.address
 
+    @property
+    def addresses(self) -> RouterAddresses:
+        """Where clients reach the router."""
+        http = self.http.address if self.http else None
+        return RouterAddresses(self.server.address, http, self.admin_address)
+
 
 async def run_router(config: RouterConfig, on_ready: Callable[[RunningRouter], None] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; ``on_ready`` is called once requests can be served."""
@@ -104,7 +131,7 @@ async def run_router(config: RouterConfig, on_ready: Callable[[RunningRouter], N
     raise_open_file_limit()
     async with router(config) as running, asyncio.TaskGroup() as tasks:
         announcing = tasks.create_task(_announce(running, on_ready))
-        await serve_until_signal(running.server)
+        await serve_until_signal(running.server, running.http.stop if running.http else None)
         announcing.cancel()
 
 
@@ -160,7 +187,10 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         admin = await stack.enter_async_context(
             admin_server(workers, config.admin_host, config.admin_port, cluster_tls)
         )
-        running = RunningRouter(server, metrics_port, admin.address, workers, metrics, asyncio.Event())
+        http = None
+        if config.http_port is not None:
+            http = await stack.enter_async_context(_http_server(config, servicer, metrics))
+        running = RunningRouter(server, http, metrics_port, admin.address, workers, metrics, asyncio.Event())
 
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
             model = await asyncio.to_thread(_load_model, config, info)
@@ -172,6 +202,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         _log.info(
             "router_started",
             address=server.address,
+            http=http.address if http else "none",
             metrics_port=metrics_port,
             admin=admin.address,
             has_tls=config.public_tls is not None,
@@ -193,6 +224,24 @@ async def _authenticator(api_keys_file: Path | None) -> AsyncIterator[Authentica
         yield keys
     finally:
         await _cancel(following)
+
+
+def _http_server(
+    config: RouterConfig, servicer: GenerationServicer, metrics: RouterMetrics
+) -> AbstractAsyncContextManager[HttpServer]:
+    if not has_http():
+        raise OSError("the HTTP API needs packages that are not here: pip install 'quire[http]'")
+    # Imported late: a router that speaks gRPC alone does without the extra.
+    from quire.services.router.http.server import http_server
+
+    return http_server(
+        servicer,
+        metrics.registry,
+        host=config.host,
+        port=config.http_port or 0,
+        request_timeout_seconds=config.request_timeout_seconds,
+        grace_seconds=config.grace_seconds,
+    )
 
 
 async def _follow_workers(
@@ -230,6 +279,7 @@ def _load_model(config: RouterConfig, info: worker_pb2.GetWorkerInfoResponse) ->
         cache_descriptor=info.cache_descriptor,
         tokenizer=Tokenizer.load(files.folder),
         chat_template=ChatTemplate.load(files),
+        tokenizer_config=files.config,
     )
 
 

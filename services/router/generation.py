@@ -123,6 +123,9 @@ class GenerationRun:
                     self._is_first_message = False
                     response.request_id = request.request_id
                     response.prompt_logprobs.extend(self._prompt_logprobs)
+                    response.prompt_tokens = len(request.prompt_token_ids)
+                    if request.wants_prompt_token_ids:
+                        response.prompt_token_ids.extend(request.prompt_token_ids)
                 self.usage.completion_tokens = self._num_emitted
                 num_finished += bool(response.finish_reason)
                 if is_last := num_finished == (request.num_best or len(self._answers)):

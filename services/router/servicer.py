@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -79,22 +79,13 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 yield answer
 
     async def _whole(self, generation: pb.Generation, tenant: Tenant, deadline: float) -> pb.GenerateResponse:
-        whole = pb.GenerateResponse()
-        answers: dict[int, list[pb.GenerateStreamResponse]] = {}
         async with aclosing(self.generate(generation, tenant, deadline)) as responses:
-            async for response in responses:
-                answers.setdefault(response.index, []).append(response)
-                whole.prompt_logprobs.extend(response.prompt_logprobs)
-                whole.request_id = whole.request_id or response.request_id
-                if response.HasField("usage"):
-                    whole.usage.CopyFrom(response.usage)
-        whole.choices.extend(_choice(answers[index]) for index in sorted(answers))
-        return whole
+            return collected([response async for response in responses])
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Encode text or a conversation; it takes a request's place, since a long one takes seconds."""
         async with self._admission.admitted(self._tenant(context), self._deadline(context)):
-            model = (await self._joined_cluster()).model
+            model = (await self.joined_cluster()).model
             if request.WhichOneof("prompt") == "chat":
                 return pb.TokenizeResponse(token_ids=await encode_chat(request.chat, model))
             return pb.TokenizeResponse(token_ids=await encode_text(request.text, model))
@@ -102,14 +93,14 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """Decode token ids."""
         async with self._admission.admitted(self._tenant(context), self._deadline(context)):
-            model = (await self._joined_cluster()).model
+            model = (await self.joined_cluster()).model
             check_detokenized(request.token_ids, model, "token_ids")
             text = await asyncio.to_thread(model.tokenizer.decode, list(request.token_ids))
             return pb.DetokenizeResponse(text=text)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         """Describe the model and count the workers."""
-        cluster = await self._joined_cluster()
+        cluster = await self.joined_cluster()
         return pb.GetModelInfoResponse(
             model=cluster.model.name,
             max_model_len=cluster.model.max_model_len,
@@ -119,6 +110,11 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             num_prefill_workers=len(cluster.workers.live("prefill")),
             num_decode_workers=len(cluster.workers.live("decode")),
         )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the model is known and a decode worker lives."""
+        return self._cluster.done() and bool(self._cluster.result().workers.live("decode"))
 
     async def generate(
         self, generation: pb.Generation, tenant: Tenant, deadline: float
@@ -133,7 +129,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         """
         arrival = self._clock()
         async with self._admission.admitted(tenant, deadline) as allowance:
-            cluster = await self._joined_cluster()
+            cluster = await self.joined_cluster()
             request = await validate(generation, cluster.model)
             allowance.spend_prompt(len(request.prompt_token_ids))
             self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
@@ -206,13 +202,21 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         """
         return self._authenticator.authenticate(headers)
 
+    def deadline(self, timeout_seconds: float = math.inf) -> float:
+        """Return the reading of the clock at which a request that begins now must have ended."""
+        return self._clock() + min(timeout_seconds, self._request_timeout_seconds)
+
+    def admitted(self, tenant: Tenant) -> AbstractAsyncContextManager[object]:
+        """Let other work than a generation take a request's place."""
+        return self._admission.admitted(tenant, self.deadline())
+
     def _tenant(self, context: Any) -> Tenant:
         return self.tenant_of(context.invocation_metadata())
 
     def _deadline(self, context: Any) -> float:
-        return self._clock() + min(_remaining_seconds(context), self._request_timeout_seconds)
+        return self.deadline(_remaining_seconds(context))
 
-    async def _joined_cluster(self) -> Cluster:
+    async def joined_cluster(self) -> Cluster:
         """Return the cluster, after a short wait if no worker has ever joined."""
         try:
             async with asyncio.timeout(self._join_wait_seconds):
@@ -223,6 +227,21 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 reason="NO_WORKER",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             ) from None
+
+
+def collected(responses: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateResponse:
+    """Return the whole of a request's stream."""
+    answers: dict[int, list[pb.GenerateStreamResponse]] = {}
+    for response in responses:
+        answers.setdefault(response.index, []).append(response)
+    first, last = responses[0], responses[-1]
+    return pb.GenerateResponse(
+        choices=[_choice(answers[index]) for index in sorted(answers)],
+        usage=last.usage,
+        request_id=first.request_id,
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_token_ids=first.prompt_token_ids,
+    )
 
 
 def _choice(responses: Sequence[pb.GenerateStreamResponse]) -> pb.Choice:

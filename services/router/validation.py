@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument, NotFound
@@ -27,7 +28,11 @@ MAX_FORMAT_BYTES = 64 << 10
 MAX_CACHE_SALT_CHARS = 128
 MAX_MESSAGES = 4096
 MAX_DETOKENIZED = 1 << 20
-ROLES = ("system", "user", "assistant")
+MAX_CHAT_JSON_BYTES = 256 << 10
+"""Of the tools, of the template's further variables, and of what a message has besides its text."""
+ROLES = ("system", "user", "assistant", "tool")
+
+T = TypeVar("T", dict[str, Any], list[Any])
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -44,6 +49,8 @@ class ServedModel:
     cache_descriptor: bytes
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    """``tokenizer_config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,7 @@ class ValidRequest:
     stop_strings: tuple[str, ...]
     num_logprobs: int | None
     num_prompt_logprobs: int | None
+    wants_prompt_token_ids: bool
     keep_special_tokens: bool
     format: pb.ResponseFormat
 
@@ -74,12 +82,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         InvalidArgument: names the field, the limit and the value.
         NotFound: the model is not served here.
     """
-    if generation.model not in ("", model.name):
-        raise NotFound(
-            f"model {generation.model!r} is not served here; {model.name!r} is",
-            reason="MODEL_NOT_FOUND",
-            metadata={"field": "model", "served": model.name},
-        )
+    check_model(generation.model, model)
     request_id = _request_id(generation.request_id)
     sampling = _sampling(generation.sampling, model)
     sampling.MergeFrom(await logits_rules(generation.sampling, model.tokenizer, model.vocab_size))
@@ -97,14 +100,25 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         stop_strings=tuple(generation.stopping.stop_strings),
         num_logprobs=_optional(generation.response, "logprobs"),
         num_prompt_logprobs=_optional(generation.response, "prompt_logprobs"),
+        wants_prompt_token_ids=generation.response.prompt_token_ids,
         keep_special_tokens=generation.response.keep_special_tokens,
         format=generation.format,
     )
 
 
+def check_model(name: str, model: ServedModel) -> None:
+    """Refuse a name that is not the served model's; the empty one is."""
+    if name not in ("", model.name):
+        raise NotFound(
+            f"model {name!r} is not served here; {model.name!r} is",
+            reason="MODEL_NOT_FOUND",
+            metadata={"field": "model", "served": model.name},
+        )
+
+
 async def encode_text(text: str, model: ServedModel, field: str = "text") -> list[int]:
     """Return the token ids of a plain text."""
-    _check_size(text, field)
+    check_size(text, field)
     return await model.tokenizer.encode(text)
 
 
@@ -129,13 +143,42 @@ async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") ->
             raise InvalidArgument(
                 f"{field}.messages[{at}].role", f"must be one of {', '.join(ROLES)}; got {message.role!r}"
             )
-    _check_size("".join(message.content for message in chat.messages), f"{field}.messages")
-    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    check_size("".join(message.content for message in chat.messages), f"{field}.messages")
+    messages = [
+        {
+            **_json(message.more, dict, f"{field}.messages[{at}].more"),
+            "role": message.role,
+            "content": message.content,
+        }
+        for at, message in enumerate(chat.messages)
+    ]
+    tools = _json(chat.tools, list, f"{field}.tools")
+    arguments = _json(chat.template_arguments, dict, f"{field}.template_arguments")
+    if tools and not model.chat_template.shows_tools:
+        raise InvalidArgument(f"{field}.tools", "the model's chat template does not show it any tools")
     try:
-        text = model.chat_template.render(messages)
+        text = model.chat_template.render(messages, tools, arguments)
     except ChatTemplateError as error:
         raise InvalidArgument(f"{field}.messages", str(error)) from error
     return await model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _json(text: str, kind: type[T], field: str) -> T:
+    """Return the JSON value of a text; the empty text is an empty one."""
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_CHAT_JSON_BYTES:
+        raise InvalidArgument(
+            field,
+            f"must hold at most {MAX_CHAT_JSON_BYTES} bytes; got {num_bytes}",
+            metadata={"limit": str(MAX_CHAT_JSON_BYTES)},
+        )
+    try:
+        value = json.loads(text) if text else kind()
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(field, f"must be JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise InvalidArgument(field, f"must be a JSON {'object' if kind is dict else 'array'}")
+    return value
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
@@ -362,7 +405,8 @@ def _optional(options: pb.ResponseOptions, name: Literal["logprobs", "prompt_log
     return getattr(options, name) if options.HasField(name) else None
 
 
-def _check_size(text: str, field: str) -> None:
+def check_size(text: str, field: str) -> None:
+    """Refuse a text that is too long to tokenize."""
     num_bytes = len(text.encode())
     if num_bytes > MAX_PROMPT_BYTES:
         raise InvalidArgument(

@@ -125,3 +125,22 @@ def test_a_bad_size_is_a_usage_error(quire: Quire) -> None:
     result: Any = quire("serve", "--kv-memory", "12x")
     assert result.exit_code == 2
     assert "512MiB" in result.stderr
+
+
+def test_serve_has_http_where_its_packages_are(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int | None] = []
+    monkeypatch.setattr(local_stack, "run", lambda config, on_ready: ports.append(config.http_port))
+    quire("serve")
+    quire("serve", "--http-port", "0")
+    monkeypatch.setattr(app, "has_http", lambda: False)
+    quire("serve")
+    assert ports == [8502, 0, None]
+
+
+def test_a_router_without_the_packages_says_what_to_install(
+    quire: Quire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "has_http", lambda: False)
+    result = quire("router", "--port", "0", "--metrics-port", "0", "--http-port", "0")
+    assert result.exit_code == 1
+    assert "pip install 'quire[http]'" in result.stderr

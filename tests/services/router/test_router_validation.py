@@ -35,6 +35,11 @@ def chat(*messages: tuple[str, str]) -> pb.Generation:
     )
 
 
+def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Generation:
+    messages = [message or pb.ChatMessage(role="user", content="x")]
+    return pb.Generation(chat=pb.Chat(messages=messages, **fields))
+
+
 @pytest.mark.parametrize(
     ("generation", "field", "problem"),
     [
@@ -44,7 +49,13 @@ def chat(*messages: tuple[str, str]) -> pb.Generation:
         (ids(*[2] * 64), "token_ids", "at most 63 tokens"),
         (ids(2, 320), "token_ids.ids[1]", "below 320; got 320"),
         (request(text="x" * (MAX_PROMPT_BYTES + 1)), "text", f"at most {MAX_PROMPT_BYTES} bytes"),
-        (chat(("tool", "x")), "chat.messages[0].role", "got 'tool'"),
+        (chat(("robot", "x")), "chat.messages[0].role", "got 'robot'"),
+        (chat_with(pb.ChatMessage(role="user", more="{")), "chat.messages[0].more", "must be JSON"),
+        (chat_with(pb.ChatMessage(role="user", more="[]")), "chat.messages[0].more", "must be a JSON object"),
+        (chat_with(tools="{}"), "chat.tools", "must be a JSON array"),
+        (chat_with(tools="[1]"), "chat.tools", "does not show it any tools"),
+        (chat_with(template_arguments="[" * 9999), "chat.template_arguments", "must be JSON"),
+        (chat_with(template_arguments=" " * (256 << 10) + "1"), "chat.template_arguments", "at most 262144"),
         (request(request_id="a b"), "request_id", "printable"),
         (request(request_id="x" * 129), "request_id", "128"),
         (stopping(max_tokens=0), "stopping.max_tokens", "from 1 to"),

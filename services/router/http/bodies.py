@@ -1,0 +1,46 @@
+"""Reads what a client sent, and what its headers say about it."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from quire.services.router.http.errors import invalid_body
+from quire.services.router.http.responses import to_json
+
+REQUEST_ID = "X-Request-Id"
+T = TypeVar("T", bound=BaseModel)
+
+
+async def read_body(request: web.Request, kind: type[T]) -> T:
+    """Return the body of a request.
+
+    Raises:
+        InvalidArgument: names the field.
+        HTTPUnsupportedMediaType: it is not JSON.
+        HTTPRequestEntityTooLarge: it is larger than the server takes.
+    """
+    # Without this rule any page in a browser could post to a server on the reader's machine.
+    if request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(text="send JSON, with the header content-type: application/json")
+    try:
+        return kind.model_validate_json(await request.read())
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
+def json_response(
+    body: BaseModel, *, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    """Return a response with a JSON body."""
+    return web.Response(
+        body=to_json(body), status=status, headers=headers, content_type="application/json", charset="utf-8"
+    )
+
+
+def request_id(request: web.Request, chosen: str | None) -> str:
+    """Return the id that the body or the header chose, or a new one."""
+    return chosen or request.headers.get(REQUEST_ID) or secrets.token_hex(16)

@@ -1,0 +1,216 @@
+"""``/v1/completions``: continues texts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from aiohttp import web
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import InvalidArgument
+from quire.services.router.http.authorization import TENANT
+from quire.services.router.http.bodies import REQUEST_ID, json_response, read_body, request_id
+from quire.services.router.http.logprobs import TokenNames, completion_logprobs, prompt_logprobs
+from quire.services.router.http.requests import CompletionRequest
+from quire.services.router.http.responses import Completion, CompletionChoice, finish_name
+from quire.services.router.http.sampling_fields import answer_format, sampling_params, stopping_params
+from quire.services.router.http.streams import Tagged, run, send_events
+from quire.services.router.http.usage import UsageCount
+from quire.services.router.servicer import GenerationServicer, collected
+from quire.services.router.validation import MAX_ANSWERS, ServedModel
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+class Completions:
+    """Answers ``/v1/completions``."""
+
+    def __init__(self, servicer: GenerationServicer) -> None:
+        self._servicer = servicer
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer, whole or as events."""
+        body = await read_body(request, CompletionRequest)
+        model = (await self._servicer.joined_cluster()).model
+        name = request_id(request, body.request_id)
+        generations = _generations(body, name)
+        writer = _Writer(body, model, name)
+        messages = run(self._servicer, request[TENANT], generations)
+        headers = {REQUEST_ID: name}
+        if body.stream:
+            return await send_events(request, writer.events(messages), headers)
+        async with aclosing(messages):
+            received = [each async for each in messages]
+        return json_response(await asyncio.to_thread(writer.whole, received), headers=headers)
+
+
+def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
+    _check(body)
+    prompts = body.prompts
+    logprobs = 0 if body.logprobs is None and body.num_drawn > (body.n or 1) else body.logprobs
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    options = pb.ResponseOptions(
+        logprobs=logprobs,
+        prompt_logprobs=body.logprobs if body.echo else body.prompt_logprobs,
+        prompt_token_ids=bool(body.echo or body.prompt_logprobs is not None or body.return_token_ids),
+        keep_special_tokens=body.skip_special_tokens is False,
+    )
+    sampling, form = sampling_params(body, body.num_drawn), answer_format(body)
+    stopping = stopping_params(body, 1 if body.only_reads else max_tokens)
+    return [
+        pb.Generation(
+            model=body.model,
+            text=prompt if isinstance(prompt, str) else None,
+            token_ids=pb.TokenIds(ids=prompt) if not isinstance(prompt, str) else None,
+            sampling=sampling,
+            stopping=stopping,
+            response=options,
+            request_id=name if len(prompts) == 1 else f"{name}-{at}",
+            format=form,
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.best_of is not None:
+        if not (body.n or 1) <= body.best_of <= MAX_ANSWERS:
+            raise InvalidArgument(
+                "best_of", f"must be from n = {body.n or 1} to {MAX_ANSWERS}; got {body.best_of}"
+            )
+        if body.best_of > (body.n or 1) and (body.stream or body.use_beam_search):
+            raise InvalidArgument("best_of", "cannot go with stream or use_beam_search")
+    if body.echo and body.prompt_logprobs is not None:
+        raise InvalidArgument("prompt_logprobs", "cannot go with echo, which returns them as logprobs")
+
+
+class _Prompt(NamedTuple):
+    """What a choice says of its prompt."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[pb.TokenLogprobs]
+
+
+class _Writer:
+    """Writes a request's answers, whole or event by event."""
+
+    def __init__(self, body: CompletionRequest, model: ServedModel, name: str) -> None:
+        self._body = body
+        self._model = model
+        self._name = name
+        self._created = int(time.time())
+        self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._prompts: dict[int, _Prompt] = {}
+        self._started: set[int] = set()
+        self._text_offsets: dict[int, int] = {}
+
+    async def events(self, messages: AsyncGenerator[Tagged, None]) -> AsyncGenerator[Completion, None]:
+        """Yield an event for each message, and the counts if they are wanted."""
+        body, count = self._body, UsageCount()
+        async with aclosing(messages):
+            async for at, response in messages:
+                count.add(response)
+                if response.prompt_logprobs:
+                    choice = await asyncio.to_thread(self._choice, at, response)
+                else:
+                    choice = self._choice(at, response)
+                event = self._completion([choice])
+                if body.includes_usage:
+                    event.usage = count.so_far() if body.counts_on else None
+                yield event
+        if body.includes_usage:
+            event = self._completion([])
+            event.usage = count.final(is_read_only=body.only_reads)
+            yield event
+
+    def whole(self, messages: Sequence[Tagged]) -> Completion:
+        """Return the whole answer; slow where it has many logprobs."""
+        body, count = self._body, UsageCount()
+        by_prompt: dict[int, list[pb.GenerateStreamResponse]] = {}
+        for at, response in messages:
+            count.add(response)
+            by_prompt.setdefault(at, []).append(response)
+        choices = []
+        for at in sorted(by_prompt):
+            answer = collected(by_prompt[at])
+            for index, choice in enumerate(_best(answer.choices, body.n or 1)):
+                message = pb.GenerateStreamResponse(
+                    index=index,
+                    text=choice.text,
+                    token_ids=choice.token_ids,
+                    logprobs=choice.logprobs,
+                    finish_reason=choice.finish_reason,
+                    prompt_logprobs=answer.prompt_logprobs,
+                    prompt_token_ids=answer.prompt_token_ids,
+                )
+                choices.append(self._choice(at, message))
+        completion = self._completion(choices)
+        completion.usage = count.final(is_read_only=body.only_reads)
+        return completion
+
+    def _completion(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(
+            id=f"cmpl-{self._name}",
+            object="text_completion",
+            created=self._created,
+            model=self._model.name,
+            choices=choices,
+        )
+
+    def _choice(self, at: int, response: pb.GenerateStreamResponse) -> CompletionChoice:
+        body = self._body
+        index = at * (body.n or 1) + response.index
+        text, token_ids, logprobs = response.text, list(response.token_ids), list(response.logprobs)
+        if body.only_reads:
+            text, token_ids, logprobs = "", [], []
+        prompt = self._prompt(at, response) if index not in self._started else None
+        self._started.add(index)
+        marked: list[pb.TokenLogprobs | None] = [*logprobs]
+        all_ids = token_ids
+        if prompt and body.echo:
+            text = prompt.text + text
+            all_ids = [*prompt.token_ids, *token_ids]
+            marked = [None, *prompt.logprobs, *logprobs]
+        choice = CompletionChoice(
+            index=index, text=text, logprobs=None, finish_reason=finish_name(response.finish_reason)
+        )
+        if body.logprobs is not None:
+            offset = self._text_offsets.get(index, 0)
+            choice.logprobs, self._text_offsets[index] = completion_logprobs(
+                self._names, all_ids, marked, offset
+            )
+        if body.return_token_ids:
+            choice.token_ids = token_ids
+        if prompt and body.return_token_ids:
+            choice.prompt_token_ids = list(prompt.token_ids)
+        if prompt and body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(self._names, prompt.token_ids, prompt.logprobs)
+        return choice
+
+    def _prompt(self, at: int, response: pb.GenerateStreamResponse) -> _Prompt:
+        """Return what the first message of a prompt's stream told of it."""
+        if at not in self._prompts:
+            prompt = self._body.prompts[at]
+            ids = list(response.prompt_token_ids)
+            text = ""
+            if self._body.echo:
+                text = prompt if isinstance(prompt, str) else self._model.tokenizer.decode(ids)
+            self._prompts[at] = _Prompt(text, ids, list(response.prompt_logprobs))
+        return self._prompts[at]
+
+
+def _best(choices: Sequence[pb.Choice], number: int) -> Sequence[pb.Choice]:
+    """Return the choices with the highest logprob per token."""
+    if len(choices) <= number:
+        return choices
+    return sorted(choices, key=_mean_logprob, reverse=True)[:number]
+
+
+def _mean_logprob(choice: pb.Choice) -> float:
+    return sum(each.logprob for each in choice.logprobs) / max(len(choice.logprobs), 1)

@@ -1,0 +1,125 @@
+"""Logprobs in OpenAI's two forms and in vLLM's for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quire.protos import inference_pb2 as pb
+from quire.services.router.http.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from quire.tokenization.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""What JSON, which has no infinity, gets for a token that cannot be."""
+
+
+class TokenNames:
+    """How tokens are written in logprobs: their text, or ``token_id:N``."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+        # The same tokens are candidates again and again; decoding each time would be most of the work.
+        self._texts: dict[int, str] = {}
+
+    def __getitem__(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
+
+    def text(self, token_id: int) -> str:
+        """Return the text of a token by itself; a part of a character becomes U+FFFD."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        """Return the UTF-8 of a token that is more than a part of a character."""
+        text = self.text(token_id)
+        return None if "\ufffd" in text else list(text.encode())
+
+
+def completion_logprobs(
+    names: TokenNames,
+    token_ids: Sequence[int],
+    logprobs: Sequence[pb.TokenLogprobs | None],
+    text_offset: int,
+) -> tuple[CompletionLogprobs, int]:
+    """Return the logprobs of tokens whose text begins at ``text_offset``, and where it ends.
+
+    None stands for a token without any.
+    """
+    offsets = []
+    for token_id in token_ids:
+        offsets.append(text_offset)
+        text_offset += len(names.text(token_id))
+    pairs = list(zip(token_ids, logprobs, strict=True))
+    written = CompletionLogprobs(
+        tokens=[names[token_id] for token_id in token_ids],
+        token_logprobs=[_finite(each.logprob) if each else None for each in logprobs],
+        top_logprobs=[_by_name(names, *pair) for pair in pairs],
+        text_offset=offsets,
+    )
+    return written, text_offset
+
+
+def _by_name(names: TokenNames, token_id: int, logprobs: pb.TokenLogprobs | None) -> dict[str, float] | None:
+    """Return the best tokens and the one that stands there; of those that look alike, the most probable."""
+    if logprobs is None:
+        return None
+    best: dict[str, float] = {}
+    for candidate in logprobs.top:
+        best.setdefault(names[candidate.token_id], _finite(candidate.logprob))
+    best.setdefault(names[token_id], _finite(logprobs.logprob))
+    return best
+
+
+def chat_logprobs(
+    names: TokenNames, token_ids: Sequence[int], logprobs: Iterable[pb.TokenLogprobs]
+) -> ChatLogprobs:
+    """Return the logprobs of an answer's tokens."""
+    return ChatLogprobs(
+        content=[
+            TokenLogprob(
+                token=names[token_id],
+                logprob=_finite(each.logprob),
+                bytes=names.bytes(token_id),
+                top_logprobs=[
+                    TopLogprob(
+                        token=names[candidate.token_id],
+                        logprob=_finite(candidate.logprob),
+                        bytes=names.bytes(candidate.token_id),
+                    )
+                    for candidate in each.top
+                ],
+            )
+            for token_id, each in zip(token_ids, logprobs, strict=True)
+        ]
+    )
+
+
+def prompt_logprobs(
+    names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]
+) -> PromptLogprobs:
+    """Return the logprobs of a prompt, given those of all its tokens but the first."""
+    found: PromptLogprobs = [None]
+    for token_id, each in zip(token_ids[1:], logprobs, strict=True):
+        place = {
+            str(candidate.token_id): _prompt_logprob(names, candidate.token_id, candidate.logprob, rank)
+            for rank, candidate in enumerate(each.top, start=1)
+        }
+        place.setdefault(str(token_id), _prompt_logprob(names, token_id, each.logprob, None))
+        found.append(place)
+    return found
+
+
+def _prompt_logprob(names: TokenNames, token_id: int, logprob: float, rank: int | None) -> PromptLogprob:
+    return PromptLogprob(logprob=_finite(logprob), rank=rank, decoded_token=names.text(token_id))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

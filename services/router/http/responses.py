@@ -1,0 +1,225 @@
+"""The bodies that clients get; a member that was not set is left out of the JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class PromptTokensDetails(BaseModel):
+    """Where the prompt's KV came from."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Counts, of all prompts and answers together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class PromptLogprob(BaseModel):
+    """A token that could stand at a place of the prompt."""
+
+    logprob: float
+    rank: int | None
+    """From 1; null where the prompt's own token is not among the best."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt, by token id; null for the first, which nothing precedes."""
+
+
+class CompletionLogprobs(BaseModel):
+    """Logprobs of a text, one member of each list for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One answer, or what a stream's event adds to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    """The answer of ``/v1/completions``, whole or an event of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token that could stand at a place of the answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """UTF-8; null where the token is only a part of a character."""
+
+
+class TokenLogprob(TopLogprob):
+    """The token that does stand there."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Logprobs of an answer's tokens."""
+
+    content: list[TokenLogprob] | None
+
+
+class FunctionCall(BaseModel):
+    """A call of a function."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class ToolCall(BaseModel):
+    """A call of a tool; in a stream it comes whole, with its place among the calls."""
+
+    index: int | None = None
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AnswerMessage(BaseModel):
+    """The assistant's message, or what a stream's event adds to it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(BaseModel):
+    """One whole answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """The whole answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatDelta(BaseModel):
+    """What an event adds to one answer."""
+
+    index: int
+    delta: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """An event of the stream of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatDelta]
+    usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Model(BaseModel):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All served models: the one."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(BaseModel):
+    """The answer of ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(BaseModel):
+    """The answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """The answer of ``/tokenizer_info``: the model's special tokens and its template."""
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
+    chat_template: str | None = None
+    vocab_size: int
+    model_max_length: int
+    eos_token_ids: list[int]
+
+
+class Status(BaseModel):
+    """The answer of ``/health`` and ``/ready``."""
+
+    status: Literal["ok"]
+
+
+def to_json(body: BaseModel) -> bytes:
+    """Return the JSON of a body, without the members that were not set."""
+    return body.model_dump_json(exclude_unset=True).encode()
+
+
+def finish_name(reason: Any) -> FinishReason | None:
+    """Return OpenAI's name of a finish reason of ``quire.v1``; None while there is none."""
+    names: dict[int, FinishReason] = {1: "stop", 2: "length"}
+    return names.get(reason)

@@ -1,0 +1,212 @@
+"""The fields that both ways of generating share, and what they say in ``quire.v1``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import InvalidArgument
+from quire.services.router.validation import (
+    MAX_ANSWERS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+# The keys of a JSON object are strings, whatever they stand for.
+TokenIdKey = Annotated[int, Field(ge=0, lt=1 << 32, strict=False)]
+TokenCount = Annotated[int, Field(ge=0, lt=1 << 31)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Ignored = Annotated[Any, Field(description="Accepted, and without effect.")]
+
+
+class Body(BaseModel):
+    """A JSON object of which every member is known; a null is an absent member."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """What a stream tells besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Ignored = None
+
+
+class JsonSchema(Body):
+    """A schema and its name."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    name: str
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = Field(None, description="The schema is followed in any case.")
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """A JSON value that a schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Body):
+    """The form of the answer, as vLLM names it; exactly one member."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+
+
+class GenerationFields(Body):
+    """What both ways of generating take."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    max_tokens: TokenCount | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: str | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    # vLLM's names for what OpenAI has not.
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31, description="0 and -1 are off.")] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    min_tokens: TokenCount | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    use_beam_search: bool | None = Field(None, description="Return the n best of a search with n beams.")
+    length_penalty: float | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: LogprobCount | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(None, description="Write tokens as token_id:N.")
+    request_id: str | None = Field(None, description="For logs; instead of the header X-Request-Id.")
+
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    spaces_between_special_tokens: Ignored = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def counts_on(self) -> bool:
+        """Whether every event of a stream tells the counts so far."""
+        return self.includes_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+
+def sampling_params(fields: GenerationFields, num_answers: int) -> pb.SamplingParams:
+    """Return how tokens are drawn, or searched."""
+    beam = None
+    if fields.use_beam_search:
+        beam = pb.BeamParams(width=num_answers, length_penalty=fields.length_penalty)
+    elif fields.length_penalty is not None:
+        raise InvalidArgument("length_penalty", "is for use_beam_search")
+    return pb.SamplingParams(
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=max(fields.top_k, 0) if fields.top_k is not None else None,
+        min_p=fields.min_p,
+        seed=fields.seed % (1 << 64) if fields.seed is not None else None,
+        n=None if beam else num_answers,
+        beam=beam,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        repetition_penalty=fields.repetition_penalty,
+        logit_bias=fields.logit_bias,
+        allowed_token_ids=fields.allowed_token_ids,
+        bad_words=fields.bad_words,
+    )
+
+
+def stopping_params(fields: GenerationFields, max_tokens: int | None) -> pb.StoppingParams:
+    """Return when an answer ends."""
+    return pb.StoppingParams(
+        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens,
+        stop_strings=fields.stops,
+        stop_token_ids=fields.stop_token_ids,
+        ignore_eos=bool(fields.ignore_eos),
+    )
+
+
+def answer_format(fields: GenerationFields) -> pb.ResponseFormat | None:
+    """Return the form that answers must have, if they must have one."""
+    if fields.structured_outputs is not None:
+        if fields.response_format is not None:
+            raise InvalidArgument("structured_outputs", "cannot go with response_format")
+        return _structured(fields.structured_outputs)
+    match fields.response_format:
+        case JsonObjectFormat():
+            return pb.ResponseFormat(json_schema='{"type":"object"}')
+        case JsonSchemaFormat(json_schema=JsonSchema(schema_=schema)):
+            return pb.ResponseFormat(json_schema=json.dumps(schema or {}))
+    return None
+
+
+def _structured(wanted: StructuredOutputs) -> pb.ResponseFormat:
+    if len(wanted.model_fields_set) != 1:
+        raise InvalidArgument(
+            "structured_outputs", "must have exactly one of json, json_object, regex, grammar, choice"
+        )
+    if wanted.json_ is not None:
+        schema = wanted.json_ if isinstance(wanted.json_, str) else json.dumps(wanted.json_)
+        return pb.ResponseFormat(json_schema=schema)
+    if wanted.choice is not None:
+        # Lark's strings have the escapes of JSON's.
+        return pb.ResponseFormat(grammar="start: " + " | ".join(map(json.dumps, wanted.choice)))
+    if wanted.json_object:
+        return pb.ResponseFormat(json_schema='{"type":"object"}')
+    return pb.ResponseFormat(regex=wanted.regex, grammar=wanted.grammar)

@@ -1,0 +1,126 @@
+"""Runs a request's prompts in the router, and sends events as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import NamedTuple
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import Internal, ServiceError
+from quire.services.log import get_logger
+from quire.services.router.http.errors import from_service_error
+from quire.services.router.http.responses import to_json
+from quire.services.router.merge import merged
+from quire.services.router.servicer import GenerationServicer
+from quire.services.router.tenants import Tenant
+
+KEEP_ALIVE_SECONDS = 15.0
+"""Proxies close a connection on which nothing comes for a minute."""
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # nginx would collect the events otherwise.
+    "X-Accel-Buffering": "no",
+}
+_DONE = b"data: [DONE]\n\n"
+_log = get_logger("http")
+
+
+class Tagged(NamedTuple):
+    """A message, and which of the request's prompts it is about."""
+
+    at: int
+    response: pb.GenerateStreamResponse
+
+
+async def run(
+    servicer: GenerationServicer, tenant: Tenant, generations: Sequence[pb.Generation]
+) -> AsyncGenerator[Tagged, None]:
+    """Serve all of a tenant's prompts side by side; the first error ends them all.
+
+    Raises:
+        ServiceError: one of them cannot be served, or not to its end.
+    """
+    answers = [servicer.generate(each, tenant, servicer.deadline()) for each in generations]
+    streams = [_tagged(at, answer) for at, answer in enumerate(answers)]
+    async with aclosing(merged(streams) if len(streams) > 1 else streams[0]) as messages:
+        async for message in messages:
+            yield message
+
+
+async def _tagged(
+    at: int, responses: AsyncGenerator[pb.GenerateStreamResponse, None]
+) -> AsyncGenerator[Tagged, None]:
+    async with aclosing(responses):
+        async for response in responses:
+            yield Tagged(at, response)
+
+
+async def send_events(
+    request: web.Request, events: AsyncGenerator[BaseModel, None], headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """Send each event when it comes, then ``[DONE]``.
+
+    An error before the first event is raised, so that it has its status; a later one becomes the last event.
+    """
+    response = web.StreamResponse(headers={**_HEADERS, **headers})
+    async with aclosing(events):
+        first = asyncio.create_task(_next(events))
+        try:
+            await asyncio.wait({first}, timeout=KEEP_ALIVE_SECONDS)
+            if first.done():
+                first.result()
+            await response.prepare(request)
+            async with _kept_alive(response):
+                await _send(response, first, events)
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+    await response.write_eof()
+    return response
+
+
+async def _send(
+    response: web.StreamResponse,
+    first: asyncio.Task[BaseModel | None],
+    events: AsyncGenerator[BaseModel, None],
+) -> None:
+    try:
+        event = await first
+        while event is not None:
+            await response.write(b"data: " + to_json(event) + b"\n\n")
+            event = await _next(events)
+        await response.write(_DONE)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        if not isinstance(error, ServiceError):
+            _log.exception("stream_failed")
+            error = Internal("internal error; the server's log has the details")
+        await response.write(b"data: " + to_json(from_service_error(error).body) + b"\n\n")
+
+
+async def _next(events: AsyncGenerator[BaseModel, None]) -> BaseModel | None:
+    return await anext(events, None)
+
+
+@asynccontextmanager
+async def _kept_alive(response: web.StreamResponse) -> AsyncIterator[None]:
+    """Send a comment now and then."""
+
+    async def comment() -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            await response.write(b": keep-alive\n\n")
+
+    commenting = asyncio.create_task(comment())
+    try:
+        yield
+    finally:
+        commenting.cancel()
+        await asyncio.gather(commenting, return_exceptions=True)

@@ -1,0 +1,159 @@
+"""Tool calls: what the model is told of the tools, and how its calls are read from its text."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import InvalidArgument
+from quire.services.router.http.requests import CalledTool, ChatCompletionRequest, NamedTool, Tool
+from quire.services.router.http.responses import FunctionCall, ToolCall
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.stop_strings import StopMatcher
+
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+"""How the templates of Hermes, Qwen and others tell a model to write a call: a JSON object between these."""
+
+_WRITTEN_CALL = re.compile(f"{CALL_BEGIN}(.*?){CALL_END}", re.DOTALL)
+
+# The grammar's own option: a call is no place for blanks, which a model could else write to the end.
+_ONE_SPACE = {"whitespace_pattern": " ?"}
+
+
+class ToolUse(NamedTuple):
+    """What a request wants of its tools."""
+
+    tools: Sequence[Tool] = ()
+    """Those that the model is told of."""
+    must_call: bool = False
+    function: str | None = None
+    """The only function that it may call."""
+
+    @classmethod
+    def of(cls, body: ChatCompletionRequest) -> ToolUse:
+        """Read a request's fields.
+
+        Raises:
+            InvalidArgument: the choice has no tools to choose from.
+        """
+        tools, choice = body.tools or (), body.tool_choice
+        if not tools and choice not in (None, "none", "auto"):
+            raise InvalidArgument("tool_choice", "needs tools to choose from")
+        if choice == "none":
+            return cls()
+        if isinstance(choice, NamedTool):
+            name = choice.function.name
+            if name not in {tool.function.name for tool in tools}:
+                raise InvalidArgument("tool_choice", f"names no tool of the request: {name!r}")
+            return cls(tools, True, name)
+        return cls(tools, choice == "required")
+
+    def to_json(self) -> str:
+        """Return what the template gets; empty for no tools."""
+        return json.dumps([tool.model_dump(exclude_unset=True) for tool in self.tools]) if self.tools else ""
+
+    def answer_format(self) -> pb.ResponseFormat | None:
+        """Return the form that a call has where one must be made: the call's JSON, and nothing else."""
+        if not self.must_call:
+            return None
+        functions = [tool.function for tool in self.tools if self.function in (None, tool.function.name)]
+        definitions: dict[str, Any] = {}
+        calls = []
+        for function in functions:
+            parameters = dict(function.parameters or {"type": "object"})
+            # References in a schema count from its root.
+            definitions.update(parameters.pop("$defs", {}))
+            members = {"name": {"const": function.name}, "arguments": parameters}
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": members,
+                    "required": list(members),
+                    "additionalProperties": False,
+                }
+            )
+        schema = {"anyOf": calls, "$defs": definitions, "x-guidance": _ONE_SPACE}
+        return pb.ResponseFormat(json_schema=json.dumps(schema))
+
+
+class Finished(NamedTuple):
+    """What an answer holds besides the content that was returned already."""
+
+    content: str
+    calls: list[ToolCall]
+
+
+class CallReader:
+    """Separates an answer's content from its calls, whatever the pieces.
+
+    A call that must be made is all of the answer. One that may be made is looked for where the model's own
+    template says how calls are written; elsewhere the text stays text. So does a call that is no valid JSON.
+    """
+
+    def __init__(self, use: ToolUse, template: ChatTemplate | None) -> None:
+        self._must_call = use.must_call
+        is_known = bool(use.tools) and template is not None and CALL_BEGIN in template.source
+        self._matcher = StopMatcher((CALL_BEGIN,) if is_known else ())
+        self._text = ""
+        self._holds = use.must_call
+
+    def feed(self, text: str) -> str:
+        """Take the next piece of the answer and return the content that is certain."""
+        self._text += text
+        if self._holds:
+            return ""
+        fed = self._matcher.feed(text)
+        self._holds = fed.is_stopped
+        return fed.text
+
+    def finish(self) -> Finished:
+        """Return the rest, at the end of the answer."""
+        if not self._holds:
+            return Finished(self._matcher.flush(), [])
+        rest = self._text if self._must_call else self._text[self._text.index(CALL_BEGIN) :]
+        written = [self._text] if self._must_call else _WRITTEN_CALL.findall(rest)
+        calls = [_call(text, index) for index, text in enumerate(written)]
+        if not calls or None in calls:
+            return Finished(rest, [])
+        content = "" if self._must_call else _WRITTEN_CALL.sub("", rest).strip()
+        return Finished(content, [call for call in calls if call is not None])
+
+
+def template_calls(calls: Sequence[CalledTool]) -> list[dict[str, Any]]:
+    """Return the calls of an earlier answer as templates read them: arguments are objects.
+
+    Raises:
+        InvalidArgument: arguments are not a JSON object.
+    """
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+        }
+        for call in calls
+    ]
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidArgument("messages", "the arguments of a tool call must be a JSON object, as text")
+    return arguments
+
+
+def _call(text: str, index: int) -> ToolCall | None:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    function = FunctionCall(name=str(name), arguments=json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(index=index, id=f"call_{secrets.token_hex(12)}", type="function", function=function)

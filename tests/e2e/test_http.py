@@ -1,0 +1,183 @@
+"""The HTTP API over a real stack of the demo model, with OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire.models.bundled import demo_model_path
+from quire.models.notes import held_out
+from quire.protos import worker_pb2 as pb
+from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+
+# The demo's own form, and besides it tools, of which its own template knows nothing.
+TEMPLATE = """{{- bos_token -}}
+{%- if tools -%}<|system|>{{ tools | tojson }} are called by <tool_call>...</tool_call><|end|>{%- endif -%}
+{%- for message in messages -%}
+{{- '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' -}}
+{%- endfor -%}
+<|assistant|>"""
+NUM_FACTS = 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    shutil.copytree(demo_model_path(), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stack(model: Path) -> Iterator[RunningStack]:
+    config = LocalStackConfig(
+        model=str(model), served_model_name="demo", port=0, http_port=0, dtype="float32", log_level="error"
+    )
+    with local_stack(config) as running:
+        yield running
+
+
+@pytest.fixture
+def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://{stack.http_address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_http_says_what_grpc_says(stack: RunningStack, client: openai.OpenAI, e2e: Any) -> None:
+    async with e2e.connected(stack) as (grpc_client, workers):
+        for example in held_out(8, NUM_FACTS):
+            messages: Any = example.messages
+            options: Any = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 24}
+            whole = client.chat.completions.create(**options)
+            chunks = list(client.chat.completions.create(**options, stream=True))
+            answer = await grpc_client.chat(messages, temperature=0.0, max_tokens=24)
+            assert whole.choices[0].message.content == answer.text == example.expected
+            assert "".join(c.choices[0].delta.content or "" for c in chunks) == answer.text
+            assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "stop"
+            assert answer.usage.cached_prompt_tokens > 0
+        await e2e.quiet(workers)
+
+
+def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
+    prompt: Any = [7] * 100
+    counts = []
+    for _ in range(2):
+        completion = client.completions.create(model="demo", prompt=prompt, max_tokens=2)
+        assert completion.usage is not None
+        assert completion.usage.prompt_tokens_details is not None
+        counts.append(completion.usage.prompt_tokens_details.cached_tokens)
+    assert counts[0] < 16
+    assert 96 <= counts[1] < 100
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echoed_logprobs_are_those_of_transformers(
+    client: openai.OpenAI, model: Path, max_tokens: int
+) -> None:
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prompts = [list(range(20, 40)), [7, 9, 11]]
+    completion = client.completions.create(
+        model="demo", prompt=prompts, max_tokens=max_tokens, temperature=0, echo=True, logprobs=1
+    )
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == max_tokens * len(prompts)
+    for prompt, choice in zip(prompts, completion.choices, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        expected = [logits[at, token].item() for at, token in enumerate(prompt[1:])]
+        best = logits.max(-1).values.tolist()
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.top_logprobs is not None
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.top_logprobs[0] is None
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(
+            expected + best[-1:][:max_tokens], abs=2e-3
+        )
+        tops = [max(top.values()) for top in choice.logprobs.top_logprobs[1:]]
+        assert tops == pytest.approx(best[: len(tops)], abs=2e-3)
+
+
+def test_an_answer_has_the_form_of_a_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"size": {"enum": ["small", "large"]}},
+        "required": ["size"],
+        "additionalProperties": False,
+    }
+    messages: Any = [{"role": "user", "content": "hello"}]
+    completion = client.chat.completions.create(
+        model="demo",
+        messages=messages,
+        response_format={"type": "json_schema", "json_schema": {"name": "size", "schema": schema}},
+        max_tokens=200,
+        seed=1,
+    )
+    assert json.loads(completion.choices[0].message.content or "")["size"] in ("small", "large")
+    choice = client.chat.completions.create(
+        model="demo", messages=messages, extra_body={"structured_outputs": {"choice": ["yes", 'a "no"']}}
+    )
+    assert choice.choices[0].message.content in ("yes", 'a "no"')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_demanded_call_follows_its_parameters(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/city"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"city": {"enum": ["Rome", "Oslo"]}},
+    }
+    tools: Any = [
+        {"type": "function", "function": {"name": "weather", "parameters": parameters}},
+        {"type": "function", "function": {"name": "time", "parameters": parameters}},
+    ]
+    options: Any = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "hello"}],
+        "tools": tools,
+        "tool_choice": choice,
+        "max_tokens": 200,
+        "seed": 1,
+    }
+    if stream:
+        deltas = [c.choices[0] for c in client.chat.completions.create(**options, stream=True)]
+        (call,) = [call for delta in deltas for call in delta.delta.tool_calls or []]
+        assert (deltas[-1].finish_reason, call.index) == ("tool_calls", 0)
+    else:
+        answer = client.chat.completions.create(**options).choices[0]
+        (call,) = answer.message.tool_calls or []
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    assert call.function is not None
+    assert call.function.name in (("weather", "time") if choice == "required" else ("weather",))
+    assert json.loads(call.function.arguments or "")["city"] in ("Rome", "Oslo")
+    assert call.id
+
+
+async def test_who_leaves_frees_all_blocks(stack: RunningStack, e2e: Any) -> None:
+    url = f"http://{stack.http_address}/v1"
+    options: Any = {"model": "demo", "prompt": [[5] * 40, [6] * 40], "max_tokens": 4000, "n": 2}
+    async with (
+        e2e.connected(stack) as (_, workers),
+        openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,
+    ):
+        stream = await client.completions.create(**options, stream=True, extra_body={"ignore_eos": True})
+        await anext(aiter(stream))
+        await stream.close()
+        asking = asyncio.create_task(client.completions.create(**options, extra_body={"ignore_eos": True}))
+        async with asyncio.timeout(20):
+            while not any([(await w.GetLoad(pb.GetLoadRequest())).used_blocks for w in workers.values()]):
+                await asyncio.sleep(0.01)
+        asking.cancel()
+        await e2e.quiet(workers)

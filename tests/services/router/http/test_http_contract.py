@@ -1,0 +1,303 @@
+"""What goes over the wire: events, headers, statuses, error bodies, the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+from prometheus_client import CollectorRegistry
+
+from quire.services.router.http.server import http_server
+from quire.services.router.tenants import Tenant, new_key
+
+PROMPT = {"prompt": "say it", "max_tokens": 50}
+CHAT = {"messages": [{"role": "user", "content": "say it"}]}
+
+
+async def post(http: ClientSession, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+    async with http.post(path, json=body, **options) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)])
+async def test_a_stream_is_events_that_end_with_done(http: ClientSession, path: str, body: Any) -> None:
+    async with http.post(path, json={**body, "stream": True}) as response:
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["X-Accel-Buffering"] == "no"
+        lines = (await response.text()).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    reasons = [event["choices"][0]["finish_reason"] for event in events]
+    assert reasons == [None] * (len(events) - 1) + ["stop"]
+    assert all("usage" not in event for event in events)
+
+
+async def test_the_request_id_is_the_clients_and_comes_back(http: ClientSession) -> None:
+    async with http.post("/v1/completions", json=PROMPT, headers={"X-Request-Id": "mine"}) as response:
+        assert response.headers["X-Request-Id"] == "mine"
+        assert (await response.json())["id"] == "cmpl-mine"
+    status, body = await post(http, "/v1/completions", PROMPT, headers={"X-Request-Id": "two words"})
+    assert (status, body["error"]["param"]) == (400, "request_id")
+
+
+FIELDS = [
+    ("/v1/completions", {"prompt": []}, "prompt", "at least 1 item"),
+    ("/v1/completions", {"prompt": [[1], "x"]}, "prompt", "valid string"),
+    ("/v1/completions", {"prompt": [9999]}, "prompt[0]", "below 320"),
+    ("/v1/completions", {"prompt": "x" * 100}, "prompt", "at most 63 tokens"),
+    ("/v1/completions", {"prompt": "\ud800"}, "body", "Invalid JSON"),
+    ("/v1/completions", {"temperature": -1}, "temperature", "greater than or equal to 0"),
+    ("/v1/completions", {"temperature": "1"}, "temperature", "valid number"),
+    ("/v1/completions", {"temperture": 1}, "temperture", "not a field"),
+    ("/v1/completions", {"suffix": "x"}, "suffix", "null"),
+    ("/v1/completions", {"max_tokens": 0}, "max_tokens", "from 1 to"),
+    ("/v1/completions", {"n": 3, "best_of": 2}, "best_of", "from n = 3"),
+    ("/v1/completions", {"best_of": 2, "stream": True}, "best_of", "stream"),
+    ("/v1/completions", {"logprobs": 21}, "logprobs", "20"),
+    ("/v1/completions", {"stop": ["a"] * 17}, "stop", "at most 16"),
+    ("/v1/completions", {"stop": ""}, "stop[0]", "from 1 to 256"),
+    ("/v1/completions", {"stop_token_ids": [999]}, "stop_token_ids[0]", "below 320"),
+    ("/v1/completions", {"logit_bias": {"999": 1}}, "logit_bias", "below 320"),
+    ("/v1/completions", {"logit_bias": {"x": 1}}, "logit_bias.x.[key]", "valid integer"),
+    ("/v1/completions", {"top_k": 999}, "top_k", "320"),
+    ("/v1/completions", {"length_penalty": 1.0}, "length_penalty", "use_beam_search"),
+    ("/v1/completions", {"use_beam_search": True}, "n", "from 2 to 64"),
+    ("/v1/completions", {"cache_salt": "x"}, "cache_salt", "not a field"),
+    ("/v1/completions", {"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    ("/v1/chat/completions", {"messages": []}, "messages", "at least 1 item"),
+    ("/v1/chat/completions", {"messages": [{"role": "x"}]}, "messages.0.role", "'system'"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages",
+        "'text'",
+    ),
+    ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice", "needs tools"),
+    (
+        "/v1/chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools",
+        "does not show it any tools",
+    ),
+    ("/tokenize", {"prompt": None}, "prompt", "or messages"),
+    ("/detokenize", {"tokens": [320]}, "tokens[0]", "below 320"),
+]
+
+
+async def test_what_is_wrong_is_named(http: ClientSession) -> None:
+    valid = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
+    for path, change, param, problem in FIELDS:
+        status, body = await post(http, path, {**valid.get(path, {}), **change})
+        error = body["error"]
+        assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+        assert problem in error["message"]
+
+
+async def test_what_is_no_request_of_the_api(http: ClientSession) -> None:
+    json_type = {"Content-Type": "application/json"}
+    for send, status, code in (
+        (http.post("/v1/completions", data=b"{"), 415, "unsupported_media_type"),
+        (http.post("/v1/completions", data=b"{", headers=json_type), 400, "invalid_json"),
+        (http.post("/v1/completions", data=b"[]", headers=json_type), 400, "invalid_json"),
+        (
+            http.post("/v1/completions", data=io.BytesIO(bytes((16 << 20) + 1)), headers=json_type),
+            413,
+            "request_entity_too_large",
+        ),
+        (http.get("/v1/completions"), 405, "method_not_allowed"),
+        (http.get("/v1/none"), 404, "not_found"),
+        (http.get("/v1/models/other"), 404, "model_not_found"),
+    ):
+        async with send as response:
+            error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (status, code)
+        assert error["message"]
+
+
+async def test_a_full_router_says_when_to_come_back(start: Any, pair: Any) -> None:
+    http = await start(max_requests=1)
+    for worker in pair.workers.values():
+        worker.pause_before_token = 0
+    first = asyncio.create_task(post(http, "/v1/completions", PROMPT))
+    async with asyncio.timeout(5):
+        while not pair.metric("quire_requests_running"):
+            await asyncio.sleep(0.005)
+    async with http.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+        assert response.status == 429
+        assert (response.headers["Retry-After"], response.headers["Retry-After-Ms"]) == ("1", "1000")
+        assert (await response.json())["error"]["type"] == "rate_limit_error"
+    status, _ = await post(http, "/v1/completions", {**PROMPT, "prompt": ["a", "b"]})
+    assert status == 429
+    first.cancel()
+    async with asyncio.timeout(5):
+        while pair.metric("quire_requests_running"):
+            await asyncio.sleep(0.005)
+
+
+async def test_a_deadline_is_a_gateway_timeout(start: Any, pair: Any) -> None:
+    http = await start(request_timeout_seconds=0.2)
+    for worker in pair.workers.values():
+        worker.pause_before_token = 0
+    for stream in (False, True):
+        status, body = await post(http, "/v1/completions", {**PROMPT, "stream": stream})
+        assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_without_workers_it_lives_and_is_not_ready(cluster: Any) -> None:
+    await cluster.start(http_port=0)
+    async with ClientSession(f"http://{cluster.running.http.address}") as http:
+        assert (await http.get("/health")).status == 200
+        ready = await http.get("/ready")
+        assert (ready.status, ready.headers["Retry-After"]) == (503, "1")
+        status, body = await post(http, "/v1/completions", PROMPT)
+        assert (status, body["error"]["code"]) == (503, "no_worker")
+
+
+async def test_it_is_ready_with_a_decode_worker(http: ClientSession) -> None:
+    async with asyncio.timeout(5):
+        while (await http.get("/ready")).status != 200:
+            await asyncio.sleep(0.005)
+
+
+async def test_metrics_count_the_answers(http: ClientSession) -> None:
+    await post(http, "/v1/completions", PROMPT)
+    await http.get("/x/y")
+    assert (await http.head("/metrics")).status == 200
+    async with http.get("/metrics") as response:
+        text = await response.text()
+    assert 'quire_http_requests_total{route="/v1/completions",status="200"} 1.0' in text
+    assert 'quire_http_requests_total{route="unknown",status="404"} 1.0' in text
+    assert "quire_time_to_first_token_seconds_count 1.0" in text
+
+
+async def test_text_becomes_tokens_and_text_again(http: ClientSession) -> None:
+    status, tokens = await post(
+        http, "/tokenize", {"prompt": "hello world", "add_special_tokens": False, "return_token_strs": True}
+    )
+    assert (status, tokens["count"], tokens["max_model_len"]) == (200, len(tokens["tokens"]), 64)
+    assert "".join(tokens["token_strs"]) == "hello world"
+    _, text = await post(http, "/detokenize", {"tokens": tokens["tokens"]})
+    assert text == {"prompt": "hello world"}
+    _, with_special = await post(http, "/tokenize", {"prompt": "hello world"})
+    assert with_special["tokens"] == [0, *tokens["tokens"]]
+    _, chat = await post(http, "/tokenize", {"messages": CHAT["messages"]})
+    _, text = await post(http, "/detokenize", {"tokens": chat["tokens"]})
+    assert text["prompt"] == "<s><|user|>say it</s>\n<|assistant|>"
+
+
+async def test_the_tokenizer_is_described(http: ClientSession) -> None:
+    async with http.get("/tokenizer_info") as response:
+        info = await response.json()
+    assert (info["bos_token"], info["eos_token"], info["eos_token_ids"]) == ("<s>", "</s>", [1])
+    assert "message.role" in info["chat_template"]
+
+
+async def test_the_openapi_document_has_every_route_and_resolves(http: ClientSession) -> None:
+    async with http.get("/openapi.json") as response:
+        text = await response.text()
+    document = json.loads(text)
+    for name in re.findall(r'"#/components/schemas/(\w+)"', text):
+        assert name in document["components"]["schemas"]
+    assert document["openapi"] == "3.2.0"
+    paths = set(document["paths"])
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"} <= paths
+    completion = document["components"]["schemas"]["CompletionRequest"]
+    assert completion["additionalProperties"] is False
+    assert completion["required"] == ["prompt"]
+
+
+async def test_the_headers_decide_who_may_call(pair: Any, tmp_path: Path) -> None:
+    key = new_key(Tenant("blue"))
+    keys = tmp_path / "keys"
+    keys.write_text(key.line)
+    await pair.start(api_keys_file=keys, http_port=0)
+    async with ClientSession(f"http://{pair.running.http.address}") as http:
+        assert (await http.get("/ready")).status == 200
+        status, body = await post(http, "/v1/completions", PROMPT)
+        assert (status, body["error"]["code"]) == (401, "no_api_key")
+        assert (await http.get("/metrics")).status == 401
+        headers = {"Authorization": f"Bearer {key.key}"}
+        assert (await http.get("/metrics", headers=headers)).status == 200
+        answer = await http.post("/v1/completions", json=PROMPT, headers=headers)
+        assert answer.status == 200
+
+
+async def test_a_bug_is_told_without_its_details(
+    http: ClientSession, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*arguments: Any, **options: Any) -> web.Response:
+        raise RuntimeError("the secret of the house")
+
+    monkeypatch.setattr("quire.services.router.servicer.validate", broken)
+    for stream in (False, True):
+        status, body = await post(http, "/v1/completions", {**PROMPT, "stream": stream})
+        assert (status, body["error"]["type"]) == (500, "server_error")
+        assert "secret" not in json.dumps(body)
+
+
+async def test_a_taken_port_is_an_error(pair: Any) -> None:
+    await pair.start(http_port=0)
+    with pytest.raises(OSError, match="address already in use"):
+        async with http_server(object(), CollectorRegistry(), port=pair.running.http.port):  # type: ignore[arg-type]
+            pass
+
+
+async def test_many_come_and_many_leave(http: ClientSession, pair: Any) -> None:
+    async def ask(number: int) -> str | None:
+        body = {**CHAT, "stream": bool(number % 2), "seed": number}
+        async with http.post("/v1/chat/completions", json=body) as response:
+            if number % 3 == 0:
+                response.close()
+                return None
+            text = await response.text()
+        if number % 2 == 0:
+            return str(json.loads(text)["choices"][0]["message"]["content"])
+        events = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
+        return "".join(event["choices"][0]["delta"]["content"] for event in events)
+
+    answers = await asyncio.gather(*map(ask, range(60)))
+    assert {answer for number, answer in enumerate(answers) if number % 3} == {"hello world, stop here"}
+    async with asyncio.timeout(5):
+        while pair.metric("quire_requests_running"):
+            await asyncio.sleep(0.005)
+
+
+async def test_who_sends_too_slowly_is_cut_off(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.services.router.http.server.MARGIN_SECONDS", 0.1)
+    http = await start(request_timeout_seconds=0.1)
+    address = http._base_url
+    assert address is not None
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+    writer.write("\r\n".join((*lines, "Content-Length: 99", "", "{")).encode())
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+    writer.close()
+
+
+async def test_nothing_tells_what_it_is_made_of(http: ClientSession) -> None:
+    for path in ("/health", "/none", "/v1/models"):
+        assert (await http.get(path)).headers["Server"] == "quire"
+
+
+async def test_a_stream_that_waits_is_kept_alive(
+    start: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.services.router.http.streams.KEEP_ALIVE_SECONDS", 0.02)
+    http = await start(request_timeout_seconds=0.5)
+    for worker in pair.workers.values():
+        worker.pause_before_token = 0
+    async with http.post("/v1/completions", json={**PROMPT, "stream": True}) as response:
+        assert response.status == 200
+        first, *_, last = (await response.text()).rstrip().split("\n\n")
+    assert first == ": keep-alive"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"

@@ -1,0 +1,176 @@
+"""OpenAI's own client against the router, whose workers say ``hello world, stop here``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from quire.services.errors import FailedPrecondition
+
+TEXT = "hello world, stop here"
+MESSAGES: Any = [
+    {"role": "developer", "content": "be brief"},
+    {"role": "user", "content": [{"type": "text", "text": "say "}, {"type": "text", "text": "it"}]},
+]
+
+
+async def test_the_model_is_listed(client: AsyncOpenAI) -> None:
+    (model,) = (await client.models.list()).data
+    assert model.id == "tiny"
+    assert (await client.models.retrieve("tiny")).model_dump()["max_model_len"] == 64
+
+
+async def test_a_completion(client: AsyncOpenAI, pair: Any) -> None:
+    pair["p1"].num_cached_tokens = pair["p2"].num_cached_tokens = 4
+    completion = await client.completions.create(model="tiny", prompt="say it", max_tokens=50)
+    (choice,) = completion.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == (TEXT, "stop", None)
+    assert completion.object == "text_completion"
+    assert completion.usage is not None
+    assert (
+        completion.usage.total_tokens == completion.usage.prompt_tokens + completion.usage.completion_tokens
+    )
+    assert completion.usage.prompt_tokens_details is not None
+    assert completion.usage.prompt_tokens_details.cached_tokens == 4
+
+
+async def test_sixteen_tokens_are_the_default_of_a_completion_alone(client: AsyncOpenAI, pair: Any) -> None:
+    await client.completions.create(model="tiny", prompt="say it")
+    await client.chat.completions.create(model="tiny", messages=MESSAGES)
+    calls = [call.sequence for worker in pair.workers.values() for call in worker.calls]
+    left = {64 - len(call.token_ids) for call in calls}
+    assert {call.stopping.max_tokens for call in calls} == {16, min(left)}
+
+
+async def test_a_chat(client: AsyncOpenAI) -> None:
+    completion = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=2, logprobs=True, seed=-1, user="someone"
+    )
+    (choice,) = completion.choices
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
+    assert [token.logprob for token in choice.logprobs.content] == [0.0, -1.0]
+    assert bytes(choice.logprobs.content[0].bytes or []).decode() == choice.logprobs.content[0].token
+
+
+async def test_a_streamed_chat(client: AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, n=2, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    for index in range(2):
+        choices = [c for chunk in chunks for c in chunk.choices if c.index == index]
+        assert choices[0].delta.role == "assistant"
+        assert "".join(choice.delta.content or "" for choice in choices) == TEXT
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
+        assert choices[-1].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].usage is not None
+    num_roles = 2
+    assert chunks[-1].usage.completion_tokens == len(chunks[:-1]) - num_roles
+
+
+async def test_the_stream_helper_collects_the_same_answer(client: AsyncOpenAI) -> None:
+    async with client.chat.completions.stream(model="tiny", messages=MESSAGES) as stream:
+        completion = await stream.get_final_completion()
+    assert completion.choices[0].message.content == TEXT
+
+
+async def test_counts_go_on_in_every_event(client: AsyncOpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.completions.create(
+        model="tiny", prompt="say it", max_tokens=50, stream=True, stream_options=options
+    )
+    usages = [chunk.usage async for chunk in stream]
+    counts = [usage.completion_tokens for usage in usages if usage is not None]
+    assert counts == [*range(1, len(counts)), len(counts) - 1]
+    assert len({usage.prompt_tokens for usage in usages if usage is not None}) == 1
+
+
+async def test_prompts_of_a_list_are_numbered_in_order(client: AsyncOpenAI) -> None:
+    completion = await client.completions.create(model="tiny", prompt=["a", "b", "c"], n=2, max_tokens=50)
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3, 4, 5]
+    assert {choice.text for choice in completion.choices} == {TEXT}
+    stream = await client.completions.create(model="tiny", prompt=[[5, 6], [7]], max_tokens=50, stream=True)
+    texts = ["", ""]
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+    assert texts == [TEXT, TEXT]
+
+
+async def test_a_stop_string_ends_the_text(client: AsyncOpenAI) -> None:
+    completion = await client.completions.create(
+        model="tiny", prompt="say it", max_tokens=50, stop=[", stop", "never"]
+    )
+    assert completion.choices[0].text == "hello world"
+    assert completion.choices[0].finish_reason == "stop"
+
+
+async def test_the_best_are_returned(client: AsyncOpenAI) -> None:
+    completion = await client.completions.create(model="tiny", prompt="say it", n=2, best_of=4, max_tokens=50)
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens % 4 == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_ends_the_request(client: AsyncOpenAI, pair: Any, stream: bool) -> None:
+    for worker in pair.workers.values():
+        worker.pause_before_token = 2
+    create: Any = client.completions.create
+    asking = asyncio.create_task(create(model="tiny", prompt="say it", max_tokens=50, stream=stream))
+    decoders = (pair["d1"], pair["d2"])
+    async with asyncio.timeout(5):
+        await asyncio.wait(
+            [asyncio.create_task(d.paused.wait()) for d in decoders], return_when=asyncio.FIRST_COMPLETED
+        )
+        (used,) = [decoder for decoder in decoders if decoder.paused.is_set()]
+        if stream:
+            await (await asking).close()
+        asking.cancel()
+        await used.aborted.wait()
+        while pair.metric("quire_requests_running"):
+            await asyncio.sleep(0.005)
+    assert pair.metric("quire_request_failure_total", grpc_code="CANCELLED") == 1
+
+
+async def test_a_sync_client(client: AsyncOpenAI) -> None:
+    def ask() -> list[str]:
+        with openai.OpenAI(base_url=client.base_url, api_key="none", max_retries=0) as sync:
+            stream = sync.completions.create(model="tiny", prompt="say it", max_tokens=50, stream=True)
+            return [chunk.choices[0].text for chunk in stream]
+
+    assert "".join(await asyncio.to_thread(ask)) == TEXT
+
+
+async def test_errors_are_the_clients_types(client: AsyncOpenAI, pair: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.completions.create(model="other", prompt="x")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as long:
+        await client.completions.create(model="tiny", prompt="x", max_tokens=100)
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "max_tokens")
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_raised(
+    client: AsyncOpenAI, pair: Any, fault: Any
+) -> None:
+    for name in ("d1", "d2"):
+        pair[name].fault = fault(2, FailedPrecondition("scripted"))
+    stream = await client.completions.create(model="tiny", prompt="say it", max_tokens=50, stream=True)
+    texts: list[str] = []
+    with pytest.raises(openai.APIError, match="refused: scripted"):
+        async for chunk in stream:
+            texts.append(chunk.choices[0].text)
+    assert "".join(texts) == "hello world,"
