@@ -13,7 +13,7 @@ import typer
 from quire.cli import security
 from quire.cli.failure import start_errors, usage_errors
 from quire.cli.options import setting
-from quire.cli.sizes import parse_size
+from quire.cli.sizes import parse_folder_and_size, parse_size
 
 GRACE_SECONDS = 25.0
 """Below the 30 s after which Kubernetes kills."""
@@ -122,6 +122,38 @@ SwapMemory = Annotated[
         metavar="SIZE",
     ),
 ]
+HostCache = Annotated[
+    int,
+    setting(
+        "--host-cache",
+        "Host memory for cached blocks that the pool evicts, as 1GiB; 0 for none.",
+        CACHE,
+        parser=parse_size,
+        metavar="SIZE",
+    ),
+]
+DiskCache = Annotated[
+    tuple[str, int] | None,
+    setting(
+        "--disk-cache",
+        "Folder and size for cached blocks that the host cache evicts, as /var/cache/quire:20GiB.",
+        CACHE,
+        parser=parse_folder_and_size,
+        metavar="FOLDER:SIZE",
+    ),
+]
+IndexStride = Annotated[
+    int,
+    setting("--index-stride", "Publish every k-th block: a k-th of the index's memory.", CACHE, min=1),
+]
+WriteBack = Annotated[
+    bool,
+    setting(
+        "--write-back",
+        "Prefill workers copy the blocks of answers in idle time, for the next turn.",
+        CACHE,
+    ),
+]
 PreemptionOption = Annotated[
     Preemption,
     setting("--preemption", "Bring preempted requests back from host memory or compute them again.", CACHE),
@@ -189,6 +221,10 @@ def serve(
     kv_memory: KvMemory = None,
     num_blocks: NumBlocks = None,
     swap_memory: SwapMemory = "64MiB",  # type: ignore[assignment]  # typer parses it
+    host_cache: HostCache = "0",  # type: ignore[assignment]
+    disk_cache: DiskCache = None,
+    index_stride: IndexStride = 1,
+    write_back: WriteBack = False,
     preemption: PreemptionOption = Preemption.AUTO,
     speculation: SpeculationOption = Speculation.OFF,
     num_speculative_tokens: NumSpeculativeTokens = 4,
@@ -212,6 +248,7 @@ def serve(
     """Serve a model on this machine: a router, prefill and decode workers, and a Redis of their own."""
     from quire.services.local_stack import LocalStackConfig, run
     from quire.services.router.app import DEFAULT_HTTP_PORT, has_http
+    from quire.services.worker.app import DiskFolder
 
     with usage_errors():
         config = LocalStackConfig(
@@ -231,6 +268,10 @@ def serve(
             kv_memory_bytes=kv_memory,
             num_blocks=num_blocks,
             swap_memory_bytes=swap_memory,
+            host_cache_bytes=host_cache,
+            disk_cache=DiskFolder(*disk_cache) if disk_cache else None,
+            index_stride=index_stride,
+            write_back=write_back,
             preemption=preemption.value,
             speculation=speculation.value,
             num_speculative_tokens=num_speculative_tokens,
@@ -294,6 +335,7 @@ def router(
     cluster_cert: security.ClusterCert = None,
     cluster_key: security.ClusterKey = None,
     cluster_ca: security.ClusterCa = None,
+    write_back: WriteBack = False,
     log_level: LogLevelOption = LogLevel.INFO,
 ) -> None:
     """Run a router: the public gRPC service in front of the workers."""
@@ -321,6 +363,7 @@ def router(
             api_keys_file=api_keys,
             public_tls=security.public_tls(tls_cert, tls_key, tls_client_ca),
             cluster_tls=security.cluster_tls(cluster_cert, cluster_key, cluster_ca),
+            write_back=write_back,
         )
     with start_errors():
         asyncio.run(run_router(config))
@@ -353,6 +396,9 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
         kv_memory: KvMemory = None,
         num_blocks: NumBlocks = None,
         swap_memory: SwapMemory = "64MiB",  # type: ignore[assignment]  # typer parses it
+        host_cache: HostCache = "0",  # type: ignore[assignment]
+        disk_cache: DiskCache = None,
+        index_stride: IndexStride = 1,
         preemption: PreemptionOption = Preemption.AUTO,
         speculation: SpeculationOption = Speculation.OFF,
         num_speculative_tokens: NumSpeculativeTokens = 4,
@@ -366,7 +412,7 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
         cluster_ca: security.ClusterCa = None,
         log_level: LogLevelOption = LogLevel.INFO,
     ) -> None:
-        from quire.services.worker.app import WorkerConfig, run_worker
+        from quire.services.worker.app import DiskFolder, WorkerConfig, run_worker
 
         with usage_errors():
             config = WorkerConfig(
@@ -386,6 +432,9 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
                 kv_memory_bytes=kv_memory,
                 num_blocks=num_blocks,
                 swap_memory_bytes=swap_memory,
+                host_cache_bytes=host_cache,
+                disk_cache=DiskFolder(*disk_cache) if disk_cache else None,
+                index_stride=index_stride,
                 preemption=preemption.value,
                 speculation=speculation.value,
                 num_speculative_tokens=num_speculative_tokens,

@@ -23,6 +23,18 @@ def parse_size(text: str) -> int:
     return int(float(number) * _BYTES[unit.upper()])
 
 
+def parse_folder_and_size(text: str) -> tuple[str, int]:
+    """Return folder and bytes of ``/var/cache/quire:20GiB``.
+
+    Raises:
+        typer.BadParameter: the text is not both.
+    """
+    folder, colon, size = text.rpartition(":")
+    if not colon or not folder:
+        raise typer.BadParameter(f"{text!r} is not a folder and a size; write /var/cache/quire:20GiB")
+    return folder, parse_size(size)
+
+
 def format_size(num_bytes: int) -> str:
     """Return a size with a binary unit."""
     size = float(num_bytes)

@@ -27,11 +27,24 @@ class NoFreeBlocksError(Exception):
 class BlockListener(Protocol):
     """Hears which block hashes the pool holds. Called from the engine's thread; must not block."""
 
-    def stored(self, block_hashes: Sequence[bytes]) -> None:
-        """Blocks became reusable, parents before children."""
+    def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None) -> None:
+        """Blocks of a chain became reusable, one after the other; no parent: they begin a prompt."""
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
         """Blocks were evicted, children before parents."""
+
+
+class LowerTiers(Protocol):
+    """Where evicted blocks may live on; it tells the listener in the pool's place."""
+
+    def sealed(self, block_hash: bytes, parent_hash: bytes | None) -> None:
+        """A block of the pool became reusable."""
+
+    def evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Blocks (id, hash), children before parents, leave the pool; they hold their content until then."""
+
+    def forgotten(self, block_hashes: Sequence[bytes]) -> None:
+        """What these blocks of the pool held is not wanted any more."""
 
 
 class BlockCounts(NamedTuple):
@@ -45,9 +58,12 @@ class BlockCounts(NamedTuple):
 class BlockPool:
     """Allocates blocks, counts their references and finds them by hash."""
 
-    def __init__(self, num_blocks: int, listener: BlockListener | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, listener: BlockListener | None = None, lower: LowerTiers | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self._listener = listener
+        self._lower = lower
         self._ref_cnt = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -86,18 +102,20 @@ class BlockPool:
                 f"{num_blocks} blocks wanted, {len(self._unused)} of {self.num_blocks} left"
             )
         block_ids = [self._unused.popitem(last=False)[0] for _ in range(num_blocks)]
-        evicted: list[bytes] = []
+        evicted: list[tuple[int, bytes]] = []
         for block_id in block_ids:
             if (block_hash := self._hash_of[block_id]) is not None:
                 evicted += self._forget(block_hash)
         for block_id in block_ids:
             self._ref_cnt[block_id] = 1
-        if evicted and self._listener:
-            self._listener.removed(evicted)
+        if evicted and self._lower:
+            self._lower.evicted(evicted)
+        elif evicted and self._listener:
+            self._listener.removed([block_hash for _, block_hash in evicted])
         return block_ids
 
-    def _forget(self, block_hash: bytes) -> list[bytes]:
-        """Forget what a block holds, and all that follows it; return the hashes, children first.
+    def _forget(self, block_hash: bytes) -> list[tuple[int, bytes]]:
+        """Forget what a block holds, and all that follows it; return ids and hashes, children first.
 
         A sequence that gave its first blocks back may hold later ones still: nobody can find them any more.
         """
@@ -105,8 +123,8 @@ class BlockPool:
         for member in family:
             family += self._children.get(member, ())
         family.reverse()
-        for member in family:
-            block_id = self._block_of.pop(member)
+        forgotten = [(self._block_of.pop(member), member) for member in family]
+        for block_id, member in forgotten:
             self._hash_of[block_id] = None
             if self._ref_cnt[block_id] == 0:
                 self._num_cached -= 1
@@ -116,7 +134,7 @@ class BlockPool:
                 self._children[parent].remove(member)
                 if not self._children[parent]:
                     del self._children[parent]
-        return family
+        return forgotten
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each block, reviving cached ones."""
@@ -142,6 +160,8 @@ class BlockPool:
     def seal(self, block_id: int, block_hash: bytes, parent_hash: bytes | None = None) -> int:
         """Record that a block is full and return the block to use in its place.
 
+        Without a parent it is the first block of a prompt.
+
         If another block holds the same tokens after the same prefix, the caller's reference moves to it and
         the duplicate is freed: one hash has one block, so a cached child never outlives its parent. A block
         whose parent is not held gets no hash, since nobody could find it.
@@ -162,8 +182,10 @@ class BlockPool:
             if parent_hash is not None:
                 self._parent_of[block_hash] = parent_hash
                 self._children.setdefault(parent_hash, set()).add(block_hash)
-            if self._listener:
-                self._listener.stored([block_hash])
+            if self._lower:
+                self._lower.sealed(block_hash, parent_hash)
+            elif self._listener:
+                self._listener.stored([block_hash], parent_hash)
         return block_id
 
     def hash_of(self, block_id: int) -> bytes | None:
@@ -185,8 +207,10 @@ class BlockPool:
         removed: list[bytes] = []
         for block_id in list(self._unused):
             if (block_hash := self._hash_of[block_id]) is not None:
-                removed += self._forget(block_hash)
-        if removed and self._listener:
+                removed += [forgotten for _, forgotten in self._forget(block_hash)]
+        if removed and self._lower:
+            self._lower.forgotten(removed)
+        elif removed and self._listener:
             self._listener.removed(removed)
 
     def check_conservation(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from time import perf_counter
@@ -13,7 +14,10 @@ import torch
 from quire.engine.beam_search import BeamSearch, Hypothesis
 from quire.engine.block_pins import BlockPins
 from quire.engine.block_pool import BlockListener, BlockPool, NoFreeBlocksError
+from quire.engine.cache_tiers import CacheTiers
+from quire.engine.disk_cache import DiskCache
 from quire.engine.group import SequenceGroup
+from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import UNLIMITED, LoadedModel
@@ -88,6 +92,8 @@ class Engine:
         clock: for the times of a step.
         eviction: chooses what requests with a KV budget give back.
         speculator: guesses tokens, several of which a step then verifies; None means one token a step.
+        host_cache: where blocks that the pool evicts live on; None means nowhere.
+        disk_cache: where blocks that the host cache evicts live on; needs a host cache.
     """
 
     def __init__(
@@ -102,16 +108,25 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
         eviction: PagedEviction | None = None,
         speculator: Speculator | None = None,
+        host_cache: HostCache | None = None,
+        disk_cache: DiskCache | None = None,
     ) -> None:
         self.model = model
         self.speculator = speculator
         self.memory = memory
-        self.pool = BlockPool(memory.num_blocks, listener)
+        self.tiers = None if host_cache is None else CacheTiers(memory, host_cache, disk_cache, listener)
+        self.pool = BlockPool(memory.num_blocks, listener, self.tiers)
         self.pins = BlockPins(self.pool)
         self.swap_space = SwapSpace(swap_memory.num_blocks if swap_memory else 0)
         self._swap_cost = SwapCost(memory.shape.block_bytes)
         self.scheduler = Scheduler(
-            config, self.pool, hash_block, self.swap_space, self._swap_cost.prefers_swap, model.window
+            config,
+            self.pool,
+            hash_block,
+            self.swap_space,
+            self._swap_cost.prefers_swap,
+            model.window,
+            self.tiers,
         )
         self.runner = ModelRunner(model, memory, swap_memory)
         self._eviction = eviction or PagedEviction(memory)
@@ -161,6 +176,7 @@ class Engine:
         self.scheduler.stamp_arrival(group)
         prompt.status = SequenceStatus.TRANSFERRING
         num_tokens = num_transferred_tokens(prompt)
+        self.scheduler.bring_prefix(prompt)
         self.scheduler.take_cached_prefix(prompt, max_tokens=num_tokens)
         self.scheduler.drop_unseen(prompt, num_tokens)
         return len(prompt.block_table)
@@ -261,6 +277,29 @@ class Engine:
     release = abort
     """Give back the blocks of a finished prefill: the same as ending it."""
 
+    def prefetch(self, block_hashes: Items[bytes], on_done: Callable[[], None]) -> bool:
+        """Read the blocks of a chain that are on disk into host memory; call back when they are there.
+
+        Returns:
+            Whether there is anything to wait for; if not, nobody calls back.
+        """
+        return self.tiers is not None and not self.tiers.prefetch(block_hashes, on_done).is_done
+
+    def prefetch_prompt(self, prompt: Sequence, on_done: Callable[[], None]) -> bool:
+        """Do the same for a prompt's blocks."""
+        return self.tiers is not None and self.prefetch(self.scheduler.prefix_hashes(prompt), on_done)
+
+    def settle(self) -> None:
+        """Take in blocks that have come from disk meanwhile."""
+        if self.tiers is not None:
+            self.tiers.settle()
+
+    def pin(self, name: str, block_hashes: Items[bytes]) -> list[int]:
+        """Begin a pin with the leading blocks that are in the pool or in host memory; return their ids."""
+        if self.tiers is not None:
+            self.tiers.promote_into(self.pool, block_hashes)
+        return self.pins.pin(name, block_hashes)
+
     def unpin(self, name: str) -> None:
         """Drop a pin; unknown ones are no error."""
         self.pins.unpin(name)
@@ -285,6 +324,7 @@ class Engine:
         begin = self._clock()
         self._propose()
         start = self._clock()
+        self.settle()
         schedule = self.scheduler.schedule()
         self.step_seconds.propose = start - begin
         self.step_seconds.schedule = self._clock() - start
@@ -336,6 +376,8 @@ class Engine:
             return
         start = self._clock()
         self.runner.move_blocks(schedule)
+        if self.tiers is not None:
+            self.tiers.promote(schedule.promotions)
         num_swapped = len(schedule.swap_out) + len(schedule.swap_in)
         self._swap_cost.swapped(num_swapped, self._clock() - start)
         self.scheduler.moved(schedule)
@@ -496,6 +538,8 @@ class Engine:
     def check_conservation(self) -> None:
         """Raise AssertionError unless each used block, here and on the host, is a live group's or pinned."""
         self.pool.check_conservation()
+        if self.tiers is not None:
+            self.tiers.check_conservation(self.pool)
         groups = self.groups.values()
         held = {block_id for group in groups for s in group.sequences for block_id in s.held_blocks}
         held |= self.pins.block_ids

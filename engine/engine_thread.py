@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from quire.engine.engine import Engine, StepSeconds
@@ -42,6 +43,13 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._updates: dict[str, asyncio.Queue[SequenceUpdate | Exception]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        if engine.tiers is not None and engine.tiers.disk is not None:
+            engine.tiers.disk.wake = self._settle
+
+    def _settle(self) -> None:
+        """Let the engine take in what has come from disk; called from the disk's threads."""
+        with suppress(EngineStoppedError):
+            self.post(lambda engine: engine.settle())
 
     def start(self) -> None:
         """Start stepping; updates go to the running event loop."""

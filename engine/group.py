@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from quire.engine.beam_search import BeamSearch
 from quire.engine.block_pool import BlockPool
+from quire.engine.cache_tiers import Prefetch
 from quire.engine.sequence import SamplingParams, Sequence, SequenceStatus
 
 
@@ -37,6 +38,7 @@ class SequenceGroup:
         beam: the state of a beam search.
         arrival: place in the order of arrival; the newest is preempted first.
         swapped: where the blocks are, if they are in host memory.
+        prefetch: blocks of its prompt that are, or were, read from disk.
     """
 
     prompt: Sequence
@@ -44,6 +46,7 @@ class SequenceGroup:
     beam: BeamSearch | None = None
     arrival: int = 0
     swapped: SwappedTables | None = None
+    prefetch: Prefetch | None = None
     is_forked: bool = field(default=False)
 
     @property

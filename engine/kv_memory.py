@@ -119,6 +119,14 @@ class KvMemory:
             self._bytes[block_id].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
             self._stream.synchronize()
 
+    def payload(self, block_id: int) -> memoryview:
+        """Return the bytes of a block on the CPU, not a copy of them."""
+        return self._bytes[block_id].numpy().data
+
+    def copies_event(self) -> torch.cuda.Event | None:
+        """Return what tells when the copies to and from the host so far are made; None if they are."""
+        return None if self._stream is None else self._stream.record_event()
+
     def copy_within(self, pairs: Pairs) -> None:
         """Copy whole blocks, given as (from, to), all at once."""
         if pairs:

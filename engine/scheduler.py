@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.engine.block_pool import BlockPool
+from quire.engine.cache_tiers import CacheTiers
 from quire.engine.group import SequenceGroup, SwappedTables
 from quire.engine.partial_hits import BlockTokens, PartialHit
 from quire.engine.sequence import NO_BLOCK, HashBlock, Sequence, SequenceStatus
@@ -71,6 +72,8 @@ class Schedule:
         swap_in: (host block, block) to copy back.
         copies: (block, block) to copy before the second is written.
         lent: cached blocks that are held until they have been copied.
+        promotions: (host block, block) to copy from the prefix cache in host memory.
+        promoted: whose tables these are, and up to which block they are full then.
         sequences: what to compute.
     """
 
@@ -78,12 +81,14 @@ class Schedule:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     lent: list[int] = field(default_factory=list)
+    promotions: list[tuple[int, int]] = field(default_factory=list)
+    promoted: list[tuple[Sequence, int]] = field(default_factory=list)
     sequences: list[ScheduledSequence] = field(default_factory=list)
 
     @property
     def moves_blocks(self) -> bool:
         """Whether anything is to be copied."""
-        return bool(self.swap_out or self.swap_in or self.copies)
+        return bool(self.swap_out or self.swap_in or self.copies or self.promotions)
 
 
 class PreemptionCounts(NamedTuple):
@@ -98,6 +103,7 @@ class Scheduler:
 
     Args:
         swap_space: host blocks for preempted groups; None means none.
+        tiers: the prefix cache below the pool; None means none.
         prefers_swap: whether bringing (tokens, blocks) back from host memory beats computing them again.
         window: how many tokens a token sees, itself included; None means all before it.
     """
@@ -110,6 +116,7 @@ class Scheduler:
         swap_space: SwapSpace | None = None,
         prefers_swap: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True,
         window: int | None = None,
+        tiers: CacheTiers | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -118,6 +125,7 @@ class Scheduler:
         self.preemptions = PreemptionCounts(0, 0)
         self._swap_space = swap_space or SwapSpace(0)
         self._prefers_swap = prefers_swap
+        self._tiers = tiers
         self._hash_block = hash_block
         self._window = window
         self._num_arrived = 0
@@ -200,6 +208,8 @@ class Scheduler:
     def _admit_waiting(self, budget: int) -> None:
         num_slots = sum(group.num_slots for group in self.running)
         for group in list(self.waiting):
+            if self._is_loading(group):
+                continue
             num_slots += group.num_slots
             if not budget or num_slots > self.config.max_num_seqs:
                 return
@@ -396,13 +406,21 @@ class Scheduler:
         num_wanted = self._max_held_blocks(sequence, 1, sequence.num_tokens)
         last = min(self._blocks_for(sequence.num_tokens), sequence.num_dropped_blocks + num_wanted)
         num_missing = last - len(sequence.block_table)
+        # Of a sequence that gives blocks back before it has all of them, later steps may not find room.
+        is_whole = last == self._blocks_for(sequence.num_tokens)
         if num_missing > self.pool.num_allocatable or self._is_being_computed(sequence):
             self.pool.free(sequence.held_blocks)
             sequence.block_table.clear()
             sequence.num_computed_tokens = sequence.num_sealed_blocks = sequence.num_dropped_blocks = 0
             return False
-        hit = self._hold_partial_hit(sequence, num_missing)
-        sequence.block_table += self.pool.allocate(num_missing)
+        # Before the allocation, whose evictions may push them out of host memory.
+        host_ids = self._take_from_host(sequence, num_missing) if is_whole else []
+        hit = None if host_ids else self._hold_partial_hit(sequence, num_missing)
+        new_blocks = self.pool.allocate(num_missing)
+        if host_ids:
+            self._next.promotions += zip(host_ids, new_blocks, strict=False)
+            self._next.promoted.append((sequence, len(sequence.block_table) + len(host_ids)))
+        sequence.block_table += new_blocks
         if hit is not None:
             self._next.lent.append(hit.block_id)
             self._next.copies.append((hit.block_id, sequence.block_table[sequence.num_sealed_blocks]))
@@ -428,8 +446,33 @@ class Scheduler:
     def moved(self, schedule: Schedule) -> None:
         """Note that a step's blocks have been moved."""
         self._swap_space.step_done()
+        for sequence, num_full in schedule.promoted:
+            self._seal_blocks(sequence, num_full)
         for block_id in schedule.lent:
             self.pool.free([block_id])
+
+    def _take_from_host(self, sequence: Sequence, max_blocks: int) -> list[int]:
+        """Return the host blocks that go on where a sequence's table ends, and count them as computed.
+
+        They are sealed when they have been copied: until then they have no content that could be evicted.
+        """
+        if self._tiers is None:
+            return []
+        first = len(sequence.block_table)
+        max_tokens = min(sequence.num_tokens - 1, sequence.max_cached_tokens)
+        wanted = sequence.block_hashes[first : max_tokens // self.config.block_size][:max_blocks]
+        host_ids = self._tiers.lend(wanted[: self._tiers.num_on_host(wanted)])
+        self._tiers.counts.hits["pool"] += first
+        self._count_cached(sequence, len(host_ids) * self.config.block_size)
+        return host_ids
+
+    def _is_loading(self, group: SequenceGroup) -> bool:
+        """Whether blocks of a group's prompt are still read from disk; the first time they begin to be."""
+        if self._tiers is None or group.holds_blocks or group.swapped is not None:
+            return False
+        if group.prefetch is None:
+            group.prefetch = self._tiers.prefetch(self.prefix_hashes(group.sequences[0]))
+        return not group.prefetch.is_done
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
         """Whether a running sequence will soon seal the block that this one would compute next."""
@@ -465,6 +508,16 @@ class Scheduler:
         if sequence.status != SequenceStatus.PREEMPTED:
             sequence.num_cached_tokens = sequence.num_computed_tokens
 
+    def bring_prefix(self, sequence: Sequence) -> None:
+        """Bring what host memory has of a prompt into the pool; only between steps."""
+        if self._tiers is not None:
+            self._tiers.promote_into(self.pool, self.prefix_hashes(sequence))
+
+    def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Return the hashes of all full blocks that a sequence may find held."""
+        sequence.extend_hashes(self.config.block_size, self._hash_block)
+        return sequence.block_hashes[: sequence.max_cached_tokens // self.config.block_size]
+
     def reserve(self, sequence: Sequence) -> None:
         """Extend the table to hold every token of the sequence.
 
@@ -480,6 +533,9 @@ class Scheduler:
         if num_full == sequence.num_sealed_blocks:
             return
         sequence.extend_hashes(self.config.block_size, self._hash_block)
+        self._seal_blocks(sequence, num_full)
+
+    def _seal_blocks(self, sequence: Sequence, num_full: int) -> None:
         for index in range(sequence.num_sealed_blocks, num_full):
             if (block_id := sequence.block_table[index]) != NO_BLOCK:
                 block_hash, parent = sequence.block_hashes[index], sequence.parent_hash(index)

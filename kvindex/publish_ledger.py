@@ -21,17 +21,24 @@ class PublishLedger:
     removes children first, and a block that changes its mind goes to the end of its dict. Taken from the
     front, what is to be published follows its parents, what is to be evicted its children.
 
+    With a stride of k only each k-th block of a chain is in the index: an entry then speaks for k blocks.
+
     While it does not follow (before the first ``restart``, after a ``stop``, after too many evictions) it
     keeps what is held and nothing else: the entries in the index are about to be replaced.
     """
 
     def __init__(
-        self, max_evictions: int = MAX_EVICTIONS, clock: Callable[[], float] = time.monotonic
+        self,
+        max_evictions: int = MAX_EVICTIONS,
+        clock: Callable[[], float] = time.monotonic,
+        stride: int = 1,
     ) -> None:
         self._max_evictions = max_evictions
         self._clock = clock
+        self._stride = stride
         self._lock = threading.Lock()
-        self._held: dict[bytes, None] = {}
+        self._held: dict[bytes, int] = {}
+        """Each block's place in its chain, from 1."""
         # Values are when the change came.
         self._to_publish: dict[bytes, float] = {}
         self._to_evict: dict[bytes, float] = {}
@@ -60,17 +67,27 @@ class PublishLedger:
             since = min((next(iter(queue.values())) for queue in queues if queue), default=None)
             return 0.0 if since is None else self._clock() - since
 
-    def stored(self, block_hashes: Sequence[bytes]) -> bool:
-        """Note blocks that became reusable, parents first; return whether these are the first changes."""
+    def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None = None) -> bool:
+        """Note blocks of a chain, one after the other; return whether these are the first changes.
+
+        Without a parent they begin a chain.
+        """
         with self._lock:
             was_settled, now = self.num_pending == 0, self._clock()
-            for each in block_hashes:
+            if parent_hash is not None and parent_hash not in self._held:
+                return False  # whatever became of the parent, no look-up reaches these
+            num_before = 0 if parent_hash is None else self._held[parent_hash]
+            for place, each in enumerate(block_hashes, num_before + 1):
                 if each in self._held:
                     continue
-                self._held[each] = None
-                if self._is_following and self._to_evict.pop(each, None) is None:
+                self._held[each] = place
+                is_new = self._is_following and self._is_indexed(each)
+                if is_new and self._to_evict.pop(each, None) is None:
                     self._to_publish[each] = now
             return was_settled and self.num_pending > 0
+
+    def _is_indexed(self, block_hash: bytes) -> bool:
+        return self._held[block_hash] % self._stride == 0
 
     def removed(self, block_hashes: Sequence[bytes]) -> bool:
         """Note blocks that were evicted, children first; return whether the publisher has to be woken."""
@@ -79,8 +96,9 @@ class PublishLedger:
             for each in block_hashes:
                 if each not in self._held:
                     continue
+                is_indexed = self._is_indexed(each)
                 del self._held[each]
-                if self._is_following and self._to_publish.pop(each, None) is None:
+                if is_indexed and self._is_following and self._to_publish.pop(each, None) is None:
                     self._to_evict[each] = now
             if len(self._to_evict) > self._max_evictions:
                 self._stop()
@@ -90,7 +108,7 @@ class PublishLedger:
     def restart(self) -> None:
         """Follow from an index that has nothing of this worker."""
         with self._lock:
-            self._to_publish = dict.fromkeys(self._held, self._clock())
+            self._to_publish = dict.fromkeys(filter(self._is_indexed, self._held), self._clock())
             self._to_evict = {}
             self._is_following = True
 
@@ -124,7 +142,7 @@ class PublishLedger:
     def leftovers(self) -> list[bytes]:
         """Return all that the index may have of this worker, children before parents."""
         with self._lock:
-            return [*self._to_evict, *reversed(self._held)]
+            return [*self._to_evict, *filter(self._is_indexed, reversed(self._held))]
 
 
 def _take(pending: dict[bytes, float], limit: int) -> list[bytes]:

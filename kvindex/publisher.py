@@ -71,9 +71,9 @@ class BlockPublisher:
 
     # --- from the engine's thread -------------------------------------------------------------------------
 
-    def stored(self, block_hashes: Sequence[bytes]) -> None:
-        """Note blocks that became reusable, parents before children."""
-        if self._ledger.stored(block_hashes):
+    def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None = None) -> None:
+        """Note blocks of a chain that became reusable, one after the other; no parent: they begin one."""
+        if self._ledger.stored(block_hashes, parent_hash):
             self._wake()
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:

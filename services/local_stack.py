@@ -30,7 +30,7 @@ from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent
 from quire.services.router.app import RouterAddresses, RouterConfig, RunningRouter, run_router
 from quire.services.tls import TlsFiles
-from quire.services.worker.app import DEFAULT_SWAP_BYTES, RunningWorker, WorkerConfig, run_worker
+from quire.services.worker.app import DEFAULT_SWAP_BYTES, DiskFolder, RunningWorker, WorkerConfig, run_worker
 
 JOIN_SECONDS = 30.0
 JOIN_POLL_SECONDS = 0.05
@@ -69,6 +69,10 @@ class LocalStackConfig:
     speculation: str = "off"
     num_speculative_tokens: int = 4
     draft_model: str | None = None
+    host_cache_bytes: int = 0
+    disk_cache: DiskFolder | None = None
+    index_stride: int = 1
+    write_back: bool = False
     threads: int | None = None
     log_level: str = "warning"
     stop_seconds: float = 10.0
@@ -151,6 +155,7 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
             public_tls=config.public_tls,
             cluster_tls=config.cluster_tls,
             admin_port=config.admin_port,
+            write_back=config.write_back,
         )
         routers = {"router": (router_config, config.log_level)}
         router = stack.enter_context(_children(_run_router, routers, config.stop_seconds))["router"]
@@ -202,6 +207,9 @@ def _worker_configs(
             speculation=config.speculation,
             num_speculative_tokens=config.num_speculative_tokens,
             draft_model=config.draft_model,
+            host_cache_bytes=config.host_cache_bytes,
+            disk_cache=config.disk_cache and config.disk_cache.of(name),
+            index_stride=config.index_stride,
             cpus=tuple(cpus),
             threads=config.threads,
             cluster_secret=secret,

@@ -39,6 +39,7 @@ from quire.services.router.sources import open_sources
 from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
 from quire.services.router.validation import ServedModel
 from quire.services.router.workers import POLL_SECONDS, WorkerSet
+from quire.services.router.write_back import WriteBacks
 from quire.services.tls import ClusterTls, TlsFiles, server_credentials
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
@@ -82,6 +83,8 @@ class RouterConfig:
     max_requests: int = 1024
     local_prefill_tokens: int = 0
     """A decode worker computes up to this many uncached prompt tokens itself; 0: none, if P lives."""
+    write_back: bool = False
+    """Prefill workers copy the blocks of answers in idle time."""
     join_wait_seconds: float = 2.0
     """How long a request waits for the very first worker."""
     poll_seconds: float = POLL_SECONDS
@@ -195,7 +198,11 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
             model = await asyncio.to_thread(_load_model, config, info)
             prefixes = sources.prefixes(model)
-            cluster.set_result(Cluster(model, workers, prefixes, metrics, spawn, config.local_prefill_tokens))
+            write_backs = WriteBacks(spawn, metrics.registry) if config.write_back else None
+            num_local = config.local_prefill_tokens
+            cluster.set_result(
+                Cluster(model, workers, prefixes, metrics, spawn, num_local, write_backs=write_backs)
+            )
 
         following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))
         stack.push_async_callback(_cancel, following)
@@ -280,6 +287,7 @@ def _load_model(config: RouterConfig, info: worker_pb2.GetWorkerInfoResponse) ->
         tokenizer=Tokenizer.load(files.folder),
         chat_template=ChatTemplate.load(files),
         tokenizer_config=files.config,
+        index_stride=info.index_stride or 1,
     )
 
 

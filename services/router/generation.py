@@ -36,6 +36,7 @@ from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.pulls import PullPlanner
 from quire.services.router.validation import ServedModel, ValidRequest
 from quire.services.router.workers import Worker, WorkerSet
+from quire.services.router.write_back import WriteBacks
 
 MAX_RETRIES = 3
 RETRY_BACKOFF_SECONDS = 0.05
@@ -59,6 +60,8 @@ class Cluster:
     """A decode worker computes up to this many uncached prompt tokens itself."""
     clock: Callable[[], float] = time.monotonic
     pulls: PullPlanner = field(default_factory=PullPlanner)
+    write_backs: WriteBacks | None = None
+    """Bring the blocks of answers to prefill workers; None: nobody does."""
 
 
 class Plan(NamedTuple):
@@ -102,6 +105,7 @@ class GenerationRun:
         self._shunned: set[str] = set()
         self._is_first_message = True
         self._is_cache_counted = False
+        self._plan: Plan | None = None
         self._prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
         self.usage = pb.Usage(prompt_tokens=len(request.prompt_token_ids))
 
@@ -130,9 +134,20 @@ class GenerationRun:
                 num_finished += bool(response.finish_reason)
                 if is_last := num_finished == (request.num_best or len(self._answers)):
                     response.usage.CopyFrom(self.usage)
+                    self._offer_write_back()
                 yield response
                 if is_last:
                     return
+
+    def _offer_write_back(self) -> None:
+        """Let the prompt's prefill worker copy what a single answer has added."""
+        plan, write_backs = self._plan, self._cluster.write_backs
+        if write_backs is None or plan is None or plan.prefill is None or len(self._answers) > 1:
+            return
+        prompt = self._request.prompt_token_ids
+        scope = worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt)
+        tokens = prompt + self._answers[0].token_ids
+        write_backs.offer(plan.decode, plan.prefill, tokens, len(prompt), scope)
 
     async def _serve(self, part: Part) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Yield the messages of a part's answers, over as many attempts as it takes."""
@@ -162,7 +177,7 @@ class GenerationRun:
                         yield response
 
     async def _attempt(self, part: Part) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
-        plan = await self._choose(part)
+        self._plan = plan = await self._choose(part)
         with ExitStack() as accounts:
             dispatched = self._cluster.workers.dispatched
             accounts.enter_context(dispatched(plan.decode, len(part.token_ids)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from quire.kvindex.block_hash import CacheScope, block_hashes
-from quire.kvindex.guarded_index import GuardedIndex
+from quire.kvindex.index import PrefixIndex
 
 
 class PrefixLookup(Protocol):
@@ -26,9 +26,9 @@ class NoIndex:
 
 
 class IndexLookup:
-    """Looks prompts up in the index, which answers in time or with nothing."""
+    """Looks prompts up in an index that answers in time or with nothing."""
 
-    def __init__(self, index: GuardedIndex, root_of: Callable[[CacheScope], bytes], block_size: int) -> None:
+    def __init__(self, index: PrefixIndex, root_of: Callable[[CacheScope], bytes], block_size: int) -> None:
         self._index = index
         self._root_of = root_of
         self._block_size = block_size

@@ -14,6 +14,7 @@ from quire.kvindex.guarded_index import GuardedIndex
 from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.instrumented_index import IndexMetrics, InstrumentedIndex
 from quire.kvindex.redis_index import RedisIndex, reader_client
+from quire.kvindex.strided_index import StridedIndex
 from quire.services.router.prefix_lookup import IndexLookup, NoIndex, PrefixLookup
 from quire.services.router.validation import ServedModel
 from quire.services.router.workers import Member, Membership, MembershipLost, StaticMembership
@@ -73,7 +74,7 @@ async def open_sources(
         def root_of(scope: CacheScope) -> bytes:
             return root_hash(model.cache_descriptor, cluster_secret, scope)
 
-        return IndexLookup(guarded, root_of, model.block_size)
+        return IndexLookup(StridedIndex(guarded, model.index_stride), root_of, model.block_size)
 
     try:
         yield Sources(RedisMembership(index), index_lookup, expected_fingerprint)

@@ -51,6 +51,7 @@ class ServedModel:
     chat_template: ChatTemplate | None
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     """``tokenizer_config.json``."""
+    index_stride: int = 1
 
 
 @dataclass(frozen=True, slots=True)

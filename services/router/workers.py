@@ -20,6 +20,7 @@ from quire.services.tls import Connect
 POLL_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 PENALTY_SECONDS = 2.0
+_MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor", "index_stride")
 
 _log = get_logger("router")
 
@@ -235,7 +236,14 @@ class WorkerSet:
         if info.role not in ("prefill", "decode"):
             return f"its role is {info.role!r}, neither prefill nor decode"
         if self.reference is not None:
-            for name in ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor"):
+            for name in (
+                "model",
+                "max_model_len",
+                "vocab_size",
+                "layout",
+                "cache_descriptor",
+                "index_stride",
+            ):
                 ours, its = getattr(self.reference, name), getattr(info, name)
                 if ours != its:
                     return f"its {name} is {its!r}, the first worker's is {ours!r}"

@@ -19,8 +19,20 @@ from quire.services.worker.address import WILDCARDS
 from quire.services.worker.processors import num_processors
 
 DEFAULT_SWAP_BYTES = 64 << 20
+MAX_INDEX_STRIDE = 64
 DEMO_MODEL = "demo"
 """Name under which the bundled model is served."""
+
+
+class DiskFolder(NamedTuple):
+    """Where blocks may lie on disk, and how many bytes of them."""
+
+    path: str
+    num_bytes: int
+
+    def of(self, name: str) -> DiskFolder:
+        """Return a folder within, for one of several workers."""
+        return self._replace(path=str(Path(self.path) / name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +51,9 @@ class WorkerConfig:
         num_speculative_tokens: most guesses for one sequence in a step.
         draft_model: folder or hub id of the model that guesses.
         swap_memory_bytes: host memory for the blocks of preempted requests.
+        host_cache_bytes: host memory for blocks that the pool evicts.
+        disk_cache: where blocks lie that the host memory evicts.
+        index_stride: every how many blocks one is published.
         cpus: processors to stay on; None is all.
         threads: threads of a step; None is one for each processor that it may keep busy.
         cluster_secret: keys the block hashes; must be the router's.
@@ -71,6 +86,9 @@ class WorkerConfig:
     speculation: str = "off"
     num_speculative_tokens: int = 4
     draft_model: str | None = None
+    host_cache_bytes: int = 0
+    disk_cache: DiskFolder | None = None
+    index_stride: int = 1
     cpus: tuple[int, ...] | None = None
     threads: int | None = None
     worker_id: str | None = None
@@ -86,6 +104,10 @@ class WorkerConfig:
         if self.num_blocks is not None and self.kv_memory_bytes is not None:
             raise ValueError("give --num-blocks or --kv-memory, not both")
         SpeculationConfig(self.speculation, self.num_speculative_tokens, self.draft_model)
+        if self.disk_cache is not None and not self.host_cache_bytes:
+            raise ValueError("--disk-cache needs --host-cache: blocks come and go through host memory")
+        if not 1 <= self.index_stride <= MAX_INDEX_STRIDE:
+            raise ValueError(f"--index-stride must be from 1 to {MAX_INDEX_STRIDE}, got {self.index_stride}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "

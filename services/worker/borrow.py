@@ -127,7 +127,7 @@ class _Arrivals:
 
     async def open(self) -> Items[bytes]:
         """Hold what is here already, so that it stays; return the hashes of the rest."""
-        held = await self._engine.call(lambda e: e.pins.pin(self._name, self._wanted))
+        held = await self._engine.call(lambda e: e.pin(self._name, self._wanted))
         self._num_held = len(held)
         return self._wanted[self._num_held :]
 

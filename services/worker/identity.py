@@ -27,6 +27,7 @@ class WorkerIdentity:
     eos_token_ids: frozenset[int]
     request_timeout_seconds: float
     cluster_secret: bytes = field(repr=False)
+    index_stride: int = 1
 
     @cached_property
     def cache_descriptor(self) -> bytes:
@@ -41,6 +42,11 @@ class WorkerIdentity:
             dtype=layout.dtype,
         ).to_bytes()
 
+    @property
+    def fingerprint(self) -> str:
+        """What is equal for workers whose blocks are interchangeable."""
+        return fingerprint(self.cache_descriptor, self.cluster_secret)
+
     def root_hash(self, scope: CacheScope) -> bytes:
         """Return the parent of the first blocks of a scope."""
         return root_hash(self.cache_descriptor, self.cluster_secret, scope)
@@ -52,7 +58,7 @@ class WorkerIdentity:
             role=self.role,
             address=address,
             epoch=self.epoch,
-            fingerprint=fingerprint(self.cache_descriptor, self.cluster_secret),
+            fingerprint=self.fingerprint,
         )
 
     def to_proto(self) -> worker_pb2.GetWorkerInfoResponse:
@@ -69,4 +75,5 @@ class WorkerIdentity:
             layout=self.layout.to_proto(),
             num_blocks=self.num_blocks,
             cache_descriptor=self.cache_descriptor,
+            index_stride=self.index_stride,
         )

@@ -9,6 +9,7 @@ from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.kvtransfer.errors import TransferError
 from quire.kvtransfer.layout import KvLayout
+from quire.services.worker.disk_prefetch import prefetched
 
 
 class PoolSource:
@@ -23,7 +24,8 @@ class PoolSource:
     async def pin(self, lease_id: str, block_hashes: Sequence[bytes]) -> Sequence[int]:
         """Hold the leading blocks that are present; see ``BlockSource``."""
         try:
-            return await self._engine.call(lambda e: e.pins.pin(lease_id, block_hashes))
+            await prefetched(self._engine, lambda e, done: e.prefetch(block_hashes, done))
+            return await self._engine.call(lambda e: e.pin(lease_id, block_hashes))
         except EngineStoppedError as error:
             raise TransferError(str(error)) from error
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter as PlainCounter
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from quire.engine.cache_tiers import CacheTiers
 from quire.engine.engine import Engine
 from quire.engine.scheduler import PreemptionCounts
 from quire.engine.speculation import SpeculationCounts
@@ -36,6 +39,7 @@ class WorkerMetrics:
             registry=registry,
         )
         self._counted_guesses = SpeculationCounts(0, 0)
+        self._tiers = TierMetrics(registry)
         self._steps = Histogram(
             "quire_step_phase_seconds",
             "Time of a step by phase.",
@@ -73,3 +77,36 @@ class WorkerMetrics:
             for kind, now, before in zip(guesses._fields, guesses, self._counted_guesses, strict=True):
                 self._guesses.labels(kind).inc(now - before)
             self._counted_guesses = guesses
+        if engine.tiers is not None:
+            self._tiers.refresh(engine.tiers)
+
+
+class TierMetrics:
+    """Of the prefix cache in host memory and on disk."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, label: str) -> Counter:
+            return Counter(f"quire_cache_tier_{name}_total", text, [label], registry=registry)
+
+        self._blocks = Gauge(
+            "quire_cache_tier_blocks", "Cached blocks below the pool.", ["tier"], registry=registry
+        )
+        self._counters = {
+            "hits": counter(
+                "hits", "Blocks that prompts did not have to compute, by where they were.", "tier"
+            ),
+            "demotions": counter("demotions", "Blocks evicted, by the tier that took them.", "tier"),
+            "promotions": counter("promotions", "Blocks brought back, by the tier they came from.", "tier"),
+            "disk_errors": counter("disk_errors", "Files that could not be used.", "reason"),
+        }
+        self._counted = {name: PlainCounter[str]() for name in self._counters}
+
+    def refresh(self, tiers: CacheTiers) -> None:
+        """Read the tiers' counts."""
+        self._blocks.labels("host").set(len(tiers.host))
+        self._blocks.labels("disk").set(len(tiers.disk) if tiers.disk is not None else 0)
+        for name, counter in self._counters.items():
+            now: PlainCounter[str] = getattr(tiers.counts, name)
+            for label, count in (now - self._counted[name]).items():
+                counter.labels(label).inc(count)
+            self._counted[name] = now.copy()

@@ -44,9 +44,11 @@ from quire.services.worker.convert import (
     without_last_token,
 )
 from quire.services.worker.decode import Promise, Tickets
+from quire.services.worker.disk_prefetch import prefetched
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.prefill import PrefillPush
 from quire.services.worker.updates import Updates, next_update, next_updates
+from quire.services.worker.write_back import WriteBacks
 from quire.tokenization.errors import MissingTokenizerError
 
 
@@ -75,6 +77,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._puller = puller
         self._announce = announce
         self._is_set_aside = False
+        self._write_backs = WriteBacks(engine, puller)
         self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
         """The attempt that each task serves, by request."""
         self._is_draining = False
@@ -162,6 +165,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     yield response
                 return
             with _known_errors(sequence):
+                # What comes from this worker's disk need not come from the prefill worker.
+                await prefetched(self._engine, lambda e, done: e.prefetch_prompt(sequence, done))
                 first_block = await self._engine.call(lambda e: e.accept(sequence))
             promise = self._tickets.issue(sequence, request.sequence.attempt, first_block, updates)
             try:
@@ -229,6 +234,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._is_draining = True
         while tasks := [task for handlers in self._handlers.values() for task in handlers]:
             await asyncio.wait(tasks)
+
+    async def WriteBack(
+        self, request: worker_pb2.WriteBackRequest, context: Any
+    ) -> worker_pb2.WriteBackResponse:
+        """Copy a peer's blocks in idle time."""
+        scope = CacheScope(request.cache_scope.tenant, request.cache_scope.salt)
+        root_hash = self._identity.root_hash(scope)
+        return worker_pb2.WriteBackResponse(pulled=await self._write_backs.copy(request, root_hash))
 
     async def GetWorkerInfo(
         self, request: worker_pb2.GetWorkerInfoRequest, context: Any

@@ -8,13 +8,16 @@ import secrets
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from prometheus_client import CollectorRegistry
 
 from quire.engine.decode_graphs import CudaCapture
+from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, longest_sequence
 from quire.engine.engine_thread import EngineThread
+from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.scheduler import SchedulerConfig
@@ -83,6 +86,10 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         limits = SchedulerConfig(
             config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.preemption
         )
+        host_cache = _host_cache(config, memory)
+        disk_cache = await asyncio.to_thread(_disk_cache, config, memory, identity)
+        if disk_cache is not None:
+            stack.push_async_callback(asyncio.to_thread, disk_cache.close)
         engine = Engine(
             model,
             memory,
@@ -92,6 +99,8 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
             identity.max_model_len,
             _swap_memory(config, memory),
             speculator=await asyncio.to_thread(_make_speculator, config, model, memory, limits),
+            host_cache=host_cache,
+            disk_cache=disk_cache,
         )
         await asyncio.to_thread(_warm_up, engine)
         if device.type == "cuda":
@@ -214,6 +223,25 @@ def _make_speculator(
     )
 
 
+def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:
+    if not config.host_cache_bytes:
+        return None
+    num_blocks = config.host_cache_bytes // memory.shape.block_bytes
+    if num_blocks < 2:
+        raise ValueError(
+            f"one KV block takes {memory.shape.block_bytes} bytes; --host-cache must hold two at least"
+        )
+    host = torch.device("cpu")
+    return HostCache(KvMemory(memory.shape, num_blocks, host, is_pinned=memory.blocks.is_cuda))
+
+
+def _disk_cache(config: WorkerConfig, memory: KvMemory, identity: WorkerIdentity) -> DiskCache | None:
+    if config.disk_cache is None:
+        return None
+    folder, num_bytes = config.disk_cache
+    return DiskCache(Path(folder), num_bytes, memory.shape.block_bytes, identity.fingerprint)
+
+
 def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: KvMemory) -> WorkerIdentity:
     shape = memory.shape
     return WorkerIdentity(
@@ -236,6 +264,7 @@ def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: 
         eos_token_ids=model.eos_token_ids,
         request_timeout_seconds=config.request_timeout_seconds,
         cluster_secret=config.cluster_secret,
+        index_stride=config.index_stride,
     )
 
 
@@ -250,7 +279,7 @@ def _publisher(
         return None
     client = publisher_client(config.redis_url)
     stack.push_async_callback(client.aclose)
-    ledger = PublishLedger()
+    ledger = PublishLedger(stride=config.index_stride)
     lease = InstrumentedLease(
         WorkerLease(client, config.lease_ttl_seconds), PublisherMetrics(registry, ledger)
     )

@@ -23,7 +23,7 @@ class Published:
         self.evicted: list[bytes] = []
         self.evicted_from: set[bytes] = set()
 
-    def stored(self, block_hashes: Sequence[bytes]) -> None:
+    def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None) -> None:
         for block_hash in block_hashes:
             assert len(block_hash) == 1 or block_hash[:-1] in self.hashes, "a child came before its parent"
             self.hashes.add(block_hash)

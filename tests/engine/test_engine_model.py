@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import hashlib
 import random
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, num_transferred_tokens
+from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, BeamParams, SamplingParams, Sequence
 from quire.engine.speculation import Speculator, Wanted
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1
+NUM_HOST_BLOCKS, NUM_DISK_BLOCKS = 10, 40
 SHAPE = KvShape(1, 1, BLOCK_SIZE, 1, torch.float32)
 CPU = torch.device("cpu")
 
@@ -101,6 +108,13 @@ class FakeRunner:
         return torch.randn(VOCAB_SIZE, generator=generator) * 3
 
 
+class Tiers(NamedTuple):
+    """Host memory and a disk below the pool."""
+
+    host: HostCache
+    disk: DiskCache
+
+
 class Fortune:
     """Guesses what will be drawn, and in places something else."""
 
@@ -120,7 +134,13 @@ class Fortune:
 
 
 def make_engine(
-    num_blocks: int, num_swap_blocks: int, mode: str, window: int | None, *, guesses: bool = False
+    num_blocks: int,
+    num_swap_blocks: int,
+    mode: str,
+    window: int | None,
+    tiers: Tiers | None = None,
+    *,
+    guesses: bool = False,
 ) -> Engine:
     model: Any = SimpleNamespace(
         max_position_embeddings=128, eos_token_ids=frozenset({EOS}), window=window, windows=()
@@ -136,6 +156,8 @@ def make_engine(
         # A clock that stands still makes every guess worth its time.
         speculator=Speculator(Fortune(window), num_tokens=6, clock=lambda: 0.0) if guesses else None,
         clock=lambda: 0.0,
+        host_cache=tiers and tiers.host,
+        disk_cache=tiers and tiers.disk,
     )
     engine.runner = FakeRunner(engine, swap_memory, window)  # type: ignore[assignment]
     return engine
@@ -306,6 +328,71 @@ class WindowedEngineMachine(EngineMachine):
         return prompt * 5, replace(params, kv_budget_tokens=None)
 
 
+class Later(Executor):
+    """Reads and writes when it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.calls.append(lambda: fn(*args, **kwargs))
+        return Future()
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.pop(0)()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.run()
+
+
+def open_disk(folder: Path, executor: Executor | None = None) -> DiskCache:
+    num_bytes = NUM_DISK_BLOCKS * (SHAPE.block_bytes + 32)
+    return DiskCache(folder, num_bytes, SHAPE.block_bytes, "engine", writer=executor, reader=executor)
+
+
+class TieredEngineMachine(EngineMachine):
+    """The same with a pool so small that everything cycles through host memory and disk.
+
+    The runner compares every block that it reads with the tokens, so a block that came back wrong fails.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.later = Later()
+        self.disk = open_disk(Path(self.folder.name), self.later)
+        tiers = Tiers(HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU)), self.disk)
+        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, tiers)
+        self.num_advanced = 0
+
+    @rule(prompt=prompts)
+    def lend(self, prompt: list[int]) -> None:
+        """Pin a prompt's blocks, bringing them into the pool, and compare them with its tokens."""
+        sequence = Sequence("pin", list(prompt), len(prompt), SamplingParams(), b"root")
+        sequence.extend_hashes(BLOCK_SIZE, hash_block)
+        block_ids = self.engine.pin("pin", sequence.block_hashes)
+        self.engine.check_conservation()
+        held = [int(t) for b in block_ids for t in self.engine.memory.blocks[b, 0, 0, 0, :, 0]]
+        assert held == prompt[: len(held)]
+        self.engine.unpin("pin")
+
+    def advance(self) -> None:
+        self.num_advanced += 1
+        if self.num_advanced % 3 == 0:  # what is read or written takes a step or two
+            self.later.run()
+        super().advance()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.disk.close()
+        self.folder.cleanup()
+
+
+class TieredWindowedEngineMachine(TieredEngineMachine, WindowedEngineMachine):
+    """Tiers below a pool from which sequences give their first blocks back before their end."""
+
+
 MACHINE_SETTINGS = settings(
     max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, print_blob=True
 )
@@ -313,3 +400,29 @@ TestEngine = EngineMachine.TestCase
 TestEngine.settings = MACHINE_SETTINGS
 TestWindowedEngine = WindowedEngineMachine.TestCase
 TestWindowedEngine.settings = MACHINE_SETTINGS
+TestTieredEngine = TieredEngineMachine.TestCase
+TestTieredEngine.settings = MACHINE_SETTINGS
+TestTieredWindowedEngine = TieredWindowedEngineMachine.TestCase
+TestTieredWindowedEngine.settings = MACHINE_SETTINGS
+
+
+def test_a_working_set_larger_than_the_pool_comes_back_from_every_tier(tmp_path: Path) -> None:
+    """Requests one after the other, with the disk's own threads."""
+    disk = open_disk(tmp_path)
+    tiers = Tiers(HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU)), disk)
+    engine = make_engine(8, 0, "recompute", None, tiers)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    prompts = [random.Random(seed).choices(range(2, VOCAB_SIZE), k=21) for seed in range(6)]
+    for number, index in enumerate([0, 0, 1, 0, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]):
+        name = str(number)
+        engine.add(Sequence(name, list(prompts[index]), 21, params, b"root"))
+        outputs: Outputs = {}
+        while not engine.is_idle:
+            collect(engine, outputs)
+            engine.check_conservation()
+        assert outputs[name, 0] == alone(tuple(prompts[index]), params, None)[0]
+    assert engine.tiers is not None
+    hits = engine.tiers.counts.hits
+    assert all(hits[tier] >= 3 for tier in ("pool", "host", "disk")), hits
+    assert hits.total() == 5 * 8  # five blocks of each prompt, of all but its first time
+    disk.close()

@@ -21,24 +21,34 @@ def parent(index: int) -> int:
     return (index - 1) // CHILDREN
 
 
+def place(index: int) -> int:
+    """Return a block's place in its chain, from 1."""
+    return 1 + (place(parent(index)) if index else 0)
+
+
 class Following(RuleBasedStateMachine):
     """A pool that changes, and an index that follows in batches, some of which are lost."""
+
+    stride = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.ledger = PublishLedger(MAX_EVICTIONS, clock=lambda: self.now)
+        self.ledger = PublishLedger(MAX_EVICTIONS, clock=lambda: self.now, stride=self.stride)
         self.pool: set[int] = set()
         self.index: set[int] = set()
 
-    @rule(index=indices)
-    def store(self, index: int) -> None:
+    @rule(index=indices, starts_at_parent=st.booleans())
+    def store(self, index: int, starts_at_parent: bool) -> None:
         """Store a block and the parents that it lacks; hearing of one twice changes nothing."""
         path = [index]
         while path[-1]:
             path.append(parent(path[-1]))
+        first = next((i for i, each in enumerate(path) if each in self.pool), len(path))
+        known = BLOCKS[path[first]] if first < len(path) and starts_at_parent else None
+        new = path[:first] if known is not None else path
         self.pool |= set(path)
-        self.ledger.stored([BLOCKS[each] for each in reversed(path)])
+        self.ledger.stored([BLOCKS[each] for each in reversed(new)], known)
 
     @rule(index=indices)
     def remove(self, index: int) -> None:
@@ -86,12 +96,16 @@ class Following(RuleBasedStateMachine):
             self.now += 1.0
             self.evict(3)
             self.publish(3, False, 0)
-        assert self.index == self.pool
+        assert self.index == {each for each in self.pool if place(each) % self.stride == 0}
         assert self.ledger.lag_seconds == 0.0
 
     @invariant()
     def index_is_closed(self) -> None:
-        assert all(parent(index) in self.index for index in self.index if index)
+        for index in self.index:
+            before = index
+            for _ in range(self.stride):
+                before = parent(before)
+            assert place(index) == self.stride or before in self.index
 
     @invariant()
     def the_ledger_is_bounded(self) -> None:
@@ -99,7 +113,21 @@ class Following(RuleBasedStateMachine):
         assert self.ledger.num_pending <= len(self.pool) + MAX_EVICTIONS
 
 
+class StridedFollowing(Following):
+    """Only each third block of a chain is in the index."""
+
+    stride = 3
+
+
 TestFollowing = Following.TestCase
+TestStridedFollowing = StridedFollowing.TestCase
+
+
+def test_blocks_whose_parent_is_not_held_are_not_published() -> None:
+    ledger = PublishLedger()
+    ledger.restart()
+    assert not ledger.stored(BLOCKS[1:3], BLOCKS[0])
+    assert (ledger.num_held, ledger.num_pending) == (0, 0)
 
 
 def test_only_what_changes_a_settled_ledger_wakes() -> None:

@@ -1,0 +1,264 @@
+"""Conversations whose blocks exceed the pool: what host memory and disk below it save.
+
+    python -m quire.benchmarks.tiers [--conversations 8] [--turns 3] [--folder DIR]
+
+Conversations begin with 760 tokens and go on with 40 in each turn; answers have 8. Every one takes its next
+turn after all others have taken theirs, the worst case of a cache that evicts what was least recently used.
+One request runs at a time, on a random model of 5 M parameters. Time to the first token is that of all turns
+but the first, in the engine, without a network. The disk is read cold: its files leave the page cache before
+each round of turns.
+
+"computed" forgets every block between requests. "pool holds all" has a pool that never evicts, and is what
+the tiers would cost if moving blocks were free. A tier's ceiling is that time, and the bytes that came back
+divided by the bandwidth of a plain copy in memory, or of plain cold reads of files of a block's size. All
+rows draw the same tokens, or the program fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from statistics import mean, median
+from typing import NamedTuple
+
+import torch
+
+from quire.engine.disk_cache import DiskCache
+from quire.engine.engine import Engine
+from quire.engine.host_cache import HostCache
+from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import SamplingParams, Sequence
+from quire.kvindex.block_hash import block_hash
+from quire.models.random_model import make_random_model
+
+BLOCK_SIZE, FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 16, 760, 40, 8
+CPU = torch.device("cpu")
+MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+
+
+class Setup(NamedTuple):
+    """Blocks of each tier, and whether blocks are kept from one request to the next."""
+
+    name: str
+    num_pool: int
+    num_host: int = 0
+    num_disk: int = 0
+    is_cached: bool = True
+
+
+class Row(NamedTuple):
+    """What one setup did; times in milliseconds."""
+
+    name: str
+    hit_share: float
+    ttft_mean: float
+    ttft_p50: float
+    promoted_blocks: int
+    loaded_blocks: int
+    ceiling_ms: float | None = None
+
+
+class Run(NamedTuple):
+    """A row, and the tokens that were drawn."""
+
+    row: Row
+    tokens: list[list[int]]
+    num_later_turns: int
+
+
+def make_engine(model: LoadedModel, setup: Setup, folder: Path) -> Engine:
+    shape = model.kv_shape(BLOCK_SIZE)
+    host = HostCache(KvMemory(shape, setup.num_host, CPU)) if setup.num_host else None
+    num_bytes = setup.num_disk * (shape.block_bytes + 64)
+    disk = DiskCache(folder, num_bytes, shape.block_bytes, "benchmark") if setup.num_disk else None
+    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=512)
+    return Engine(
+        model, KvMemory(shape, setup.num_pool, CPU), limits, block_hash, host_cache=host, disk_cache=disk
+    )
+
+
+def serve(engine: Engine, name: str, prompt: list[int]) -> tuple[list[int], float, int]:
+    """Return a request's answer, its time to the first token in ms, and its cached tokens."""
+    sequence = Sequence(name, list(prompt), len(prompt), PARAMS, b"root")
+    start = time.perf_counter()
+    engine.add(sequence)
+    ttft = 0.0
+    while not engine.is_idle:
+        updates = engine.step()
+        if not ttft and any(update.tokens for update in updates):
+            ttft = 1000 * (time.perf_counter() - start)
+        if not engine.num_stepped:
+            time.sleep(0.0002)  # the disk is being read
+    return sequence.token_ids[len(prompt) :], ttft, sequence.num_cached_tokens
+
+
+def converse(model: LoadedModel, setup: Setup, folder: Path, num_conversations: int, num_turns: int) -> Run:
+    """Let all conversations take their turns, one after the other."""
+    random = Random(0)
+    engine = make_engine(model, setup, folder)
+    histories: list[list[int]] = [[] for _ in range(num_conversations)]
+    tokens, ttfts, num_cached, num_possible = [], [], 0, 0
+    for turn in range(num_turns):
+        drop_page_cache(folder)
+        for number, history in enumerate(histories):
+            num_before = len(history)
+            history += random.choices(range(2, 300), k=TURN_TOKENS if turn else FIRST_TOKENS)
+            if not setup.is_cached:
+                engine.pool.clear_cache()
+            answer, ttft, cached = serve(engine, f"{turn}-{number}", history)
+            history += answer
+            tokens.append(answer)
+            if turn:
+                ttfts.append(ttft)
+                num_cached += cached
+                # The last token of an answer is drawn and never computed.
+                num_possible += (num_before - 1) // BLOCK_SIZE * BLOCK_SIZE
+    engine.check_conservation()
+    promoted = loaded = 0
+    if engine.tiers is not None:
+        promoted, loaded = (engine.tiers.counts.promotions[tier] for tier in ("host", "disk"))
+        if engine.tiers.disk is not None:
+            assert not engine.tiers.counts.disk_errors
+            engine.tiers.disk.close()
+    row = Row(setup.name, num_cached / num_possible, mean(ttfts), median(ttfts), promoted, loaded)
+    return Run(row, tokens, len(ttfts))
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Write files to the disk and forget them in memory."""
+    for path in folder.glob("*.kv"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def memory_bandwidth(shape: KvShape) -> float:
+    """Return the bytes per second of copying blocks from one memory to another."""
+    source, target = KvMemory(shape, 256, CPU), KvMemory(shape, 256, CPU)
+
+    def copy() -> None:
+        target.blocks.copy_(source.blocks)
+
+    return 256 * shape.block_bytes / best_of(copy)
+
+
+def disk_bandwidth(shape: KvShape, folder: Path) -> float:
+    """Return the bytes per second of reading files of a block's size, cold, one after the other."""
+    paths = [folder / f"{index}.kv" for index in range(256)]
+    for path in paths:
+        path.write_bytes(os.urandom(shape.block_bytes))
+    target = bytearray(shape.block_bytes)
+
+    def read() -> None:
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                file.readinto(target)
+
+    return 256 * shape.block_bytes / best_of(read, lambda: drop_page_cache(folder))
+
+
+def best_of(call: Callable[[], None], prepare: Callable[[], None] = lambda: None, repeats: int = 5) -> float:
+    seconds = []
+    for _ in range(repeats):
+        prepare()
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+@contextmanager
+def loaded_model() -> Iterator[LoadedModel]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield load_model(str(make_random_model("llama", Path(folder), **MODEL)), "float32", CPU)
+
+
+def measure(num_conversations: int, num_turns: int, parent: Path) -> tuple[list[Row], dict[str, float]]:
+    num_tokens = FIRST_TOKENS - TURN_TOKENS + num_turns * (TURN_TOKENS + ANSWER_TOKENS)
+    working_set = num_conversations * -(-num_tokens // BLOCK_SIZE)
+    pool = max(-(-num_tokens // BLOCK_SIZE) + 8, working_set // 4)
+    setups = [
+        Setup("computed", pool, is_cached=False),
+        Setup("pool alone", pool),
+        Setup("pool and host", pool, num_host=working_set),
+        Setup("pool, host and disk", pool, num_host=pool, num_disk=2 * working_set),
+        Setup("pool holds all", working_set + 64),
+    ]
+    with loaded_model() as model:
+        shape = model.kv_shape(BLOCK_SIZE)
+        converse(model, setups[0], parent, 1, 2)  # compiles the kernels
+        runs = []
+        for setup in setups:
+            with tempfile.TemporaryDirectory(dir=parent) as folder:
+                runs.append(converse(model, setup, Path(folder), num_conversations, num_turns))
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            disk_rate = disk_bandwidth(shape, Path(folder))
+        memory_rate = memory_bandwidth(shape)
+    assert all(run.tokens == runs[0].tokens for run in runs), "a tier changed the answers"
+    floor = runs[-1].row.ttft_mean
+    rows = []
+    for run in runs:
+        seconds = run.row.promoted_blocks / memory_rate + run.row.loaded_blocks / disk_rate
+        moving = 1000 * seconds * shape.block_bytes / run.num_later_turns
+        rows.append(run.row._replace(ceiling_ms=floor + moving if run.row.promoted_blocks else None))
+    facts = {
+        "working_set_blocks": working_set,
+        "pool_blocks": pool,
+        "block_bytes": shape.block_bytes,
+        "memory_gb_per_second": memory_rate / 1e9,
+        "disk_gb_per_second": disk_rate / 1e9,
+    }
+    return rows, facts
+
+
+def main() -> None:
+    """Print a table and, last, one line of JSON."""
+    parser = argparse.ArgumentParser(description="Turns of conversations that exceed the pool, by tier.")
+    parser.add_argument("--conversations", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for the disk tier")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows, facts = measure(arguments.conversations, arguments.turns, arguments.folder)
+    print(
+        f"{facts['working_set_blocks']} blocks of {facts['block_bytes'] // 1024} KiB over a pool of "
+        f"{facts['pool_blocks']}; copies {facts['memory_gb_per_second']:.1f} GB/s, "
+        f"cold reads {facts['disk_gb_per_second']:.1f} GB/s"
+    )
+    print(
+        f"{'':<22}{'hits':>7}{'TTFT mean':>12}{'p50':>9}{'ceiling':>10}   {'came back':>10}{'from disk':>11}"
+    )
+    for row in rows:
+        ceiling = "" if row.ceiling_ms is None else f"{row.ceiling_ms:.0f} ms"
+        print(
+            f"{row.name:<22}{row.hit_share:>7.0%}{row.ttft_mean:>9.0f} ms{row.ttft_p50:>6.0f} ms{ceiling:>10}"
+            f"   {row.promoted_blocks:>10}{row.loaded_blocks:>11}"
+        )
+    results = [row._asdict() for row in rows]
+    print(json.dumps({"benchmark": "tiers", "threads": arguments.threads, **facts, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

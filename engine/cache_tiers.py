@@ -1,0 +1,324 @@
+"""The prefix cache below the pool: blocks that the pool evicts live on in host memory, and then on disk.
+
+::
+
+    pool  --evicted-->  host  --evicted-->  disk  --evicted-->  gone
+          <--wanted---        <--wanted---
+
+A block is in the pool or in host memory, never in both; its file stays when it comes back from disk. The
+listener hears of a block when a tier has it and until none has. Each tier gives up its least recently used
+block first, and a chain's blocks are used children before parents, so children go first. Should a block go
+before its children all the same (its file cannot be written, or read), they go with it: what is held stays
+closed under prefixes.
+
+Eviction copies at once: whoever takes the pool's block may write it from another thread. Coming back is
+planned with the step's other moves, or done at once between two steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from quire.engine.block_pool import BlockListener, BlockPool
+from quire.engine.disk_cache import DiskCache, Finished
+from quire.engine.host_cache import HostCache
+from quire.engine.kv_memory import KvMemory
+from quire.engine.prefix_tree import PrefixTree
+
+MAX_LOADING_SHARE = 0.5
+"""Most of host memory that blocks on their way from disk may take."""
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """What the tiers have done, in blocks; labels are tiers, and reasons of disk errors."""
+
+    hits: Counter[str] = field(default_factory=Counter)
+    """Blocks that prompts did not have to compute, by where they were."""
+    demotions: Counter[str] = field(default_factory=Counter)
+    """By the tier that they went to; "gone" if no tier took them."""
+    promotions: Counter[str] = field(default_factory=Counter)
+    """By the tier that they came from."""
+    disk_errors: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(eq=False, slots=True)
+class Prefetch:
+    """Blocks of one chain on their way from disk to host memory."""
+
+    chain: Sequence[bytes]
+    num_left: int = 0
+    on_done: Callable[[], None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether each has arrived, or will not come."""
+        return self.num_left == 0
+
+
+@dataclass(slots=True)
+class _Load:
+    """A block that is being read into a host block, and who waits for it."""
+
+    host_id: int
+    waiting: list[Prefetch]
+
+
+class CacheTiers:
+    """Host memory and disk below one pool; used by the engine's thread alone.
+
+    Args:
+        memory: the pool's.
+        host: the tier below it.
+        disk: the tier below that, if any; blocks of an earlier life in it are held from the start.
+        listener: hears what all tiers together hold.
+    """
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        host: HostCache,
+        disk: DiskCache | None = None,
+        listener: BlockListener | None = None,
+    ) -> None:
+        self.host = host
+        self.disk = disk
+        self.counts = TierCounts()
+        self._memory = memory
+        self._listener = listener
+        self._tree = PrefixTree()
+        self._pooled: set[bytes] = set()
+        """Blocks of the pool, those included that this step copies there."""
+        self._loading: dict[bytes, _Load] = {}
+        self._loaded: set[bytes] = set()
+        """Blocks of host memory that came from disk and were not used since."""
+        if disk is not None:
+            self._take_over(disk)
+
+    def _take_over(self, disk: DiskCache) -> None:
+        """Hold the blocks that the disk has from an earlier life, as far as their parents are there."""
+        children: dict[bytes | None, list[bytes]] = {}
+        for block_hash, parent_hash in disk.parents.items():
+            children.setdefault(parent_hash, []).append(block_hash)
+        reachable = children.get(None, [])[:]
+        for each in reachable:
+            self._add(each, disk.parents[each])
+            reachable += children.get(each, ())
+        for each in disk.parents.keys() - set(reachable):
+            disk.discard(each)
+        disk.parents.clear()
+
+    # --- the pool's side ----------------------------------------------------------------------------------
+
+    def sealed(self, block_hash: bytes, parent_hash: bytes | None) -> None:
+        """Note a block that the pool holds from now on."""
+        if block_hash not in self._tree and not self._add(block_hash, parent_hash):
+            return  # its parent went: no prompt reaches it any more
+        self._pooled.add(block_hash)
+        self._loaded.discard(block_hash)
+        self.host.discard(block_hash)
+
+    def evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Move blocks that leave the pool, children before parents, to host memory."""
+        for block_id, block_hash in blocks:
+            if block_hash not in self._pooled:
+                continue  # its parent went: no prompt reaches it any more
+            host_id = self._host_block()
+            self._pooled.discard(block_hash)
+            if host_id is not None:
+                self.host.copy_in(self._memory, block_id, host_id)
+                self.host.add(block_hash, host_id)
+                self.counts.demotions["host"] += 1
+            elif not self._is_on_disk(block_hash):
+                self._gone(block_hash)
+
+    def forgotten(self, block_hashes: Sequence[bytes]) -> None:
+        """Drop blocks that the pool has forgotten, and what follows them."""
+        for each in block_hashes:
+            self._pooled.discard(each)
+            if each in self._tree:
+                self._gone(each)
+
+    def _add(self, block_hash: bytes, parent_hash: bytes | None) -> bool:
+        is_new = self._tree.add(block_hash, parent_hash)
+        if is_new and self._listener:
+            self._listener.stored([block_hash], parent_hash)
+        return is_new
+
+    def _host_block(self) -> int | None:
+        """Return an empty host block, evicting if need be; None if all are on the move."""
+        while not self.host.num_free:
+            oldest = self.host.pop_oldest()
+            if oldest is None:
+                return None
+            self._evict_from_host(*oldest)
+        return self.host.allocate()
+
+    def _evict_from_host(self, block_hash: bytes, host_id: int) -> None:
+        """Move a block that has left host memory to disk, and free its host block."""
+        self._loaded.discard(block_hash)
+        if self._make_room_on_disk(block_hash):
+            assert self.disk is not None
+            payload = bytes(self.host.payload(host_id))
+            self.disk.store(block_hash, self._tree.parent(block_hash), payload)
+            self.counts.demotions["disk"] += 1
+        self.host.free(host_id)
+        if self._is_on_disk(block_hash):
+            assert self.disk is not None
+            self.disk.touch([block_hash])
+        elif block_hash in self._tree:
+            self._gone(block_hash)
+
+    def _make_room_on_disk(self, block_hash: bytes) -> bool:
+        """Return whether a block is to be written; others may go for it, and it with them."""
+        if self.disk is None or block_hash in self.disk or not self.disk.can_store:
+            return False
+        oldest = self.disk.pop_oldest_if_full()
+        if oldest is not None and not self._is_above_disk(oldest):
+            self._gone(oldest)
+        return block_hash in self._tree
+
+    def _is_on_disk(self, block_hash: bytes) -> bool:
+        return self.disk is not None and block_hash in self.disk
+
+    def _is_above_disk(self, block_hash: bytes) -> bool:
+        return block_hash in self._pooled or block_hash in self.host
+
+    def _gone(self, block_hash: bytes) -> None:
+        """Drop a block that no tier has any longer, and all that follow it."""
+        removed = self._tree.remove(block_hash)
+        for each in removed:
+            self._pooled.discard(each)
+            self._loaded.discard(each)
+            self.host.discard(each)
+            if self.disk is not None:
+                self.disk.discard(each)
+        self.counts.demotions["gone"] += len(removed)
+        if self._listener:
+            self._listener.removed(removed)
+
+    # --- the way back -------------------------------------------------------------------------------------
+
+    def num_on_host(self, block_hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks are in host memory."""
+        return sum(1 for _ in takewhile(self.host.__contains__, block_hashes))
+
+    def lend(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """Return the host blocks of blocks that this step copies into the pool and seals there."""
+        for each in block_hashes:
+            tier = "disk" if each in self._loaded else "host"
+            self._loaded.discard(each)
+            self.counts.hits[tier] += 1
+        self.counts.promotions["host"] += len(block_hashes)
+        self._pooled.update(block_hashes)
+        return [self.host.lend(each) for each in block_hashes]
+
+    def promote(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (host block, block) into the pool."""
+        self.host.copy_out(self._memory, pairs)
+        self.host.step_done()
+
+    def promote_into(self, pool: BlockPool, block_hashes: Sequence[bytes]) -> None:
+        """Bring the blocks of a chain that are in host memory into the pool, as far as there is room.
+
+        Only between steps: within one, blocks may still be waiting to be copied from where these go.
+        """
+        held = pool.look_up(block_hashes)
+        wanted = block_hashes[len(held) :]
+        pool.share(held)
+        wanted = wanted[: min(self.num_on_host(wanted), pool.num_allocatable)]
+        host_ids = self.lend(wanted)
+        table = held + pool.allocate(len(wanted))
+        self.promote(list(zip(host_ids, table[len(held) :], strict=True)))
+        for index in range(len(held), len(table)):
+            parent_hash = block_hashes[index - 1] if index else None
+            table[index] = pool.seal(table[index], block_hashes[index], parent_hash)
+        pool.free(table)
+
+    def prefetch(self, block_hashes: Sequence[bytes], on_done: Callable[[], None] | None = None) -> Prefetch:
+        """Begin to read the blocks of a chain that are on disk alone.
+
+        ``on_done`` is called when the last has come, unless there is none to come.
+        """
+        chain = list(takewhile(self._tree.__contains__, block_hashes))
+        prefetch = Prefetch(chain, on_done=on_done)
+        self.host.touch(chain)
+        if self.disk is not None:
+            self.disk.touch(chain)
+            for each in chain:
+                if not self._is_above_disk(each) and not self._load(each, prefetch):
+                    break
+        return prefetch
+
+    def _load(self, block_hash: bytes, prefetch: Prefetch) -> bool:
+        """Begin to read a block, unless another prefetch has; return whether it will come."""
+        assert self.disk is not None
+        load = self._loading.get(block_hash)
+        if load is None:
+            if len(self._loading) >= MAX_LOADING_SHARE * self.host.num_blocks:
+                return False
+            host_id = self._host_block()
+            if host_id is None or block_hash not in self.disk:
+                if host_id is not None:
+                    self.host.free(host_id)
+                return False
+            load = self._loading[block_hash] = _Load(host_id, [])
+            self.disk.read(block_hash, self.host.payload(host_id))
+        load.waiting.append(prefetch)
+        prefetch.num_left += 1
+        return True
+
+    def settle(self) -> None:
+        """Take in what the disk has read and written meanwhile."""
+        if self.disk is None:
+            return
+        for finished in self.disk.finished():
+            if finished.failure:
+                self._failed(finished)
+            if finished.is_read:
+                self._loaded_into_host(finished)
+
+    def _failed(self, finished: Finished) -> None:
+        """Drop a block whose file cannot be trusted."""
+        assert self.disk is not None
+        self.counts.disk_errors[finished.failure] += 1
+        self.disk.discard(finished.block_hash)
+        if finished.block_hash in self._tree and not self._is_above_disk(finished.block_hash):
+            self._gone(finished.block_hash)
+
+    def _loaded_into_host(self, finished: Finished) -> None:
+        block_hash = finished.block_hash
+        load = self._loading.pop(block_hash)
+        if finished.failure or block_hash not in self._tree or self._is_above_disk(block_hash):
+            self.host.free(load.host_id)
+        else:
+            self.host.add(block_hash, load.host_id)
+            self._loaded.add(block_hash)
+            self.counts.promotions["disk"] += 1
+        for prefetch in load.waiting:
+            prefetch.num_left -= 1
+            if prefetch.is_done:
+                self.host.touch(prefetch.chain)
+                if prefetch.on_done is not None:
+                    prefetch.on_done()
+
+    # --- checks -------------------------------------------------------------------------------------------
+
+    def held(self) -> Iterator[tuple[bytes, str]]:
+        """Yield each block of the tiers below the pool, with the tier."""
+        yield from ((each, "host") for each in self.host)
+        if self.disk is not None:
+            yield from ((each, "disk") for each in self.disk)
+
+    def check_conservation(self, pool: BlockPool) -> None:
+        """Raise AssertionError unless, between two steps, the tiers agree with each other and the pool."""
+        above = {each for each in self._pooled if pool.look_up([each])}
+        assert above == self._pooled, "the pool lacks blocks that it is said to hold"
+        held = self._pooled | {each for each, _ in self.held()}
+        assert held == self._tree.hashes, "blocks are held that are not published, or the other way round"
+        assert not any(each in self.host for each in self._pooled), "a block is in the pool and below it"
+        num_used = len(self.host) + len(self._loading)
+        assert self.host.num_free + num_used == self.host.num_blocks, "host blocks have leaked"

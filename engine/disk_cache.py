@@ -1,0 +1,281 @@
+"""The lowest tier: blocks as files, each with a digest that is checked when it is read.
+
+::
+
+    <folder>/identity          what the blocks were computed with; blocks of another identity are removed
+    <folder>/lock              held while a worker uses the folder
+    <folder>/<block hash>.kv   magic (8) | parent hash (16, zeros: none) | digest (8) | the block's bytes
+
+The digest is XXH3-64 of parent and bytes, seeded with the hash: right bytes under a wrong name do not pass.
+A file is written under another name and renamed, and nothing is flushed: what a crash leaves half-written is
+found by the digest. The ledger belongs to the engine's thread; files are touched by threads of this cache.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from xxhash import xxh3_64
+
+HASH_BYTES = 16
+_HEADER = struct.Struct("<8s16sQ")
+_MAGIC = b"quirekv1"
+_NO_PARENT = bytes(HASH_BYTES)
+_SUFFIX, _UNFINISHED = ".kv", ".tmp"
+
+MAX_PENDING_BYTES = 64 << 20
+"""Of blocks that wait to be written; beyond it evicted blocks are dropped instead."""
+NUM_READERS = 2
+
+
+class DiskCacheError(OSError):
+    """The folder of the disk cache cannot be used; the message says what to do."""
+
+
+class FileProblem(Exception):
+    """A file does not hold the block; ``reason`` is a label of the metrics."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Finished(NamedTuple):
+    """A read or a write that has ended; ``failure`` is empty if it went well."""
+
+    block_hash: bytes
+    is_read: bool
+    failure: str
+
+
+class DiskCache:
+    """Blocks by hash in files of one folder, the least recently used of which goes first.
+
+    Args:
+        folder: is made if it does not exist; no other worker may use it.
+        num_bytes: most bytes of all files.
+        block_bytes: bytes of a block.
+        identity: names all that must be equal for old blocks to be right: model, layout, keys of the hashes.
+        writer: runs one call after the other, so a file that is removed and written again ends up written.
+        reader: runs reads.
+
+    Raises:
+        DiskCacheError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        num_bytes: int,
+        block_bytes: int,
+        identity: str,
+        *,
+        writer: Executor | None = None,
+        reader: Executor | None = None,
+    ) -> None:
+        self.num_blocks = num_bytes // (block_bytes + _HEADER.size)
+        if not self.num_blocks:
+            raise DiskCacheError(f"a disk cache of {num_bytes} bytes holds no block of {block_bytes} bytes")
+        self._folder = folder
+        self._block_bytes = block_bytes
+        self._max_pending = max(1, MAX_PENDING_BYTES // block_bytes)
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+        self._pending: dict[bytes, bytes] = {}
+        """Blocks that are being written; reads are served from here."""
+        self._finished: SimpleQueue[Finished] = SimpleQueue()
+        self.wake: Callable[[], None] = lambda: None
+        """Called by a thread of this cache when a read has ended."""
+        self._lock = _locked(folder)
+        self.parents = self._recover(identity)
+        """The parent of each block that was found at the start."""
+        self._writer = writer or ThreadPoolExecutor(1, "disk-cache-writer")
+        self._reader = reader or ThreadPoolExecutor(NUM_READERS, "disk-cache-reader")
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._hashes
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._hashes)
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def close(self) -> None:
+        """Finish what is under way and let others use the folder."""
+        self._reader.shutdown()
+        self._writer.shutdown()
+        os.close(self._lock)
+
+    # --- the ledger ---------------------------------------------------------------------------------------
+
+    @property
+    def can_store(self) -> bool:
+        """Whether another block may be queued to be written."""
+        return len(self._pending) < self._max_pending
+
+    def touch(self, block_hashes: Sequence[bytes]) -> None:
+        """Make the blocks of a chain the last to go, children before parents."""
+        for each in reversed(block_hashes):
+            if each in self._hashes:
+                self._hashes.move_to_end(each)
+
+    def pop_oldest_if_full(self) -> bytes | None:
+        """Remove and return the least recently used block, if no other fits."""
+        if len(self._hashes) < self.num_blocks:
+            return None
+        block_hash = next(iter(self._hashes))
+        self.discard(block_hash)
+        return block_hash
+
+    def store(self, block_hash: bytes, parent_hash: bytes | None, payload: bytes) -> None:
+        """Write a block in the background; from now on it counts as held."""
+        self._hashes[block_hash] = None
+        self._pending[block_hash] = payload
+        self._writer.submit(self._write, block_hash, parent_hash, payload)
+
+    def discard(self, block_hash: bytes) -> None:
+        """Remove a block, if it is here."""
+        if block_hash in self._hashes:
+            del self._hashes[block_hash]
+            self._writer.submit(self._path(block_hash).unlink, missing_ok=True)
+
+    def read(self, block_hash: bytes, target: memoryview) -> None:
+        """Read a block into memory in the background; ``finished`` will tell how it went."""
+        self._reader.submit(self._read, block_hash, self._pending.get(block_hash), target)
+
+    def finished(self) -> Iterator[Finished]:
+        """Yield what has ended since the last call."""
+        while True:
+            try:
+                finished = self._finished.get_nowait()
+            except Empty:
+                return
+            if not finished.is_read:
+                self._pending.pop(finished.block_hash, None)
+            yield finished
+
+    # --- files --------------------------------------------------------------------------------------------
+
+    def _path(self, block_hash: bytes) -> Path:
+        return self._folder / (block_hash.hex() + _SUFFIX)
+
+    def _write(self, block_hash: bytes, parent_hash: bytes | None, payload: bytes) -> None:
+        path, failure = self._path(block_hash), ""
+        parent = parent_hash or _NO_PARENT
+        unfinished = path.with_suffix(_UNFINISHED)
+        try:
+            with open(unfinished, "wb", opener=_open_private) as file:
+                file.write(_HEADER.pack(_MAGIC, parent, _digest(block_hash, parent, payload)))
+                file.write(payload)
+            unfinished.rename(path)
+        except OSError:
+            failure = "write"
+        self._finished.put(Finished(block_hash, False, failure))
+
+    def _read(self, block_hash: bytes, pending: bytes | None, target: memoryview) -> None:
+        failure = ""
+        try:
+            if pending is not None:
+                target[:] = pending
+            else:
+                self._read_file(block_hash, target)
+        except OSError:
+            failure = "read"
+        except FileProblem as problem:
+            failure = problem.reason
+        self._finished.put(Finished(block_hash, True, failure))
+        self.wake()
+
+    def _read_file(self, block_hash: bytes, target: memoryview) -> None:
+        with self._path(block_hash).open("rb", buffering=0) as file:
+            parent, expected = _read_header(file.read(_HEADER.size))
+            if file.readinto(target) != len(target) or file.read(1):
+                raise FileProblem("truncated")
+        if _digest(block_hash, parent, target) != expected:
+            raise FileProblem("corrupt")
+
+    def _recover(self, identity: str) -> dict[bytes, bytes | None]:
+        """Take over the blocks of an earlier life of the same identity, in the order in which they came."""
+        marker = self._folder / "identity"
+        is_same = marker.exists() and marker.read_text("utf-8") == identity
+        found = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob("*" + _SUFFIX))
+        blocks = [(path, block_hash) for _, path in found if (block_hash := _hash_of(path))]
+        parents: dict[bytes, bytes | None] = {}
+        for index, (path, block_hash) in enumerate(blocks):
+            is_wanted = is_same and index >= len(blocks) - self.num_blocks
+            parent = self._parent_in(path) if is_wanted else None
+            if parent is None:
+                path.unlink()
+                continue
+            parents[block_hash] = None if parent == _NO_PARENT else parent
+            self._hashes[block_hash] = None
+        for path in self._folder.glob("*" + _UNFINISHED):
+            path.unlink()
+        if not is_same:
+            marker.write_text(identity, "utf-8")
+        return parents
+
+    def _parent_in(self, path: Path) -> bytes | None:
+        """Return the parent that a file names; None if it cannot be the file of a block."""
+        if path.stat().st_size != _HEADER.size + self._block_bytes:
+            return None
+        with path.open("rb") as file:
+            try:
+                return _read_header(file.read(_HEADER.size))[0]
+            except FileProblem:
+                return None
+
+
+def _locked(folder: Path) -> int:
+    """Make the folder, readable by its owner alone since KV blocks tell prompts, and lock it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DiskCacheError(f"no disk cache in {folder}: {error}; name another folder") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise DiskCacheError(f"another worker uses the disk cache {folder}; name another folder") from error
+    return lock
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _hash_of(path: Path) -> bytes | None:
+    try:
+        block_hash = bytes.fromhex(path.stem)
+    except ValueError:
+        return None
+    return block_hash if len(block_hash) == HASH_BYTES else None
+
+
+def _read_header(header: bytes) -> tuple[bytes, int]:
+    """Return parent and digest.
+
+    Raises:
+        FileProblem: it is no header of this format.
+    """
+    if len(header) != _HEADER.size:
+        raise FileProblem("truncated")
+    magic, parent, digest = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise FileProblem("corrupt")
+    return parent, digest
+
+
+def _digest(block_hash: bytes, parent: bytes, payload: bytes | memoryview) -> int:
+    hasher = xxh3_64(parent, seed=int.from_bytes(block_hash[:8], "little"))
+    hasher.update(payload)
+    return hasher.intdigest()

@@ -1,0 +1,105 @@
+"""The tier below the pool: blocks in host memory, the least recently used of which goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from quire.engine.kv_memory import KvMemory
+from quire.engine.swap_space import SwapSpace
+
+
+class HostCache:
+    """Blocks by hash in memory of the host.
+
+    On a GPU the memory is pinned and copies are queued on the device's stream, in order with the steps, so
+    nobody waits for them; only who touches the bytes from the CPU waits for the block's last copy.
+    """
+
+    def __init__(self, memory: KvMemory) -> None:
+        self.memory = memory
+        self._space = SwapSpace(memory.num_blocks)
+        self._host_ids: OrderedDict[bytes, int] = OrderedDict()
+        self._copied: dict[int, torch.cuda.Event] = {}
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._host_ids
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._host_ids)
+
+    def __len__(self) -> int:
+        return len(self._host_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that fit."""
+        return self._space.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Host blocks that hold nothing and can be taken now."""
+        return self._space.num_free
+
+    def allocate(self) -> int:
+        """Take an empty host block; the caller has looked at ``num_free``."""
+        return self._space.allocate(1)[0]
+
+    def free(self, host_id: int) -> None:
+        """Give an empty host block back."""
+        self._space.free([host_id])
+
+    def add(self, block_hash: bytes, host_id: int) -> None:
+        """Record what a host block holds."""
+        self._host_ids[block_hash] = host_id
+
+    def touch(self, block_hashes: Sequence[bytes]) -> None:
+        """Make the blocks of a chain the last to go, children before parents."""
+        for each in reversed(block_hashes):
+            if each in self._host_ids:
+                self._host_ids.move_to_end(each)
+
+    def pop_oldest(self) -> tuple[bytes, int] | None:
+        """Forget the least recently used block; return it and its host block, which is the caller's now."""
+        return self._host_ids.popitem(last=False) if self._host_ids else None
+
+    def discard(self, block_hash: bytes) -> None:
+        """Forget a block, if it is here."""
+        host_id = self._host_ids.pop(block_hash, None)
+        if host_id is not None:
+            self._space.free([host_id])
+
+    def lend(self, block_hash: bytes) -> int:
+        """Forget a block that the present step copies back; its host block is free after the step."""
+        host_id = self._host_ids.pop(block_hash)
+        self._space.free_after_step([host_id])
+        return host_id
+
+    def step_done(self) -> None:
+        """Note that the step's copies have been made."""
+        self._space.step_done()
+
+    # --- bytes --------------------------------------------------------------------------------------------
+
+    def copy_in(self, source: KvMemory, block_id: int, host_id: int) -> None:
+        """Copy a block of the pool."""
+        source.copy_out(self.memory, [(block_id, host_id)])
+        self._note_copy(source, host_id)
+
+    def copy_out(self, target: KvMemory, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (host block, block) back into the pool."""
+        target.copy_in(self.memory, pairs)
+        for host_id, _ in pairs:
+            self._note_copy(target, host_id)
+
+    def payload(self, host_id: int) -> memoryview:
+        """Return a host block's own bytes, once they may be read and written by the CPU."""
+        if (copied := self._copied.pop(host_id, None)) is not None:
+            copied.synchronize()
+        return self.memory.payload(host_id)
+
+    def _note_copy(self, pool_memory: KvMemory, host_id: int) -> None:
+        if (event := pool_memory.copies_event()) is not None:
+            self._copied[host_id] = event

@@ -1,0 +1,85 @@
+"""After an answer, asks the prefill worker to copy the answer's blocks from the decode worker.
+
+The next turn of the conversation then finds all of it where it is computed. It is done in idle time or not at
+all: few at once, none that has to wait long, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter
+
+from quire.protos import worker_pb2
+from quire.services.log import get_logger
+from quire.services.router.legs import Spawn
+from quire.services.router.workers import Worker
+
+MAX_UNDER_WAY = 4
+"""Of all workers; more are dropped."""
+WAIT_SECONDS = 2.0
+"""Longest that a copy waits for an idle worker and takes."""
+
+_log = get_logger("router")
+
+
+class WriteBacks:
+    """Copies under way."""
+
+    def __init__(self, spawn: Spawn, registry: CollectorRegistry) -> None:
+        self._spawn = spawn
+        self._num_under_way = 0
+        self._results = Counter(
+            "quire_write_backs_total",
+            "Answers whose blocks were to be copied to the prefill worker, by how it ended.",
+            ["result"],
+            registry=registry,
+        )
+        self._blocks = Counter(
+            "quire_write_back_blocks_total", "Blocks copied to prefill workers.", registry=registry
+        )
+
+    def offer(
+        self,
+        decode: Worker,
+        prefill: Worker,
+        token_ids: list[int],
+        num_prompt_tokens: int,
+        scope: worker_pb2.CacheScope,
+    ) -> None:
+        """Begin to copy the blocks that a sequence has beyond its prompt, unless too many are under way."""
+        block_size = prefill.info.layout.block_size
+        # The last token was drawn and not computed.
+        num_blocks = (len(token_ids) - 1) // block_size
+        if num_blocks <= num_prompt_tokens // block_size:
+            return
+        if self._num_under_way >= MAX_UNDER_WAY:
+            self._results.labels("dropped").inc()
+            return
+        self._num_under_way += 1
+        source = worker_pb2.PullSource(
+            address=decode.address,
+            epoch=decode.info.epoch,
+            num_blocks=num_blocks,
+            timeout_ms=int(1000 * WAIT_SECONDS),
+        )
+        request = worker_pb2.WriteBackRequest(
+            request_id=f"write-back-{secrets.token_hex(8)}",
+            token_ids=token_ids,
+            cache_scope=scope,
+            pull_from=source,
+        )
+        self._spawn(self._copy(prefill, request))
+
+    async def _copy(self, prefill: Worker, request: worker_pb2.WriteBackRequest) -> None:
+        try:
+            response = await prefill.stub.WriteBack(request, timeout=2 * WAIT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            self._results.labels("failed").inc()
+            _log.debug("write_back_failed", worker=prefill.worker_id, code=error.code().name)
+            return
+        finally:
+            self._num_under_way -= 1
+        self._results.labels(response.pulled.failure or "ok").inc()
+        self._blocks.inc(response.pulled.num_blocks)

@@ -1,0 +1,97 @@
+"""Pools so small that every block cycles through host memory and disk, and answers that go back to P."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.protos import worker_pb2
+from quire.services.local_stack import RunningStack
+from quire.services.worker.app import DiskFolder
+
+StartStack = Callable[..., AbstractContextManager[RunningStack]]
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 32 * 4
+LENGTH, NUM_NEW, NUM_FULL = 330, 64, 20
+WAIT_SECONDS = 20.0
+
+
+async def samples(stack: RunningStack, worker: str, name: str) -> dict[str, float]:
+    """Return a metric's values by their only label."""
+    url = f"http://127.0.0.1:{stack.ready[worker].metrics_port}/metrics"
+
+    def read() -> str:
+        with urllib.request.urlopen(url, timeout=10) as page:
+            text: str = page.read().decode()
+            return text
+
+    return {
+        next(iter(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(await asyncio.to_thread(read))
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+async def test_the_same_tokens_from_every_tier_and_after_a_restart(
+    start_stack: StartStack, expected: Any, e2e: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "known")  # the disk's blocks are of this cluster
+    settings = {
+        "num_blocks": 26,
+        "max_num_seqs": 4,
+        "host_cache_bytes": 40 * BLOCK_BYTES,
+        "disk_cache": DiskFolder(str(tmp_path), 400 * (BLOCK_BYTES + 32)),
+        "index_stride": 4,
+    }
+    prompts = [e2e.make_prompt(LENGTH, seed=60 + index) for index in range(4)]
+    with start_stack("llama", **settings) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            for number, prompt in enumerate([prompts[0], *prompts, *prompts]):
+                answer = await client.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=NUM_NEW)
+                assert list(answer.token_ids) == expected("llama", prompt)
+                is_first = number in (0, 2, 3, 4)
+                assert answer.usage.cached_prompt_tokens == (0 if is_first else NUM_FULL * 16)
+                await e2e.quiet(workers)
+            hits = await samples(stack, "prefill-0", "quire_cache_tier_hits_total")
+            assert hits["pool"] >= NUM_FULL
+            assert hits["disk"] >= NUM_FULL
+            assert hits["pool"] + hits["host"] + hits["disk"] == 5 * NUM_FULL
+            assert await samples(stack, "prefill-0", "quire_cache_tier_disk_errors_total") == {}
+    with start_stack("llama", **settings) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            cached = 0
+            for prompt in prompts:
+                answer = await client.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=NUM_NEW)
+                assert list(answer.token_ids) == expected("llama", prompt)
+                cached += answer.usage.cached_prompt_tokens
+                await e2e.quiet(workers)
+            assert cached >= 2 * NUM_FULL * 16
+
+
+async def test_the_next_turn_finds_the_answer_where_it_is_computed(
+    start_stack: StartStack, expected: Any, e2e: Any
+) -> None:
+    num_sealed = (LENGTH + NUM_NEW - 1) // 16
+    with start_stack("llama", write_back=True) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            prompt = e2e.make_prompt(LENGTH, seed=70)
+            first = await client.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=NUM_NEW)
+            async with asyncio.timeout(WAIT_SECONDS):
+                while True:
+                    load = await workers["prefill-0"].GetLoad(worker_pb2.GetLoadRequest())
+                    if load.cached_blocks >= num_sealed:
+                        break
+                    await asyncio.sleep(0.02)
+            turn = prompt + list(first.token_ids) + e2e.make_prompt(20, seed=71)
+            second = await client.generate(turn, temperature=0.0, ignore_eos=True, max_tokens=NUM_NEW)
+            assert list(second.token_ids) == expected("llama", turn)
+            assert second.usage.cached_prompt_tokens == num_sealed * 16
+            assert second.usage.blocks_pulled == 0
+            await e2e.quiet(workers)
