@@ -73,6 +73,8 @@ def format_stats(answer: Answer) -> str:
     ]
     if usage.accepted_draft_tokens:
         parts.append(f"{usage.accepted_draft_tokens} tokens guessed")
+    if usage.blocks_pulled:
+        parts.append(f"{usage.blocks_pulled} blocks ({format_size(usage.bytes_pulled)}) pulled")
     if usage.retries:
         parts.append(f"{usage.retries} retries")
     return " · ".join(parts)

@@ -19,6 +19,7 @@ GRACE_SECONDS = 25.0
 """Below the 30 s after which Kubernetes kills."""
 
 NETWORK, MODEL, CACHE, LIMITS, PROCESS = "Network", "Model", "KV cache", "Batch limits", "Process"
+ROUTING = "Routing"
 
 
 class Dtype(StrEnum):
@@ -186,6 +187,27 @@ GracePeriod = Annotated[
     float,
     setting("--grace-period", "How long requests may go on after SIGTERM, in seconds.", PROCESS, min=0),
 ]
+PolicyOption = Annotated[
+    Literal["random", "load", "approx", "precise"],
+    setting(
+        "--policy",
+        "Place requests by chance, by load, by the router's own history of prefixes, or by the index.",
+        ROUTING,
+    ),
+]
+PullsOption = Annotated[
+    Literal["never", "measured", "always"],
+    setting("--pulls", "Copy blocks from peers: never, where measured to be sooner, or always.", ROUTING),
+]
+LocalPrefillTokens = Annotated[
+    int,
+    setting(
+        "--local-prefill-tokens",
+        "A decode worker computes up to this many prompt tokens itself, where that is sooner.",
+        ROUTING,
+        min=0,
+    ),
+]
 LogLevelOption = Annotated[LogLevel, setting("--log-level", "Least severity of logged events.", PROCESS)]
 
 
@@ -240,6 +262,9 @@ def serve(
     cluster_cert: security.ClusterCert = None,
     cluster_key: security.ClusterKey = None,
     cluster_ca: security.ClusterCa = None,
+    policy: PolicyOption = "precise",
+    pulls: PullsOption = "measured",
+    local_prefill_tokens: LocalPrefillTokens = 64,
     log_level: LogLevelOption = LogLevel.WARNING,
     example: Annotated[
         bool, typer.Option("--example", help="Once ready, ask one question through the public port.")
@@ -249,6 +274,8 @@ def serve(
     from quire.services.local_stack import LocalStackConfig, run
     from quire.services.router.app import DEFAULT_HTTP_PORT, has_http
     from quire.services.worker.app import DiskFolder
+    from quire.services.router.planner import PolicyConfig
+    from quire.services.router.policy import Policy, Pulls
 
     with usage_errors():
         config = LocalStackConfig(
@@ -283,6 +310,9 @@ def serve(
             api_keys_file=api_keys,
             public_tls=security.public_tls(tls_cert, tls_key, tls_client_ca),
             cluster_tls=security.cluster_tls(cluster_cert, cluster_key, cluster_ca),
+            placing=PolicyConfig(
+                policy=Policy(policy), pulls=Pulls(pulls), local_prefill_tokens=local_prefill_tokens
+            ),
             log_level=log_level,
         )
     with start_errors():
@@ -313,15 +343,9 @@ def router(
     request_timeout: Annotated[
         float, setting("--request-timeout", "Longest deadline of a request, in seconds.", LIMITS, min=0.001)
     ] = 600.0,
-    local_prefill_tokens: Annotated[
-        int,
-        setting(
-            "--local-prefill-tokens",
-            "A decode worker computes up to this many uncached prompt tokens itself.",
-            LIMITS,
-            min=0,
-        ),
-    ] = 0,
+    policy: PolicyOption = "precise",
+    pulls: PullsOption = "measured",
+    local_prefill_tokens: LocalPrefillTokens = 64,
     grace_period: GracePeriod = GRACE_SECONDS,
     admin_host: Annotated[
         str,
@@ -341,6 +365,8 @@ def router(
     """Run a router: the public gRPC service in front of the workers."""
     from quire.services.log import configure_logging
     from quire.services.router.app import RouterConfig, run_router
+    from quire.services.router.planner import PolicyConfig
+    from quire.services.router.policy import Policy, Pulls
 
     configure_logging(log_level, role="router")
     with usage_errors():
@@ -356,7 +382,9 @@ def router(
             served_model_name=served_model_name,
             max_requests=max_requests,
             request_timeout_seconds=request_timeout,
-            local_prefill_tokens=local_prefill_tokens,
+            placing=PolicyConfig(
+                policy=Policy(policy), pulls=Pulls(pulls), local_prefill_tokens=local_prefill_tokens
+            ),
             grace_seconds=grace_period,
             admin_host=admin_host,
             admin_port=admin_port,

@@ -17,7 +17,7 @@ BUDGET_SECONDS = 0.02
 
 
 class Fallback(StrEnum):
-    """Why a look-up found nobody without having looked."""
+    """Why a look-up was not answered."""
 
     TIMEOUT = "timeout"
     ERROR = "error"
@@ -25,7 +25,7 @@ class Fallback(StrEnum):
 
 
 class GuardedIndex:
-    """Answers in time, if only with "nobody".
+    """Answers in time, or says that it cannot.
 
     Args:
         index: the one that may fail or be late.
@@ -40,23 +40,24 @@ class GuardedIndex:
         self._breaker = breaker
         self._on_fallback = on_fallback
 
-    async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding]:
-        """Return the holders, or none when the index fails, is late or has failed too often."""
+    async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding] | None:
+        """Return the holders; None when the index fails, is late or has failed too often."""
         if not self._breaker.admits():
             self._on_fallback(Fallback.BREAKER_OPEN)
-            return []
+            return None
         try:
             async with asyncio.timeout(BUDGET_SECONDS):
                 holdings = await self._index.look_up(block_hashes)
         except TimeoutError:
-            return self._fall_back(Fallback.TIMEOUT)
+            self._fall_back(Fallback.TIMEOUT)
+            return None
         except UNREACHABLE as error:
-            return self._fall_back(Fallback.ERROR, f"{type(error).__name__}: {error}")
+            self._fall_back(Fallback.ERROR, f"{type(error).__name__}: {error}")
+            return None
         self._breaker.succeeded()
         return holdings
 
-    def _fall_back(self, reason: Fallback, error: str = "") -> list[Holding]:
+    def _fall_back(self, reason: Fallback, error: str = "") -> None:
         self._on_fallback(reason)
         if self._breaker.failed():
             logger.warning("index_given_up", extra={"fields": {"reason": reason, "error": error}})
-        return []

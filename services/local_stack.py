@@ -29,6 +29,7 @@ from quire.services.errors import ServiceError
 from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent
 from quire.services.router.app import RouterAddresses, RouterConfig, RunningRouter, run_router
+from quire.services.router.planner import PolicyConfig
 from quire.services.tls import TlsFiles
 from quire.services.worker.app import DEFAULT_SWAP_BYTES, DiskFolder, RunningWorker, WorkerConfig, run_worker
 
@@ -74,6 +75,7 @@ class LocalStackConfig:
     index_stride: int = 1
     write_back: bool = False
     threads: int | None = None
+    placing: PolicyConfig = field(default_factory=PolicyConfig)
     log_level: str = "warning"
     stop_seconds: float = 10.0
 
@@ -156,6 +158,7 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
             cluster_tls=config.cluster_tls,
             admin_port=config.admin_port,
             write_back=config.write_back,
+            placing=config.placing,
         )
         routers = {"router": (router_config, config.log_level)}
         router = stack.enter_context(_children(_run_router, routers, config.stop_seconds))["router"]

@@ -9,12 +9,14 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
+from quire.kvtransfer.layout import KvLayout
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
 from quire.services.grpc_server import (
@@ -34,6 +36,8 @@ from quire.services.router.authentication import RequireTenant
 from quire.services.router.generation import Cluster
 from quire.services.router.legs import Spawn
 from quire.services.router.metrics import RouterMetrics
+from quire.services.router.planner import Planner, PolicyConfig
+from quire.services.router.policy import Blocks, Policy
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.sources import open_sources
 from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
@@ -81,10 +85,9 @@ class RouterConfig:
     admin_port: int = 0
     request_timeout_seconds: float = 600.0
     max_requests: int = 1024
-    local_prefill_tokens: int = 0
-    """A decode worker computes up to this many uncached prompt tokens itself; 0: none, if P lives."""
     write_back: bool = False
     """Prefill workers copy the blocks of answers in idle time."""
+    placing: PolicyConfig = field(default_factory=PolicyConfig)
     join_wait_seconds: float = 2.0
     """How long a request waits for the very first worker."""
     poll_seconds: float = POLL_SECONDS
@@ -166,7 +169,13 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             join_wait_seconds=config.join_wait_seconds,
         )
         sources = await stack.enter_async_context(
-            open_sources(config.redis_url, config.worker_addresses, config.cluster_secret, metrics.registry)
+            open_sources(
+                config.redis_url,
+                config.worker_addresses,
+                config.cluster_secret,
+                metrics.registry,
+                asks_index=config.placing.policy is not Policy.APPROX,
+            )
         )
         connect = grpc.aio.insecure_channel if cluster_tls is None else cluster_tls.connect
         workers = WorkerSet(
@@ -197,11 +206,14 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
 
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
             model = await asyncio.to_thread(_load_model, config, info)
-            prefixes = sources.prefixes(model)
+            layout = KvLayout.from_proto(info.layout)
+            blocks = Blocks(layout.block_size, layout.block_bytes)
+            planner = Planner(config.placing, blocks, time.monotonic, Random())
+            workers.on_leave = planner.forget
             write_backs = WriteBacks(spawn, metrics.registry) if config.write_back else None
-            num_local = config.local_prefill_tokens
+            prefixes = sources.prefixes(model)
             cluster.set_result(
-                Cluster(model, workers, prefixes, metrics, spawn, num_local, write_backs=write_backs)
+                Cluster(model, workers, prefixes, metrics, spawn, planner, write_backs=write_backs)
             )
 
         following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))

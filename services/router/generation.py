@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grpc
@@ -19,7 +19,6 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.services.errors import Unavailable
 from quire.services.log import get_logger
-from quire.services.router import policy
 from quire.services.router.best_of import best_of
 from quire.services.router.failures import (
     RETRY_AFTER_SECONDS,
@@ -32,8 +31,9 @@ from quire.services.router.merge import merged
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.output import OutputAssembler
 from quire.services.router.part import Part
+from quire.services.router.planner import Placement, Planner, Prompt, PullOutcome, WorkerState
 from quire.services.router.prefix_lookup import PrefixLookup
-from quire.services.router.pulls import PullPlanner
+from quire.services.router.pulls import pull_source
 from quire.services.router.validation import ServedModel, ValidRequest
 from quire.services.router.workers import Worker, WorkerSet
 from quire.services.router.write_back import WriteBacks
@@ -56,10 +56,8 @@ class Cluster:
     metrics: RouterMetrics
     spawn: Spawn
     """Runs a coroutine beyond the end of its request."""
-    local_prefill_tokens: int = 0
-    """A decode worker computes up to this many uncached prompt tokens itself."""
+    planner: Planner
     clock: Callable[[], float] = time.monotonic
-    pulls: PullPlanner = field(default_factory=PullPlanner)
     write_backs: WriteBacks | None = None
     """Bring the blocks of answers to prefill workers; None: nobody does."""
 
@@ -69,8 +67,8 @@ class Plan(NamedTuple):
 
     decode: Worker
     prefill: Worker | None
-    uncached_tokens: int
-    """What the prefill worker must compute, by the index."""
+    placement: Placement
+    """Why these two, and what is expected of them."""
     pull_from: worker_pb2.PullSource | None = None
     """Whose blocks the worker that computes the prompt copies first."""
 
@@ -180,14 +178,18 @@ class GenerationRun:
         self._plan = plan = await self._choose(part)
         with ExitStack() as accounts:
             dispatched = self._cluster.workers.dispatched
-            accounts.enter_context(dispatched(plan.decode, len(part.token_ids)))
-            if plan.prefill is not None:
-                release = accounts.enter_context(dispatched(plan.prefill, plan.uncached_tokens))
+            num_tokens, owed = len(part.token_ids), plan.placement.owed_tokens
+            if plan.prefill is None:
+                computed = accounts.enter_context(
+                    dispatched(plan.decode, owed_tokens=owed, kept_tokens=num_tokens)
+                )
+            else:
+                accounts.enter_context(dispatched(plan.decode, kept_tokens=num_tokens))
+                computed = accounts.enter_context(dispatched(plan.prefill, owed_tokens=owed))
             legs = Legs(part.sequence_id, part.attempt, self._cluster.spawn)
             async with legs, aclosing(self._run(legs, plan, part)) as outputs:
                 async for output in outputs:
-                    if plan.prefill is not None:
-                        release()
+                    computed()
                     yield output
 
     async def _run(
@@ -227,7 +229,10 @@ class GenerationRun:
             self._count_cached(accepted.num_cached_tokens)
             self._count_pulled(accepted.pulled)
             self._learn(plan, accepted, start)
+            num_held = accepted.num_cached_tokens // self._cluster.model.block_size
+            self.usage.blocks_reused_on_decode = max(0, num_held - accepted.pulled.num_blocks)
         else:
+            self._cluster.planner.promised(self._cluster.clock() - start)
             self.usage.blocks_reused_on_decode = accepted.num_held_blocks
         return accepted
 
@@ -289,40 +294,41 @@ class GenerationRun:
             return
 
     async def _choose(self, part: Part) -> Plan:
-        token_ids = part.token_ids
-        cached = await self._cluster.prefixes.cached_tokens(token_ids, self._scope)
-        key = policy.affinity_key(token_ids, self._cluster.model.block_size)
-        workers = {w.worker_id: w for role in ("prefill", "decode") for w in self._cluster.workers.live(role)}
-        decode = policy.choose_decode(self._candidates("decode", cached), len(token_ids), key)
-        if decode is None:
+        cluster, token_ids = self._cluster, part.token_ids
+        block_hashes, held_tokens = await cluster.prefixes.look_up(token_ids, self._scope)
+        # The logprob of the prompt's last token would be lost where P computes the prompt without it.
+        is_scored = not part.is_single and self._request.num_prompt_logprobs is not None
+        must_be_local = is_scored or part.num_prefilled_tokens == 0
+        placement = cluster.planner.place(
+            Prompt(len(token_ids), block_hashes, held_tokens, must_be_local),
+            self._states("prefill"),
+            self._states("decode"),
+        )
+        if placement is None:
             raise Unavailable(
                 "no decode worker is alive; start one, or try again",
                 reason="NO_DECODE_WORKER",
                 metadata={"tokens_emitted": str(self._num_emitted)},
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        prefill = policy.choose_prefill(self._candidates("prefill", cached), len(token_ids), key)
-        num_tokens, num_local = part.num_prefilled_tokens, self._cluster.local_prefill_tokens
-        # The logprob of the prompt's last token would be lost where P computes the prompt without it.
-        is_local = not part.is_single and self._request.num_prompt_logprobs is not None
-        if is_local or not policy.needs_prefill_worker(decode, num_tokens, num_local):
-            prefill = None
-        self._account_choice(part, decode, prefill)
-        computing = workers[(prefill or decode).worker_id]
-        peers = (w for w in workers.values() if not self._cluster.workers.is_shunned(w))
-        pull = self._cluster.pulls.plan(part.sequence_id, computing, peers, cached, len(token_ids))
-        if prefill is None:
-            return Plan(computing, None, 0, pull)
-        uncached = len(token_ids) - prefill.cached_tokens
-        return Plan(workers[decode.worker_id], computing, uncached, pull)
+        self._account_choice(part, placement)
+        workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.live(role)}
+        return Plan(
+            workers[placement.decode.worker_id],
+            workers[placement.prefill.worker_id] if placement.prefill else None,
+            placement,
+            pull_source(placement.pull, workers[placement.pull.worker_id]) if placement.pull else None,
+        )
 
-    def _candidates(self, role: str, cached: Mapping[str, int]) -> list[policy.Candidate]:
+    def _states(self, role: str) -> list[WorkerState]:
         workers = self._cluster.workers
         return [
-            policy.Candidate(
+            WorkerState(
                 worker.worker_id,
-                cached_tokens=cached.get(worker.worker_id, 0),
-                load_tokens=worker.load_tokens,
+                worker.info.num_blocks,
+                owed_tokens=worker.owed_tokens,
+                kept_tokens=worker.kept_tokens,
+                num_requests=worker.num_requests,
                 is_shunned=workers.is_shunned(worker) or worker.worker_id in self._shunned,
             )
             for worker in workers.live(role)
@@ -381,7 +387,8 @@ class GenerationRun:
         is_prefill = worker.info.role == "prefill"
         (metrics.prefill_retries if is_prefill else metrics.decode_retries).inc()
 
-    def _account_choice(self, part: Part, decode: policy.Choice, prefill: policy.Choice | None) -> None:
+    def _account_choice(self, part: Part, placement: Placement) -> None:
+        decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
         decisions = self._cluster.metrics.decisions
         decisions.labels("decode", decode.reason).inc()
         decisions.labels("prefill", prefill.reason if prefill else "none").inc()
@@ -393,7 +400,13 @@ class GenerationRun:
             decode_reason=decode.reason,
             prefill=prefill.worker_id if prefill else "none",
             prefill_reason=prefill.reason if prefill else "none",
-            cached_tokens=prefill.cached_tokens if prefill else decode.cached_tokens,
+            prompt_tokens=placement.num_tokens,
+            cached_tokens=estimate.cached_tokens,
+            queue_seconds=estimate.queue_seconds,
+            compute_seconds=estimate.compute_seconds,
+            pull_from=estimate.pull.worker_id if estimate.pull else "none",
+            pull_blocks=estimate.pull.num_blocks if estimate.pull else 0,
+            pull_seconds=estimate.pull.pull_seconds if estimate.pull else 0.0,
         )
 
     def _count_prefill(self, message: worker_pb2.PrefillResponse) -> None:
@@ -412,14 +425,31 @@ class GenerationRun:
     def _learn(
         self, plan: Plan, message: worker_pb2.PrefillResponse | worker_pb2.Accepted, start: float
     ) -> None:
-        """Note how fast the blocks came that were pulled, and how fast the rest was computed."""
-        pulls, pulled = self._cluster.pulls, message.pulled
+        """Compare what was expected with what came, and let the planner know."""
+        cluster, placement, pulled = self._cluster, plan.placement, message.pulled
         if plan.pull_from is not None:
-            pulls.pulled(plan.pull_from, pulled)
-            self._cluster.metrics.pulls.labels(pulled.failure or "ok").inc()
-        num_computed = self.usage.prompt_tokens - message.num_cached_tokens
-        seconds = self._cluster.clock() - start - pulled.seconds
-        pulls.computed(plan.prefill or plan.decode, num_computed, seconds)
+            cluster.metrics.pulls.labels(pulled.failure or "ok").inc()
+        now = cluster.clock()
+        cluster.planner.computed(
+            placement,
+            message.num_cached_tokens,
+            now - start,
+            PullOutcome(pulled.num_bytes, pulled.seconds, bool(pulled.failure)),
+        )
+        taken = now - placement.sent_at
+        tokens, seconds = cluster.metrics.expected_tokens, cluster.metrics.expected_seconds
+        tokens.labels("expected").inc(placement.estimate.cached_tokens)
+        tokens.labels("found").inc(message.num_cached_tokens)
+        seconds.labels("expected").inc(placement.estimate.seconds)
+        seconds.labels("taken").inc(taken)
+        _log.debug(
+            "request_computed",
+            worker=placement.computing,
+            expected_cached_tokens=placement.estimate.cached_tokens,
+            cached_tokens=message.num_cached_tokens,
+            expected_seconds=placement.estimate.seconds,
+            seconds=taken,
+        )
 
     def _count_cached(self, num_tokens: int) -> None:
         # Later attempts find what the first one computed: only the first tells what was there before.

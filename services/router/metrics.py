@@ -38,6 +38,18 @@ class RouterMetrics:
         )
         self.rejections = _counter(registry, "admission_rejections", "Requests refused at once.", "reason")
         self.decisions = _counter(registry, "router_decision", "Choices of a worker.", "role", "reason")
+        self.expected_tokens = _counter(
+            registry,
+            "router_expected_tokens",
+            "Prompt tokens that were expected to be cached or pulled, and were found so.",
+            "kind",
+        )
+        self.expected_seconds = _counter(
+            registry,
+            "router_expected_seconds",
+            "Seconds from the choice to the first token: expected, and taken.",
+            "kind",
+        )
         self.pulls = _counter(
             registry, "kv_pull_requests", "Pulls that were asked for, by how they ended.", "result"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -15,7 +16,7 @@ from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.instrumented_index import IndexMetrics, InstrumentedIndex
 from quire.kvindex.redis_index import RedisIndex, reader_client
 from quire.kvindex.strided_index import StridedIndex
-from quire.services.router.prefix_lookup import IndexLookup, NoIndex, PrefixLookup
+from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.validation import ServedModel
 from quire.services.router.workers import Member, Membership, MembershipLost, StaticMembership
 
@@ -55,28 +56,36 @@ async def open_sources(
     worker_addresses: Sequence[str],
     cluster_secret: bytes,
     registry: CollectorRegistry,
+    *,
+    asks_index: bool = True,
 ) -> AsyncIterator[Sources]:
     """Connect to Redis if there is one; a Redis that does not answer is no error."""
 
     def expected_fingerprint(descriptor: bytes) -> str:
         return fingerprint(descriptor, cluster_secret)
 
+    def lookup(guard: Callable[[int], GuardedIndex] | None, model: ServedModel) -> PrefixLookup:
+        def root_of(scope: CacheScope) -> bytes:
+            return root_hash(model.cache_descriptor, cluster_secret, scope)
+
+        index = None if guard is None else guard(model.index_stride)
+        return PrefixLookup(index, root_of, model.block_size)
+
     if redis_url is None:
-        yield Sources(StaticMembership(worker_addresses), lambda model: NoIndex(), expected_fingerprint)
+        membership = StaticMembership(worker_addresses)
+        yield Sources(membership, partial(lookup, None), expected_fingerprint)
         return
     client = reader_client(redis_url)
     index = RedisIndex(client)
     breaker = CircuitBreaker()
     metrics = IndexMetrics(registry, breaker)
-    guarded = GuardedIndex(InstrumentedIndex(index, metrics), breaker, metrics.fallback)
+    measured = InstrumentedIndex(index, metrics)
 
-    def index_lookup(model: ServedModel) -> PrefixLookup:
-        def root_of(scope: CacheScope) -> bytes:
-            return root_hash(model.cache_descriptor, cluster_secret, scope)
+    def guarded(stride: int) -> GuardedIndex:
+        return GuardedIndex(StridedIndex(measured, stride), breaker, metrics.fallback)
 
-        return IndexLookup(StridedIndex(guarded, model.index_stride), root_of, model.block_size)
-
+    prefixes = partial(lookup, guarded if asks_index else None)
     try:
-        yield Sources(RedisMembership(index), index_lookup, expected_fingerprint)
+        yield Sources(RedisMembership(index), prefixes, expected_fingerprint)
     finally:
         await client.aclose()

@@ -93,7 +93,10 @@ class Worker:
     has_left: bool = False
     shunned_until: float = 0.0
     num_requests: int = 0
-    load_tokens: int = 0
+    owed_tokens: int = 0
+    """Tokens that it has to compute before first tokens."""
+    kept_tokens: int = 0
+    """Tokens of the sequences whose blocks it keeps."""
 
     @property
     def worker_id(self) -> str:
@@ -120,6 +123,8 @@ class WorkerSet:
         connect: Connect = grpc.aio.insecure_channel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.on_leave: Callable[[str], None] = lambda worker_id: None
+        """Hears of workers that have left."""
         self._membership = membership
         self._expected_fingerprint = expected_fingerprint
         self._connect = connect
@@ -148,21 +153,25 @@ class WorkerSet:
         worker.shunned_until = self._clock() + PENALTY_SECONDS
 
     @contextmanager
-    def dispatched(self, worker: Worker, num_tokens: int) -> Iterator[Callable[[], None]]:
-        """Account a request and its tokens to a worker; the yielded call gives the tokens back early."""
+    def dispatched(
+        self, worker: Worker, *, owed_tokens: int = 0, kept_tokens: int = 0
+    ) -> Iterator[Callable[[], None]]:
+        """Account a request and its tokens to a worker; the yielded call says: what is owed is computed."""
         worker.num_requests += 1
-        worker.load_tokens += num_tokens
-        left = num_tokens
+        worker.owed_tokens += owed_tokens
+        worker.kept_tokens += kept_tokens
+        left = owed_tokens
 
-        def release() -> None:
+        def computed() -> None:
             nonlocal left
-            worker.load_tokens -= left
+            worker.owed_tokens -= left
             left = 0
 
         try:
-            yield release
+            yield computed
         finally:
-            release()
+            computed()
+            worker.kept_tokens -= kept_tokens
             worker.num_requests -= 1
             if worker.has_left and worker.num_requests == 0:
                 self._close_soon(worker.connection)
@@ -262,6 +271,7 @@ class WorkerSet:
     def _leave(self, worker: Worker, reason: str) -> None:
         del self._workers[worker.address]
         _log.warning("worker_left", worker=worker.worker_id, address=worker.address, reason=reason)
+        self.on_leave(worker.worker_id)
         # Closing the channel would end the requests that still run over it.
         worker.has_left = True
         if worker.num_requests == 0:

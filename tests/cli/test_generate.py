@@ -84,7 +84,10 @@ def test_stats_of_a_single_token_have_no_speed() -> None:
         bytes_shipped=0,
         blocks_reused_on_decode=0,
         retries=1,
+        blocks_pulled=3,
+        bytes_pulled=3072,
     )
     line = format_stats(Answer("x", usage, ttft_seconds=0.0124, e2e_seconds=0.0124))
     assert line.startswith("TTFT 12 ms · 1 tokens at 0.0 tokens/s")
+    assert " · 3 blocks (3.0 KiB) pulled · " in line
     assert line.endswith("1 retries")

@@ -13,6 +13,8 @@ from typer.testing import Result
 from quire.cli.sizes import format_size, parse_size
 from quire.services import local_stack
 from quire.services.router import app
+from quire.services.router.planner import PolicyConfig
+from quire.services.router.policy import Policy, Pulls
 from quire.services.worker import app as worker_app
 
 Quire = Callable[..., Result]
@@ -47,6 +49,19 @@ def test_workers_may_be_listed(
     monkeypatch.setenv("QUIRE_WORKER", "c:3 d:4")
     quire("router")
     assert [config.worker_addresses for config in router_configs] == [("a:1", "b:2"), ("c:3", "d:4")]
+
+
+def test_how_requests_are_placed_is_a_setting(
+    quire: Quire, router_configs: list[app.RouterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_POLICY", "approx")
+    quire("router", "--pulls", "never", "--local-prefill-tokens", "5")
+    (config,) = router_configs
+    assert config.placing == PolicyConfig(policy=Policy.APPROX, pulls=Pulls.NEVER, local_prefill_tokens=5)
+    served: list[local_stack.LocalStackConfig] = []
+    monkeypatch.setattr(local_stack, "run", lambda config, on_ready: served.append(config))
+    quire("serve", "--policy", "random")
+    assert served[0].placing == PolicyConfig(policy=Policy.RANDOM)
 
 
 def test_serve_asks_an_example_once_ready(

@@ -19,6 +19,7 @@ from quire.models.random_model import make_random_model
 from quire.protos import worker_pb2 as pb
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.services.router.planner import PolicyConfig
 
 # Threads that spin beside the workers' would slow both down many times over.
 torch.set_num_threads(1)
@@ -71,7 +72,15 @@ def start_stack(tiny_model: Callable[[str], Path]) -> Callable[..., AbstractCont
 
     def start(architecture: str, **settings: Any) -> AbstractContextManager[RunningStack]:
         model = str(tiny_model(architecture))
-        values = {"model": model, "port": 0, "dtype": "float32", "num_blocks": 2048, "log_level": "error"}
+        values = {
+            "model": model,
+            "port": 0,
+            "dtype": "float32",
+            "num_blocks": 2048,
+            "log_level": "error",
+            # The shortest prompts cross processes too.
+            "placing": PolicyConfig(local_prefill_tokens=0),
+        }
         return local_stack(LocalStackConfig(**{**values, **settings}))
 
     return start

@@ -88,7 +88,7 @@ async def test_an_index_that_fails_is_left_alone_for_a_while(
     good = [Holding(record("a"), 2)]
     guarded.inner.answer = answer
     for _ in range(7):
-        assert await guarded.index.look_up(HASHES) == []
+        assert await guarded.index.look_up(HASHES) is None
     assert guarded.inner.num_calls == 5
     assert guarded.metric("fallback_total", reason=reason) == 5
     assert guarded.metric("fallback_total", reason="breaker_open") == 2
@@ -96,8 +96,8 @@ async def test_an_index_that_fails_is_left_alone_for_a_while(
     assert [each.message for each in caplog.records] == ["index_given_up"]
     guarded.clock.now += 1.0
     assert guarded.metric("breaker_state") == BreakerState.HALF_OPEN
-    assert await guarded.index.look_up(HASHES) == []
-    assert await guarded.index.look_up(HASHES) == []
+    assert await guarded.index.look_up(HASHES) is None
+    assert await guarded.index.look_up(HASHES) is None
     assert guarded.inner.num_calls == 6
     guarded.inner.answer = good
     guarded.clock.now += 1.0
@@ -149,7 +149,7 @@ async def test_a_redis_that_hangs_costs_the_budget_alone(
         os.kill(redis_process.pid, signal.SIGSTOP)
         try:
             start = time.monotonic()
-            assert [await index.look_up(HASHES) for _ in range(8)] == [[]] * 8
+            assert [await index.look_up(HASHES) for _ in range(8)] == [None] * 8
             seconds = time.monotonic() - start
         finally:
             os.kill(redis_process.pid, signal.SIGCONT)

@@ -19,6 +19,7 @@ from quire.protos import kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.services.errors import Aborted, ServiceError
 from quire.services.grpc_server import GrpcServer, Service, grpc_server
 from quire.services.router.app import RouterConfig, RunningRouter, router
+from quire.services.router.planner import PolicyConfig
 from quire.services.router.validation import ServedModel
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
@@ -120,6 +121,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             layout=self.layout,
             cache_descriptor=b"tiny",
             is_draining=self.is_draining,
+            num_blocks=1000,
         )
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
@@ -237,6 +239,8 @@ class Cluster:
                 "join_wait_seconds": 5.0 if addresses else 0.05,
                 "poll_seconds": 0.05,
                 "grace_seconds": 0.0,
+                # Short as they are, prompts go to prefill workers.
+                "placing": PolicyConfig(local_prefill_tokens=0),
                 **options,
             }
         )

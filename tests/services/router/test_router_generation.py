@@ -25,6 +25,7 @@ from quire.services.errors import (
     Unavailable,
 )
 from quire.services.router.app import RouterConfig, run_router
+from quire.services.router.planner import PolicyConfig
 
 TEXT = "hello world, stop here"
 
@@ -147,16 +148,17 @@ async def test_a_stop_string_does_not_count_before_min_tokens(pair: Any) -> None
 
 
 async def test_without_prefill_workers_decode_serves_alone(cluster: Any) -> None:
-    await cluster.add("d", "decode", num_cached_tokens=2)
+    await cluster.add("d", "decode", num_cached_tokens=4)
     responses = await stream(await cluster.start())
     assert text_of(responses) == TEXT
     assert not cluster["d"].calls[0].remote_prefill
-    assert responses[-1].usage.cached_prompt_tokens == 2
+    assert responses[-1].usage.cached_prompt_tokens == 3
+    assert responses[-1].usage.blocks_reused_on_decode == 1
     assert responses[-1].usage.blocks_shipped == 0
 
 
 async def test_short_uncached_prompts_are_prefilled_by_decode(pair: Any) -> None:
-    responses = await stream(await pair.start(local_prefill_tokens=60))
+    responses = await stream(await pair.start(placing=PolicyConfig(local_prefill_tokens=60)))
     assert text_of(responses) == TEXT
     assert not callers(pair, "prefill")
 
@@ -276,7 +278,7 @@ async def test_a_client_that_leaves_aborts_both_legs(cluster: Any, before_token:
         await asyncio.wait_for(worker.aborted.wait(), 5)
         await asyncio.wait_for(worker.ended.wait(), 5)
     assert cluster.running.workers.live("decode")[0].num_requests == 0
-    assert cluster.running.workers.live("decode")[0].load_tokens == 0
+    assert cluster.running.workers.live("decode")[0].kept_tokens == 0
     assert cluster.metric("quire_requests_running") == 0
 
 

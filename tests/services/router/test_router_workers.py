@@ -16,7 +16,7 @@ from quire.kvindex.index import Holding
 from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.protos import inference_pb2 as pb
-from quire.services.router.prefix_lookup import IndexLookup
+from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.workers import (
     PENALTY_SECONDS,
     Member,
@@ -107,12 +107,15 @@ async def test_an_ended_lease_ends_the_worker_but_not_its_requests(cluster: Any,
     workers = make_set(membership)
     await workers.refresh()
     (live,) = workers.live("decode")
-    with workers.dispatched(live, 10):
+    with workers.dispatched(live, owed_tokens=10, kept_tokens=20) as computed:
+        assert (live.owed_tokens, live.kept_tokens) == (10, 20)
+        computed()
+        assert (live.owed_tokens, live.kept_tokens) == (0, 20)
         membership.current = []
         await workers.refresh()
         assert ids_of(workers) == []
         await live.stub.GetWorkerInfo(pb.GetModelInfoRequest(), timeout=5)
-    assert live.load_tokens == live.num_requests == 0
+    assert live.owed_tokens == live.kept_tokens == live.num_requests == 0
 
 
 async def test_a_lost_membership_keeps_who_is_healthy(cluster: Any, make_set: Any) -> None:
@@ -169,11 +172,14 @@ class FixedIndex:
 async def test_blocks_held_become_tokens() -> None:
     index = FixedIndex([Holding(WorkerRecord("p", "prefill", "address", "1", "print"), 2)])
     guarded = GuardedIndex(index, CircuitBreaker(), on_fallback=lambda reason: pytest.fail(reason))
-    lookup, prompt = IndexLookup(guarded, lambda scope: scope.tenant.encode(), 4), list(range(14))
-    assert await lookup.cached_tokens(prompt, CacheScope("root")) == {"p": 8}
-    assert index.asked == [block_hashes(b"root", prompt, 4)]
-    assert await lookup.cached_tokens(prompt[:3], CacheScope("root")) == {}
+    lookup, prompt = PrefixLookup(guarded, lambda scope: scope.tenant.encode(), 4), list(range(14))
+    hashes, scope = block_hashes(b"root", prompt, 4), CacheScope("root")
+    assert await lookup.look_up(prompt, scope) == (hashes, {"p": 8})
+    assert index.asked == [hashes]
+    assert await lookup.look_up(prompt[:3], scope) == ([], {})
     assert len(index.asked) == 1
+    unasked = PrefixLookup(None, lambda scope: scope.tenant.encode(), 4)
+    assert await unasked.look_up(prompt, scope) == (hashes, None)
 
 
 async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_path: Path) -> None:

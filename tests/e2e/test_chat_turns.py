@@ -1,0 +1,117 @@
+"""Turns of a chat on any worker reuse what earlier turns left on any other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import takewhile
+from random import Random
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.kvindex import guarded_index
+from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
+from quire.protos import worker_pb2
+from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.services.redis_process import RedisProcess
+from quire.services.router.app import RouterConfig, router
+from quire.services.router.planner import PolicyConfig
+from quire.services.router.policy import Policy, Pulls
+
+NUM_CHATS, NUM_TURNS, NUM_FACTS = 4, 4, 20
+MAX_TOKENS = 16
+BLOCK_SIZE = 16
+ROLES = ("prefill", "decode")
+WAIT_SECONDS = 20.0
+
+
+PLACING = PolicyConfig(policy=Policy.RANDOM, pulls=Pulls.ALWAYS, local_prefill_tokens=0)
+SECRET = "secret"
+
+
+@pytest.fixture(params=[2, 0], ids=["2P2D", "2D"])
+async def stack(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[RunningStack]:
+    """Run decode and maybe prefill workers of the demo model; chance decides who serves a turn."""
+    monkeypatch.setenv("QUIRE_CLUSTER_SECRET", SECRET)
+    # A look-up that a busy machine delays is given up and nothing reused: right, but not the subject here.
+    monkeypatch.setattr(guarded_index, "BUDGET_SECONDS", WAIT_SECONDS)
+    with RedisProcess() as redis:
+        config = LocalStackConfig(
+            port=0, num_prefill=request.param, num_decode=2, redis_url=redis.url, log_level="error"
+        )
+        ours = RouterConfig(
+            port=0,
+            metrics_port=0,
+            redis_url=redis.router_url,
+            cluster_secret=SECRET.encode(),
+            placing=PLACING,
+            poll_seconds=0.05,
+        )
+        with local_stack(config) as running:
+            async with router(ours) as own:
+                async with asyncio.timeout(WAIT_SECONDS):
+                    await own.has_served.wait()
+                    while sum(len(own.workers.live(role)) for role in ROLES) < len(running.ready):
+                        await asyncio.sleep(0.02)
+                yield running._replace(address=own.address)
+
+
+async def test_every_turn_reuses_all_that_any_worker_holds(stack: RunningStack, e2e: Any) -> None:
+    async with e2e.connected(stack) as (client, workers):
+        for chat in range(NUM_CHATS):
+            notes = sample_notes(Random(3 * HELD_OUT_SEEDS + chat), NUM_FACTS)
+            messages: list[dict[str, str]] = []
+            held: list[int] = []
+            for turn in range(NUM_TURNS):
+                asked = notes[turn]
+                first = f"{text(notes)} " if turn == 0 else ""
+                messages.append({"role": "user", "content": first + question(asked)})
+                prompt = await client.tokenize(messages)
+                completion = await client.chat(messages, temperature=0.0, max_tokens=MAX_TOKENS)
+                assert completion.text == answer(asked)
+                num_common = sum(
+                    1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, held, strict=False))
+                )
+                num_reusable = num_common // BLOCK_SIZE * BLOCK_SIZE
+                assert completion.usage.cached_prompt_tokens >= num_reusable - BLOCK_SIZE, f"turn {turn}"
+                assert completion.usage.cached_prompt_tokens < num_reusable + BLOCK_SIZE
+                if not any(name.startswith("prefill") for name in workers):
+                    usage = completion.usage
+                    num_reused = usage.blocks_reused_on_decode + usage.blocks_pulled
+                    assert num_reused == usage.cached_prompt_tokens // BLOCK_SIZE
+                assert turn == 0 or num_reusable >= len(held) - 2 * BLOCK_SIZE
+                # The last token was drawn, and never computed.
+                held = [*prompt, *completion.token_ids][:-1]
+                messages.append({"role": "assistant", "content": completion.text})
+                await published(stack, workers)
+        await e2e.quiet(workers)
+
+
+async def published(stack: RunningStack, workers: dict[str, Any]) -> None:
+    """Wait until the index knows every block that a worker holds; none has been evicted here."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        for name, stub in workers.items():
+            while True:
+                load = await stub.GetLoad(worker_pb2.GetLoadRequest())
+                if not load.used_blocks and load.cached_blocks == await num_published(stack, name):
+                    break
+                await asyncio.sleep(0.01)
+
+
+async def num_published(stack: RunningStack, name: str) -> float:
+    def read() -> str:
+        with urlopen(f"http://127.0.0.1:{stack.ready[name].metrics_port}/metrics") as page:
+            return str(page.read().decode())
+
+    families = text_string_to_metric_families(await asyncio.to_thread(read))
+    samples = [sample for family in families for sample in family.samples]
+    return sum(
+        s.value
+        for s in samples
+        if s.name == "quire_index_publish_entries_total" and s.labels["op"] == "publish"
+    )
