@@ -22,6 +22,7 @@ FOLDERS = [
     "models",
     "protos",
     "services",
+    "simulator",
     "tokenization",
 ]
 

@@ -9,6 +9,7 @@ from quire.cli.bench.serve import serve as bench_serve
 from quire.cli.chat import chat
 from quire.cli.generate import generate
 from quire.cli.health import health
+from quire.cli.simulate import simulate
 
 SERVE, OPERATE, USE, MEASURE = "Serve", "Operate", "Use", "Measure"
 SETTINGS = (
@@ -50,6 +51,7 @@ def make_app() -> typer.Typer:
     bench = typer.Typer(help="Measure a running router.", no_args_is_help=True)
     bench.command("serve")(bench_serve)
     bench.callback()(lambda: None)
+    app.command(rich_help_panel=MEASURE)(simulate)
     app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
     app.command(rich_help_panel=MEASURE)(version)
     return app

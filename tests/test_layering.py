@@ -22,7 +22,8 @@ ALLOWED: Mapping[str, set[str]] = {
     "models": set(),
     "llm": {"engine", "kvindex", "models", "tokenization"},
     "services": {"engine", "kvindex", "kvtransfer", "models", "protos", "tokenization"},
-    "cli": {"client", "models", "services"},
+    "simulator": {"client", "kvindex", "services"},
+    "cli": {"client", "models", "services", "simulator"},
 }
 # Modules, and what nothing that they reach may import.
 BANNED: Mapping[str, set[str]] = {
@@ -31,6 +32,7 @@ BANNED: Mapping[str, set[str]] = {
     "quire.client": {"torch", "transformers", "numba", "numpy"},
     "quire.tokenization": {"torch", "transformers", "numba", "grpc"},
     "quire.llm": {"grpc", "redis"},
+    "quire.simulator": {"torch", "transformers", "numba", "quire.engine", "quire.kernels"},
     "quire.services.router": {"torch", "transformers", "numba", "quire.engine", "quire.kernels"},
 }
 Graph = Mapping[str, set[str]]

@@ -1,0 +1,134 @@
+"""Measures a live cluster, through its public API, for a calibration."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import accumulate
+from random import Random
+from statistics import median
+from typing import NamedTuple
+
+from quire.client import AsyncClient, ModelInfo
+from quire.simulator.calibration import Calibration, CalibrationError, Point
+
+PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+BATCHES = (1, 2, 4, 8, 16, 32)
+"""Sequences that each decode worker gets."""
+REPEATS = 5
+DECODE_PROMPT_TOKENS, DECODE_TOKENS = 64, 48
+RESERVED_TOKENS = 32
+"""Of the model's length, for an answer."""
+
+OnStep = Callable[[str], None]
+
+
+class PullSpeed(NamedTuple):
+    """What copying blocks from one worker to another takes."""
+
+    bytes_per_second: float
+    round_trip_seconds: float
+
+
+class _Timed(NamedTuple):
+    """A request's times, in seconds since it was sent."""
+
+    arrivals: tuple[float, ...]
+    block_bytes: float
+
+
+async def calibrate(
+    address: str,
+    *,
+    num_blocks: int,
+    max_num_seqs: int,
+    pull_speed: PullSpeed | None = None,
+    seed: int | None = None,
+    on_step: OnStep = lambda step: None,
+) -> Calibration:
+    """Measure an idle cluster.
+
+    Args:
+        num_blocks: of a worker; the public API does not tell.
+        max_num_seqs: of a worker.
+        pull_speed: measured elsewhere, if at all.
+        seed: of the prompts; by default none has been seen before.
+
+    Raises:
+        QuireError: the cluster does not answer.
+        CalibrationError: what it answered cannot be used.
+    """
+    async with AsyncClient(address) as client:
+        model = await client.model_info()
+        rng = Random(time.time_ns() if seed is None else seed)
+        probe = _Probe(client, model, rng)
+        await probe.send(PROMPT_TOKENS[0], 2)
+        limit = model.max_model_len - RESERVED_TOKENS
+        first_tokens: list[Point] = []
+        for num_tokens in (n for n in PROMPT_TOKENS if n <= limit):
+            on_step(f"prompts of {num_tokens} tokens")
+            timed = [await probe.send(num_tokens, 1) for _ in range(REPEATS)]
+            first_tokens.append((num_tokens, median(each.arrivals[0] for each in timed)))
+        if len(first_tokens) < 2:
+            raise CalibrationError(f"the model takes {model.max_model_len} tokens: too few")
+        steps: list[Point] = []
+        for batch in (n for n in BATCHES if n <= max_num_seqs):
+            on_step(f"{batch} sequences a decode worker")
+            steps.append((batch, await probe.step_seconds(batch * model.num_decode_workers)))
+        handed = [await probe.send(DECODE_PROMPT_TOKENS * 2, 3) for _ in range(REPEATS)]
+    overhead = _intercept(first_tokens)
+    gap = median(each.arrivals[1] - each.arrivals[0] for each in handed)
+    return Calibration(
+        block_tokens=model.block_size,
+        block_bytes=max(each.block_bytes for each in handed),
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        prefill=_rising((n, seconds - overhead) for n, seconds in first_tokens),
+        decode_step=_rising(steps),
+        overhead_seconds=overhead,
+        handoff_seconds=max(0.0, gap - steps[0][1]),
+        pull_bytes_per_second=pull_speed.bytes_per_second if pull_speed else None,
+        pull_round_trip_seconds=pull_speed.round_trip_seconds if pull_speed else 0.0,
+    )
+
+
+def _rising(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Return points without the dips that only noise makes: more work takes no less time."""
+    amounts, seconds = zip(*points, strict=True)
+    return tuple(zip(amounts, accumulate(seconds, max), strict=True))
+
+
+def _intercept(points: Sequence[Point]) -> float:
+    """Return the time of a prompt without tokens, as the two shortest ones tell."""
+    (x0, y0), (x1, y1) = points[:2]
+    return min(max(0.0, y0 - x0 * (y1 - y0) / (x1 - x0)), 0.95 * min(y for _, y in points))
+
+
+class _Probe:
+    """Sends prompts that nobody holds anything of."""
+
+    def __init__(self, client: AsyncClient, model: ModelInfo, rng: Random) -> None:
+        self._client = client
+        self._vocabulary = sorted(set(range(model.vocab_size)) - set(model.eos_token_ids))
+        self._rng = rng
+
+    async def send(self, num_tokens: int, max_tokens: int) -> _Timed:
+        prompt = self._rng.choices(self._vocabulary, k=num_tokens)
+        begin, arrivals, block_bytes = time.perf_counter(), [], 0.0
+        stream = self._client.stream(prompt, max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        async for delta in stream:
+            arrivals += [time.perf_counter() - begin] * len(delta.token_ids)
+            if delta.usage and delta.usage.blocks_shipped:
+                block_bytes = delta.usage.bytes_shipped / delta.usage.blocks_shipped
+        return _Timed(tuple(arrivals), block_bytes)
+
+    async def step_seconds(self, num_sequences: int) -> float:
+        """Return the median time of a token while so many sequences decode."""
+        sent: list[Awaitable[_Timed]] = [
+            self.send(DECODE_PROMPT_TOKENS, DECODE_TOKENS) for _ in range(num_sequences)
+        ]
+        timed = await asyncio.gather(*sent)
+        # While the first are at it the last are still prefilled: the later half is decoding alone.
+        half = DECODE_TOKENS // 2
+        return median((t.arrivals[-1] - t.arrivals[half]) / (len(t.arrivals) - 1 - half) for t in timed)

@@ -1,0 +1,104 @@
+"""What a cluster's work takes, as measured on a real one."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+Point = tuple[float, float]
+
+
+class CalibrationError(ValueError):
+    """A calibration cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Measured costs; times in seconds.
+
+    Attributes:
+        block_tokens: tokens of a block.
+        block_bytes: bytes of a block.
+        num_blocks: blocks of a worker's pool.
+        max_num_seqs: most sequences that a worker decodes together.
+        prefill: (tokens, seconds) of prompts computed alone, without what every request takes.
+        decode_step: (sequences, seconds) of a step.
+        overhead_seconds: what every request takes until its first token besides computing.
+        handoff_seconds: between the first token and the second, besides a step.
+        pull_bytes_per_second: speed of a pull; None: not measured, and nothing is pulled.
+        pull_round_trip_seconds: what a pull takes besides.
+    """
+
+    block_tokens: int
+    block_bytes: float
+    num_blocks: int
+    max_num_seqs: int
+    prefill: tuple[Point, ...]
+    decode_step: tuple[Point, ...]
+    overhead_seconds: float
+    handoff_seconds: float
+    pull_bytes_per_second: float | None
+    pull_round_trip_seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode_step"):
+            points: tuple[Point, ...] = getattr(self, name)
+            if not points or any(x <= 0 or y <= 0 for x, y in points):
+                raise CalibrationError(f"{name} must hold pairs of positive numbers; got {points}")
+            if list(points) != sorted(points):
+                raise CalibrationError(f"{name} must be in ascending order; got {points}")
+
+    def prefill_seconds(self, num_tokens: int, cached_tokens: int = 0) -> float:
+        """Return what the rest of a prompt takes: later tokens cost more, for they attend to more."""
+        return max(0.0, interpolate(self.prefill, num_tokens) - interpolate(self.prefill, cached_tokens))
+
+    def step_seconds(self, num_sequences: int) -> float:
+        """Return what a decode step takes."""
+        return interpolate(self.decode_step, num_sequences, origin=self.decode_step[0][1])
+
+    def scaled_blocks(self, block_tokens: int) -> Calibration:
+        """Return the same costs with blocks of another size, that of a trace's."""
+        factor = block_tokens / self.block_tokens
+        return replace(
+            self,
+            block_tokens=block_tokens,
+            block_bytes=self.block_bytes * factor,
+            num_blocks=max(1, int(self.num_blocks / factor)),
+        )
+
+
+def interpolate(points: Sequence[Point], x: float, origin: float = 0.0) -> float:
+    """Return the value at x: linear between the points, from (0, origin), beyond the last as before it."""
+    line = [(0.0, origin), *points]
+    index = min(max(1, bisect_left(line, (x, float("-inf")))), len(line) - 1)
+    (x0, y0), (x1, y1) = line[index - 1], line[index]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read a calibration.
+
+    Raises:
+        CalibrationError: the file is not one.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        points = {name: tuple(map(tuple, fields[name])) for name in ("prefill", "decode_step")}
+        return Calibration(**{**fields, **points})
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CalibrationError(
+            f"{path} is not a calibration: {error!r}; make one with --calibrate"
+        ) from error
+
+
+def demo_calibration() -> Calibration:
+    """Return what was measured of the bundled demo model, on four shared cores of a CPU."""
+    return load_calibration(Path(__file__).with_name("demo.json"))
+
+
+def save_calibration(calibration: Calibration, path: Path) -> None:
+    """Write a calibration."""
+    path.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")

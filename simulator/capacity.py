@@ -1,0 +1,82 @@
+"""How many workers an objective takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from quire.simulator.calibration import Calibration
+from quire.simulator.cluster import ClusterConfig, replay
+from quire.simulator.figures import Figures, Slo, figures
+from quire.simulator.trace import TraceRequest
+
+
+class Trial(NamedTuple):
+    """A cluster that was tried."""
+
+    num_prefill: int
+    num_decode: int
+    figures: Figures
+
+
+class NotWithinReach(ValueError):
+    """No cluster of the allowed size meets the objective; the message says how close the largest comes."""
+
+
+def smallest_cluster(
+    config: ClusterConfig,
+    calibration: Calibration,
+    requests: Sequence[TraceRequest],
+    slo: Slo,
+    max_workers: int,
+    on_trial: Callable[[], None] = lambda: None,
+) -> Trial:
+    """Return the cluster with the fewest workers that meets an objective.
+
+    Of one number of workers the balanced split is tried first, then those further from it.
+
+    Args:
+        config: its pool sizes do not matter.
+        max_workers: 2 at least.
+
+    Raises:
+        NotWithinReach: not even ``max_workers`` suffice.
+    """
+    tried: list[Trial] = []
+
+    def first_good(total: int) -> Trial | None:
+        for num_prefill in _splits(total):
+            shape = replace(config, num_prefill=num_prefill, num_decode=total - num_prefill)
+            outcome = figures(replay(shape, calibration, requests), slo)
+            tried.append(Trial(num_prefill, total - num_prefill, outcome))
+            on_trial()
+            if outcome.slo_share >= slo.share:
+                return tried[-1]
+        return None
+
+    # Doubling finds a sum that suffices, halving the least one.
+    too_few, enough = 1, min(2, max_workers)
+    while (result := first_good(enough)) is None:
+        if enough >= max_workers:
+            best = max(tried, key=lambda trial: trial.figures.slo_share)
+            raise NotWithinReach(
+                f"{max_workers} workers do not suffice: at best {best.figures.slo_share:.1%} of the requests "
+                f"meet the objective, with {best.num_prefill} prefill and {best.num_decode} decode workers; "
+                "allow more workers, or a looser objective"
+            )
+        too_few, enough = enough, min(max_workers, 2 * enough)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if (found := first_good(middle)) is None:
+            too_few = middle
+        else:
+            enough, result = middle, found
+    return result
+
+
+def _splits(total: int) -> Iterator[int]:
+    """Yield numbers of prefill workers: some splits of a sum, evenly over it, the middle first."""
+    num_splits = min(total - 1, 9)
+    splits = {max(1, min(total - 1, round(total * (i + 1) / (num_splits + 1)))) for i in range(num_splits)}
+    yield from sorted(splits, key=lambda split: abs(split - total / 2))

@@ -1,0 +1,248 @@
+"""Replays requests on a simulated cluster; the router's planner places them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from random import Random
+from typing import Any, NamedTuple
+
+from quire.kvindex.memory_index import MemoryIndex, MemoryStore
+from quire.services.router.planner import Planner, PolicyConfig, Prompt, PullOutcome, WorkerState
+from quire.services.router.policy import Blocks, Policy, Pulls
+from quire.simulator.block_cache import BlockCache, now
+from quire.simulator.calibration import Calibration
+from quire.simulator.servers import DecodeServer, Job, Server
+from quire.simulator.trace import TraceRequest
+
+PUBLISH_SECONDS = 0.01
+"""Between a block's computation and its entry in the index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """What is simulated."""
+
+    num_prefill: int
+    num_decode: int
+    placing: PolicyConfig = field(default_factory=PolicyConfig)
+    max_requests: int = 1024
+    """More are refused."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_decode < 1 or self.num_prefill < 0:
+            raise ValueError(
+                f"there must be one decode worker at least, and no fewer than 0 prefill workers; "
+                f"got {self.num_decode} and {self.num_prefill}"
+            )
+
+
+class Outcome(NamedTuple):
+    """What a request experienced; times in seconds."""
+
+    request: TraceRequest
+    ttft_seconds: float
+    tpot_seconds: float
+    """Mean of the tokens after the first; 0 where there is none."""
+    cached_tokens: int
+    """Held or pulled."""
+    pulled_bytes: float
+    is_local: bool
+    """The decode worker computed the prompt."""
+
+
+class Replay(NamedTuple):
+    """What all requests experienced."""
+
+    outcomes: Sequence[Outcome]
+    num_rejected: int
+    seconds: float
+    """From the first arrival to the last token."""
+    prefill_busy_share: float
+    """Of the prefill workers' time."""
+    decode_busy_share: float
+
+
+class Simulation:
+    """One replay: a heap of events, and time jumps from one to the next."""
+
+    def __init__(self, config: ClusterConfig, calibration: Calibration) -> None:
+        self.now = 0.0
+        self._config = config
+        self._calibration = calibration
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._names = count()
+        store = MemoryStore(clock=lambda: self.now)
+        self._index = MemoryIndex(store)
+
+        def cache(name: str, role: str) -> BlockCache:
+            return BlockCache(name, role, calibration.num_blocks, store)
+
+        self._prefill = {
+            name: Server(name, calibration, self, cache(name, "prefill"), self._computed)
+            for name in (f"prefill-{index}" for index in range(config.num_prefill))
+        }
+        self._decode = {
+            name: DecodeServer(
+                name,
+                calibration,
+                self,
+                cache(name, "decode"),
+                self._computed,
+                on_finished=self._finished,
+            )
+            for name in (f"decode-{index}" for index in range(config.num_decode))
+        }
+        self._servers: dict[str, Server] = {**self._prefill, **self._decode}
+        self._planner = Planner(
+            config.placing
+            if calibration.pull_bytes_per_second
+            else replace(config.placing, pulls=Pulls.NEVER),
+            Blocks(calibration.block_tokens, int(calibration.block_bytes)),
+            lambda: self.now,
+            Random(config.seed),
+        )
+        self._num_open = 0
+        self._num_rejected = 0
+        self._outcomes: list[Outcome] = []
+
+    def run(self, requests: Iterable[TraceRequest], on_arrival: Callable[[], None] = lambda: None) -> Replay:
+        """Replay requests, in the order of their arrival."""
+        first = None
+        for request in requests:
+            first = request.arrival_seconds if first is None else first
+            self.at(request.arrival_seconds, self._arrive, request, on_arrival)
+        while self._events:
+            self.now, _, action, arguments = heapq.heappop(self._events)
+            action(*arguments)
+        seconds = self.now - (first or 0.0)
+
+        def busy(servers: Iterable[Server]) -> float:
+            shares = [server.busy_seconds / seconds for server in servers] if seconds else []
+            return sum(shares) / len(shares) if shares else 0.0
+
+        return Replay(
+            self._outcomes,
+            self._num_rejected,
+            seconds,
+            busy(self._prefill.values()),
+            busy(self._decode.values()),
+        )
+
+    def at(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Do something at a time."""
+        heapq.heappush(self._events, (seconds, next(self._names), action, arguments))
+
+    # --- the life of a request ----------------------------------------------------------------------------
+
+    def _arrive(self, request: TraceRequest, on_arrival: Callable[[], None]) -> None:
+        on_arrival()
+        if self._num_open >= self._config.max_requests:
+            self._num_rejected += 1
+            return
+        block_tokens = self._calibration.block_tokens
+        full = request.block_ids[: request.input_tokens // block_tokens]
+        hashes = [block_id.to_bytes(8, "big") for block_id in full]
+        held = None
+        if self._config.placing.policy is not Policy.APPROX:
+            holdings = now(self._index.look_up(hashes))
+            held = {holding.worker.worker_id: holding.num_blocks * block_tokens for holding in holdings}
+        placement = self._planner.place(
+            Prompt(request.input_tokens, hashes, held),
+            _states(self._prefill.values(), self._calibration),
+            _states(self._decode.values(), self._calibration),
+        )
+        assert placement is not None, "there is a decode worker"
+        job = Job(request, hashes, placement)
+        computing, decoding = self._servers[placement.computing], self._servers[placement.decode.worker_id]
+        self._num_open += 1
+        computing.owed_tokens += placement.owed_tokens
+        decoding.kept_tokens += request.input_tokens
+        for server in {computing, decoding}:
+            server.num_requests += 1
+        self.at(self.now + self._calibration.overhead_seconds, self._call, job)
+
+    def _call(self, job: Job) -> None:
+        job.called_at = self.now
+        pull, cal = job.placement.pull, self._calibration
+        server = self._servers[job.placement.computing]
+        if pull is None or not cal.pull_bytes_per_second:
+            server.compute(job)
+            return
+        num_there = self._servers[pull.worker_id].cache.num_held(job.block_hashes[: pull.num_blocks])
+        num_missing = max(0, num_there - server.cache.num_held(job.block_hashes))
+        job.pulled_bytes = num_missing * cal.block_bytes
+        job.pull_seconds = cal.pull_round_trip_seconds + job.pulled_bytes / cal.pull_bytes_per_second
+        self.at(self.now + job.pull_seconds, self._pulled, job, num_there)
+
+    def _pulled(self, job: Job, num_blocks: int) -> None:
+        server = self._servers[job.placement.computing]
+        self._store(server, job.block_hashes[:num_blocks])
+        server.compute(job)
+
+    def _computed(self, job: Job) -> None:
+        placement = job.placement
+        server = self._servers[placement.computing]
+        job.first_token_at = self.now
+        self._store(server, job.block_hashes)
+        server.owed_tokens -= placement.owed_tokens
+        if placement.prefill is not None:
+            server.num_requests -= 1
+        self._planner.computed(
+            placement,
+            job.cached_tokens,
+            self.now - job.called_at,
+            PullOutcome(int(job.pulled_bytes), job.pull_seconds),
+        )
+        if job.request.output_tokens == 1:
+            self._finished(job)
+            return
+        handoff = self._calibration.handoff_seconds if placement.prefill else 0.0
+        self.at(self.now + handoff, self._hand_over, job)
+
+    def _hand_over(self, job: Job) -> None:
+        server = self._decode[job.placement.decode.worker_id]
+        self._store(server, job.block_hashes, server.kept_blocks)
+        server.decode(job)
+
+    def _finished(self, job: Job) -> None:
+        request, server = job.request, self._decode[job.placement.decode.worker_id]
+        self._num_open -= 1
+        server.kept_tokens -= request.input_tokens
+        server.num_requests -= 1
+        num_further = request.output_tokens - 1
+        self._outcomes.append(
+            Outcome(
+                request,
+                ttft_seconds=job.first_token_at - request.arrival_seconds,
+                tpot_seconds=(self.now - job.first_token_at) / num_further if num_further else 0.0,
+                cached_tokens=job.cached_tokens,
+                pulled_bytes=job.pulled_bytes,
+                is_local=job.placement.prefill is None,
+            )
+        )
+
+    def _store(self, server: Server, block_hashes: Sequence[bytes], num_kept: int = 0) -> None:
+        new = server.cache.store(block_hashes, num_kept)
+        if new:
+            self.at(self.now + PUBLISH_SECONDS, server.cache.publish, new)
+
+
+def replay(
+    config: ClusterConfig,
+    calibration: Calibration,
+    requests: Iterable[TraceRequest],
+    on_arrival: Callable[[], None] = lambda: None,
+) -> Replay:
+    """Replay requests on a cluster; the calibration's blocks must be the trace's."""
+    return Simulation(config, calibration).run(requests, on_arrival)
+
+
+def _states(servers: Iterable[Server], calibration: Calibration) -> list[WorkerState]:
+    return [
+        WorkerState(s.worker_id, calibration.num_blocks, s.owed_tokens, s.kept_tokens, s.num_requests)
+        for s in servers
+    ]

@@ -1,0 +1,81 @@
+"""From what simulated requests experienced to the figures of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.simulator.cluster import Replay
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What requests must experience.
+
+    Attributes:
+        ttft_seconds: longest time to the first token.
+        tpot_seconds: longest mean time of a further token.
+        share: of the requests, refused ones included.
+    """
+
+    ttft_seconds: float
+    tpot_seconds: float
+    share: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of a run."""
+
+    num_requests: int
+    num_rejected: int
+    seconds: float
+    requests_per_second: float
+    ttft_p50_seconds: float
+    ttft_p90_seconds: float
+    ttft_p99_seconds: float
+    tpot_p50_seconds: float
+    tpot_p90_seconds: float
+    cached_share: float
+    """Of the input tokens."""
+    local_share: float
+    """Of the requests, those whose prompt the decode worker computed."""
+    pulled_bytes: float
+    prefill_busy_share: float
+    decode_busy_share: float
+    slo_share: float
+    """Of all requests, those within the objective."""
+
+
+def figures(replay: Replay, slo: Slo) -> Figures:
+    """Return the figures of a replay."""
+    done = replay.outcomes
+    num_requests = len(done) + replay.num_rejected
+    num_good = sum(o.ttft_seconds <= slo.ttft_seconds and o.tpot_seconds <= slo.tpot_seconds for o in done)
+    input_tokens = sum(o.request.input_tokens for o in done)
+    ttft = sorted(o.ttft_seconds for o in done)
+    tpot = sorted(o.tpot_seconds for o in done)
+    return Figures(
+        num_requests=num_requests,
+        num_rejected=replay.num_rejected,
+        seconds=replay.seconds,
+        requests_per_second=len(done) / replay.seconds if replay.seconds else 0.0,
+        ttft_p50_seconds=quantile(ttft, 0.5),
+        ttft_p90_seconds=quantile(ttft, 0.9),
+        ttft_p99_seconds=quantile(ttft, 0.99),
+        tpot_p50_seconds=quantile(tpot, 0.5),
+        tpot_p90_seconds=quantile(tpot, 0.9),
+        cached_share=sum(o.cached_tokens for o in done) / input_tokens if input_tokens else 0.0,
+        local_share=sum(o.is_local for o in done) / len(done) if done else 0.0,
+        pulled_bytes=sum(o.pulled_bytes for o in done),
+        prefill_busy_share=replay.prefill_busy_share,
+        decode_busy_share=replay.decode_busy_share,
+        slo_share=num_good / num_requests if num_requests else 0.0,
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest value that ``share`` of the sorted values do not exceed; 0 of none."""
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * len(ordered) * 1e6) // 10**6) - 1))]

@@ -1,0 +1,27 @@
+"""Pictures of simulated runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from quire.simulator.cluster import Outcome
+
+
+def plot_policies(replays: Mapping[str, Sequence[Outcome]], path: Path) -> None:
+    """Draw, for each policy, which share of the requests had their first token by when."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, outcomes in replays.items():
+        ordered = sorted(outcome.ttft_seconds for outcome in outcomes)
+        axes.plot(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))], label=name)
+    axes.set_xscale("log")
+    axes.set_xlabel("time to first token (s)")
+    axes.set_ylabel("share of requests")
+    axes.set_title("Simulated time to first token")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,169 @@
+"""Simulated workers: a queue of prompts, and a batch of sequences that decode together."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+from quire.services.router.planner import Placement
+from quire.simulator.block_cache import BlockCache
+from quire.simulator.calibration import Calibration
+from quire.simulator.trace import TraceRequest
+
+
+class Timeline(Protocol):
+    """Time, and what happens in it."""
+
+    now: float
+
+    def at(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Do something at a time."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way."""
+
+    request: TraceRequest
+    block_hashes: Sequence[bytes]
+    """Of its full blocks."""
+    placement: Placement
+    called_at: float = 0.0
+    cached_tokens: int = 0
+    pulled_bytes: float = 0.0
+    pull_seconds: float = 0.0
+    first_token_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """A worker: its cache, its queue of prompts, and the router's account of it.
+
+    Prompts are computed one after another; of several in one batch, the last waits as long.
+    """
+
+    worker_id: str
+    calibration: Calibration
+    timeline: Timeline
+    cache: BlockCache
+    on_computed: Callable[[Job], None]
+    owed_tokens: int = 0
+    kept_tokens: int = 0
+    num_requests: int = 0
+    busy_seconds: float = 0.0
+    _queue: deque[Job] = field(default_factory=deque)
+    _is_computing: bool = False
+
+    def compute(self, job: Job) -> None:
+        """Queue a prompt."""
+        self._queue.append(job)
+        if not self._is_computing:
+            self._next()
+
+    def _next(self) -> None:
+        if not self._queue:
+            self._is_computing = False
+            self._resume()
+            return
+        if not self._is_computing:
+            self._stall()
+            self._is_computing = True
+        job = self._queue.popleft()
+        num_tokens = job.request.input_tokens
+        num_held = self.cache.num_held(job.block_hashes) * self.calibration.block_tokens
+        job.cached_tokens = min(num_held, num_tokens - 1)
+        seconds = self.calibration.prefill_seconds(num_tokens, job.cached_tokens)
+        self.busy_seconds += seconds
+        self.timeline.at(self.timeline.now + seconds, self._computed, job)
+
+    def _computed(self, job: Job) -> None:
+        self.on_computed(job)
+        self._next()
+
+    def _stall(self) -> None:
+        """Hear that prompts are about to be computed."""
+
+    def _resume(self) -> None:
+        """Hear that no prompt is left."""
+
+
+@dataclass(slots=True, eq=False)
+class DecodeServer(Server):
+    """A worker that decodes its sequences together, one token of each in a step.
+
+    Progress is counted in tokens that a sequence would have had since the beginning: all advance alike, so a
+    sequence ends when the count reaches its begin plus its tokens. Prompts that it computes itself stall it.
+    """
+
+    on_finished: Callable[[Job], None] = lambda job: None
+    kept_blocks: int = 0
+    _progress: float = 0.0
+    _updated_at: float = 0.0
+    _active: list[tuple[float, int, Job]] = field(default_factory=list)
+    _waiting: deque[Job] = field(default_factory=deque)
+    _names: Any = field(default_factory=count)
+    _version: int = 0
+
+    def decode(self, job: Job) -> None:
+        """Take a sequence whose prompt is computed, as soon as there is room."""
+        self._advance()
+        self._waiting.append(job)
+        self._admit()
+        self._expect()
+
+    def num_blocks(self, job: Job) -> int:
+        """Return the blocks of a whole sequence."""
+        num_tokens = job.request.input_tokens + job.request.output_tokens
+        return -(-num_tokens // self.calibration.block_tokens)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            num_blocks = self.num_blocks(self._waiting[0])
+            is_full = self.kept_blocks + num_blocks > self.calibration.num_blocks
+            if self._active and (is_full or len(self._active) >= self.calibration.max_num_seqs):
+                return
+            job = self._waiting.popleft()
+            self.kept_blocks += num_blocks
+            end = self._progress + job.request.output_tokens - 1
+            heapq.heappush(self._active, (end, next(self._names), job))
+
+    def _advance(self) -> None:
+        """Bring the count to the present."""
+        elapsed = self.timeline.now - self._updated_at
+        if self._active and not self._is_computing:
+            self._progress += elapsed / self.calibration.step_seconds(len(self._active))
+            self.busy_seconds += elapsed
+        self._updated_at = self.timeline.now
+
+    def _expect(self) -> None:
+        """Wake up when the next sequence ends, unless something happens before."""
+        self._version += 1
+        if self._active and not self._is_computing:
+            num_left = max(0.0, self._active[0][0] - self._progress)
+            seconds = num_left * self.calibration.step_seconds(len(self._active))
+            self.timeline.at(self.timeline.now + seconds, self._end, self._version)
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._advance()
+        end, _, job = heapq.heappop(self._active)
+        # Rounding must not leave a remainder that never ends.
+        self._progress = max(self._progress, end)
+        self.kept_blocks -= self.num_blocks(job)
+        self.on_finished(job)
+        self._admit()
+        self._expect()
+
+    def _stall(self) -> None:
+        self._advance()
+        self._version += 1
+
+    def _resume(self) -> None:
+        self._updated_at = self.timeline.now
+        self._expect()

@@ -1,0 +1,95 @@
+"""Requests to replay, in the format of the published Mooncake traces.
+
+One JSON object a line: ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens, and
+``hash_ids``, one for each block of the input; equal ids mean equal tokens, here and in all blocks before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+TRACE_BLOCK_TOKENS = 512
+"""Tokens of a block in the published traces."""
+
+
+class TraceError(ValueError):
+    """A line of a trace is not a request; the message names the line."""
+
+
+class TraceRequest(NamedTuple):
+    """A request."""
+
+    arrival_seconds: float
+    input_tokens: int
+    output_tokens: int
+    block_ids: tuple[int, ...]
+    """Names of the input's blocks; the last may be a part of a block."""
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Return the requests of a file in the order of their arrival.
+
+    Raises:
+        TraceError: a line is no request.
+    """
+    requests = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            request = TraceRequest(
+                fields["timestamp"] / 1000,
+                int(fields["input_length"]),
+                int(fields["output_length"]),
+                tuple(fields["hash_ids"]),
+            )
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise TraceError(
+                f"{path}:{number}: must have timestamp, input_length, output_length, hash_ids: {error!r}"
+            ) from error
+        if request.input_tokens < 1 or request.output_tokens < 1:
+            raise TraceError(f"{path}:{number}: input_length and output_length must be at least 1")
+        requests.append(request)
+    if not requests:
+        raise TraceError(f"{path}: holds no requests")
+    return sorted(requests, key=lambda request: request.arrival_seconds)
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    """Write requests to a file."""
+    lines = (
+        json.dumps(
+            {
+                "timestamp": round(request.arrival_seconds * 1000),
+                "input_length": request.input_tokens,
+                "output_length": request.output_tokens,
+                "hash_ids": request.block_ids,
+            }
+        )
+        for request in requests
+    )
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def scaled(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
+    """Return the same requests arriving ``factor`` times as fast."""
+    return [request._replace(arrival_seconds=request.arrival_seconds / factor) for request in requests]
+
+
+def reusable_share(requests: Sequence[TraceRequest], block_tokens: int) -> float:
+    """Return which share of the input tokens an endless cache on one worker would hold."""
+    seen: set[int] = set()
+    num_reused = 0
+    for request in requests:
+        num_blocks = 0
+        for block_id in request.block_ids:
+            if block_id not in seen:
+                break
+            num_blocks += 1
+        num_reused += min(num_blocks * block_tokens, request.input_tokens - 1)
+        seen.update(request.block_ids)
+    return num_reused / sum(request.input_tokens for request in requests)

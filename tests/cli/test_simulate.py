@@ -1,0 +1,65 @@
+"""``quire simulate``: a table, then one line of JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli.main import make_app
+
+SMALL = ("--num-requests", "60", "--workload", "shared", "--trace-block", "16", "--rate", "4")
+
+
+def simulate(*arguments: object) -> Any:
+    return CliRunner().invoke(make_app(), ["simulate", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def results(*arguments: object) -> Any:
+    done = simulate(*arguments)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_policies_are_compared_and_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "plots" / "policies.png"
+    line = results(*SMALL, "--pulls", "never", "--policy", "random", "--policy", "precise", "--plot", picture)
+    assert line["num_requests"] == 60
+    assert line["results"].keys() == {"random", "precise"}
+    assert line["results"]["precise"]["cached_share"] > line["results"]["random"]["cached_share"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_requests_can_be_kept_and_replayed(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    made = results(*SMALL, "--policy", "precise", "--save-trace", trace)
+    again = results("--trace", trace, "--trace-block", 16, "--policy", "precise")
+    assert len(trace.read_text().splitlines()) == 60
+    for name in ("num_requests", "input_tokens", "reusable_share"):
+        assert again[name] == made[name]
+
+
+def test_the_smallest_cluster_is_searched() -> None:
+    line = results(*SMALL, "--policy", "precise", "--find", "--ttft", 5, "--tpot", 0.5)
+    found = line["results"]["precise"]
+    assert found["slo_share"] >= 0.9
+    assert found["num_prefill"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--calibration", "/nowhere"), "is not a calibration"),
+        (("--trace", "/nowhere"), "No such file"),
+        (("--calibrate", "127.0.0.1:1"), "127.0.0.1:1"),
+        ((*SMALL, "--find", "--ttft", "0.000001", "--max-workers", "2"), "2 workers do not suffice"),
+        (("--find", "--plot", "x.png"), "leave out --find"),
+    ],
+)
+def test_what_cannot_be_is_said(arguments: tuple[str, ...], message: str) -> None:
+    done = simulate(*arguments, "--policy", "precise")
+    assert done.exit_code != 0
+    assert message in " ".join(done.output.split())
