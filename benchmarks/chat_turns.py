@@ -1,0 +1,142 @@
+"""Chats of four turns on any workers: how much of each turn is reused, and what that saves.
+
+    python -m quire.benchmarks.chat_turns [--chats 20]
+
+Two prefill and two decode workers of the demo model; chance decides who serves a turn, so that what a turn
+needs is mostly elsewhere. Beside each turn stands the oracle, the full blocks that any worker holds, and the
+time of a prompt of the same length that nobody has seen. All answers are checked. One JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from quire.client import AsyncClient, Message, Usage
+from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
+from quire.services.local_stack import LocalStackConfig, local_stack
+from quire.services.router.planner import PolicyConfig
+from quire.services.router.policy import Policy, Pulls
+
+RESULTS = Path("benchmarks/results")
+NUM_TURNS, NUM_FACTS, MAX_TOKENS, BLOCK_TOKENS = 4, 100, 16, 16
+PAUSE_SECONDS = 0.2
+"""Between turns: nobody answers faster, and the index has time to hear of the last block."""
+
+
+def main() -> None:
+    """Measure the turns under pulls by measurement and pulls always."""
+    parser = argparse.ArgumentParser(prog="python -m quire.benchmarks.chat_turns", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--chats", type=int, default=20)
+    num_chats = parser.parse_args().chats
+    results = {}
+    console = Console()
+    for pulls in (Pulls.ALWAYS, Pulls.MEASURED, Pulls.NEVER):
+        placing = PolicyConfig(policy=Policy.RANDOM, pulls=pulls, local_prefill_tokens=0)
+        config = LocalStackConfig(port=0, num_prefill=2, num_decode=2, placing=placing, log_level="error")
+        with local_stack(config) as stack:
+            results[pulls.value] = asyncio.run(_measure(stack.address, num_chats, pulls.value))
+    console.print(_table(results))
+    line = json.dumps({"benchmark": "chat_turns", "chats": num_chats, "pulls": results})
+    (RESULTS / "chat_turns.jsonl").write_text(line + "\n")
+    print(line)
+
+
+async def _measure(address: str, num_chats: int, name: str) -> list[dict[str, Any]]:
+    turns: list[list[dict[str, float]]] = [[] for _ in range(NUM_TURNS)]
+    async with AsyncClient(address) as client:
+        await client.generate([5] * 64, max_tokens=2)
+        for chat in track(range(num_chats), name, console=Console(stderr=True), transient=True):
+            rng = Random(5 * HELD_OUT_SEEDS + chat)
+            notes = sample_notes(rng, NUM_FACTS)
+            messages: list[Message] = []
+            held: list[int] = []
+            for turn in range(NUM_TURNS):
+                asked = notes[turn]
+                first = f"{text(notes)} " if turn == 0 else ""
+                messages.append(cast("Message", {"role": "user", "content": first + question(asked)}))
+                prompt = await client.tokenize(messages)
+                seconds, usage, tokens = await _timed(client, prompt)
+                said = (await client.detokenize(tokens)).strip()
+                new_seconds, _, _ = await _timed(client, [rng.randrange(300, 900) for _ in prompt])
+                num_common = next(
+                    (i for i, (a, b) in enumerate(zip(prompt, held, strict=False)) if a != b),
+                    min(len(prompt), len(held)),
+                )
+                turns[turn].append(
+                    {
+                        "prompt": len(prompt),
+                        "cached": usage.cached_prompt_tokens,
+                        "oracle": num_common // BLOCK_TOKENS * BLOCK_TOKENS,
+                        "pulled": usage.blocks_pulled,
+                        "seconds": seconds,
+                        "new_seconds": new_seconds,
+                        "is_right": answer(asked) in said,
+                    }
+                )
+                held = [*prompt, *tokens][:-1]
+                messages.append(cast("Message", {"role": "assistant", "content": answer(asked)}))
+                await asyncio.sleep(PAUSE_SECONDS)
+    return [_summary(turn) for turn in turns]
+
+
+async def _timed(client: AsyncClient, prompt: list[int]) -> tuple[float, Usage, list[int]]:
+    begin, first, usage = time.perf_counter(), None, None
+    tokens: list[int] = []
+    async for delta in client.stream(prompt, max_tokens=MAX_TOKENS, temperature=0.0):
+        first = first or time.perf_counter()
+        tokens += delta.token_ids
+        usage = delta.usage or usage
+    assert first is not None
+    assert usage is not None
+    return first - begin, usage, tokens
+
+
+def _summary(turn: list[dict[str, float]]) -> dict[str, float]:
+    def total(name: str) -> float:
+        return sum(each[name] for each in turn)
+
+    return {
+        "prompt_tokens": total("prompt") / len(turn),
+        "cached_share": round(total("cached") / total("prompt"), 4),
+        "oracle_share": round(total("oracle") / total("prompt"), 4),
+        "pulled_blocks": total("pulled") / len(turn),
+        "ttft_seconds": round(median(each["seconds"] for each in turn), 4),
+        "ttft_unseen_seconds": round(median(each["new_seconds"] for each in turn), 4),
+        "right_share": total("is_right") / len(turn),
+    }
+
+
+def _table(results: dict[str, list[dict[str, float]]]) -> Table:
+    table = Table("pulls", "turn", title="Chats of four turns, random placement, 2P 2D", title_justify="left")
+    for column in ("prompt", "cached", "oracle", "pulled blocks", "TTFT (ms)", "unseen (ms)", "right"):
+        table.add_column(column, justify="right")
+    for pulls, turns in results.items():
+        for number, turn in enumerate(turns, start=1):
+            table.add_row(
+                pulls,
+                str(number),
+                f"{turn['prompt_tokens']:.0f}",
+                f"{turn['cached_share']:.1%}",
+                f"{turn['oracle_share']:.1%}",
+                f"{turn['pulled_blocks']:.1f}",
+                f"{turn['ttft_seconds'] * 1000:.0f}",
+                f"{turn['ttft_unseen_seconds'] * 1000:.0f}",
+                f"{turn['right_share']:.0%}",
+            )
+    return table
+
+
+if __name__ == "__main__":
+    main()
