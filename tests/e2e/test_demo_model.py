@@ -17,6 +17,7 @@ from quire.services.local_stack import LocalStackConfig, RunningStack, local_sta
 
 NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 200, 20, 16
 NUM_CHATS, NUM_TURNS = 8, 8
+BLOCK_SIZE = 16
 
 Messages = list[dict[str, str]]
 
@@ -90,7 +91,8 @@ async def test_chats_of_eight_turns_equal_transformers_token_for_token(
                 answer = await client.chat(messages, temperature=0.0, max_tokens=MAX_TOKENS)
                 expected = reference.answer(messages)
                 assert list(answer.token_ids) == expected
-                assert (answer.usage.cached_prompt_tokens > 0) == (turn > 0)
+                # All chats begin with the same few tokens.
+                assert (answer.usage.cached_prompt_tokens >= BLOCK_SIZE) == (turn > 0)
                 num_tokens += len(expected)
                 messages.append({"role": "assistant", "content": answer.text})
             assert num_tokens >= 64
