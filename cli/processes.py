@@ -273,9 +273,9 @@ def serve(
     """Serve a model on this machine: a router, prefill and decode workers, and a Redis of their own."""
     from quire.services.local_stack import LocalStackConfig, run
     from quire.services.router.app import DEFAULT_HTTP_PORT, has_http
-    from quire.services.worker.app import DiskFolder
     from quire.services.router.planner import PolicyConfig
     from quire.services.router.policy import Policy, Pulls
+    from quire.services.worker.app import DiskFolder
 
     with usage_errors():
         config = LocalStackConfig(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.kvindex.block_hash import CacheScope, block_hashes
-from quire.kvindex.index import PrefixIndex
+from quire.kvindex.guarded_index import GuardedIndex
 
 
 class KnownPrefix(NamedTuple):
