@@ -20,6 +20,7 @@ FOLDERS = [
     "kvtransfer",
     "llm",
     "models",
+    "observability",
     "protos",
     "services",
     "simulator",

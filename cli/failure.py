@@ -33,9 +33,11 @@ def usage_errors() -> Iterator[None]:
 @contextmanager
 def start_errors() -> Iterator[None]:
     """Tell in one line why a process could not start: a port is taken, a model's folder is missing."""
+    from quire.services.tracing import MissingTracingError
+
     try:
         yield
-    except OSError as error:
+    except (OSError, MissingTracingError) as error:
         fail(str(error))
 
 

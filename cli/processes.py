@@ -20,6 +20,7 @@ GRACE_SECONDS = 25.0
 
 NETWORK, MODEL, CACHE, LIMITS, PROCESS = "Network", "Model", "KV cache", "Batch limits", "Process"
 ROUTING = "Routing"
+OBSERVABILITY = "Observability"
 
 
 class Dtype(StrEnum):
@@ -208,6 +209,22 @@ LocalPrefillTokens = Annotated[
         min=0,
     ),
 ]
+SloTtftMs = Annotated[
+    float,
+    setting("--slo-ttft-ms", "Target for the first token, for the goodput metrics.", OBSERVABILITY, min=0),
+]
+SloTpotMs = Annotated[
+    float,
+    setting("--slo-tpot-ms", "Target for each further token, for the goodput metrics.", OBSERVABILITY, min=0),
+]
+OtlpEndpoint = Annotated[
+    str | None,
+    setting(
+        "--otlp-endpoint",
+        "Send traces there by OTLP/gRPC, as http://host:4317; needs the extra 'tracing'.",
+        OBSERVABILITY,
+    ),
+]
 LogLevelOption = Annotated[LogLevel, setting("--log-level", "Least severity of logged events.", PROCESS)]
 
 
@@ -265,6 +282,9 @@ def serve(
     policy: PolicyOption = "precise",
     pulls: PullsOption = "measured",
     local_prefill_tokens: LocalPrefillTokens = 64,
+    slo_ttft_ms: SloTtftMs = 1000,
+    slo_tpot_ms: SloTpotMs = 100,
+    otlp_endpoint: OtlpEndpoint = None,
     log_level: LogLevelOption = LogLevel.WARNING,
     example: Annotated[
         bool, typer.Option("--example", help="Once ready, ask one question through the public port.")
@@ -275,6 +295,7 @@ def serve(
     from quire.services.router.app import DEFAULT_HTTP_PORT, has_http
     from quire.services.router.planner import PolicyConfig
     from quire.services.router.policy import Policy, Pulls
+    from quire.services.router.slo import SloTargets
     from quire.services.worker.app import DiskFolder
 
     with usage_errors():
@@ -313,6 +334,8 @@ def serve(
             placing=PolicyConfig(
                 policy=Policy(policy), pulls=Pulls(pulls), local_prefill_tokens=local_prefill_tokens
             ),
+            slo=SloTargets(ttft_seconds=slo_ttft_ms / 1000, tpot_seconds=slo_tpot_ms / 1000),
+            otlp_endpoint=otlp_endpoint,
             log_level=log_level,
         )
     with start_errors():
@@ -360,6 +383,9 @@ def router(
     cluster_key: security.ClusterKey = None,
     cluster_ca: security.ClusterCa = None,
     write_back: WriteBack = False,
+    slo_ttft_ms: SloTtftMs = 1000,
+    slo_tpot_ms: SloTpotMs = 100,
+    otlp_endpoint: OtlpEndpoint = None,
     log_level: LogLevelOption = LogLevel.INFO,
 ) -> None:
     """Run a router: the public gRPC service in front of the workers."""
@@ -367,6 +393,7 @@ def router(
     from quire.services.router.app import RouterConfig, run_router
     from quire.services.router.planner import PolicyConfig
     from quire.services.router.policy import Policy, Pulls
+    from quire.services.router.slo import SloTargets
 
     configure_logging(log_level, role="router")
     with usage_errors():
@@ -392,6 +419,8 @@ def router(
             public_tls=security.public_tls(tls_cert, tls_key, tls_client_ca),
             cluster_tls=security.cluster_tls(cluster_cert, cluster_key, cluster_ca),
             write_back=write_back,
+            slo=SloTargets(ttft_seconds=slo_ttft_ms / 1000, tpot_seconds=slo_tpot_ms / 1000),
+            otlp_endpoint=otlp_endpoint,
         )
     with start_errors():
         asyncio.run(run_router(config))
@@ -438,6 +467,7 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
         cluster_cert: security.ClusterCert = None,
         cluster_key: security.ClusterKey = None,
         cluster_ca: security.ClusterCa = None,
+        otlp_endpoint: OtlpEndpoint = None,
         log_level: LogLevelOption = LogLevel.INFO,
     ) -> None:
         from quire.services.worker.app import DiskFolder, WorkerConfig, run_worker
@@ -472,6 +502,7 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
                 threads=threads,
                 grace_seconds=grace_period,
                 cluster_tls=security.cluster_tls(cluster_cert, cluster_key, cluster_ca),
+                otlp_endpoint=otlp_endpoint,
                 log_level=log_level,
             )
         with start_errors():

@@ -5,7 +5,8 @@ A pin holds a reference to each of its blocks, so they are neither evicted nor w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from quire.engine.block_pool import BlockPool
 
@@ -13,14 +14,21 @@ from quire.engine.block_pool import BlockPool
 class BlockPins:
     """Named block tables that belong to no sequence."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, clock: Callable[[], float] = perf_counter) -> None:
         self._pool = pool
+        self._clock = clock
         self._tables: dict[str, list[int]] = {}
+        self._begun_at: dict[str, float] = {}
 
     @property
     def num_blocks(self) -> int:
         """Blocks of all pins, those of several pins counted for each."""
         return sum(map(len, self._tables.values()))
+
+    @property
+    def oldest_begun_at(self) -> float | None:
+        """When the oldest pin began; None without any."""
+        return min(self._begun_at.values(), default=None)
 
     @property
     def block_ids(self) -> set[int]:
@@ -35,6 +43,7 @@ class BlockPins:
         if block_ids:
             self._pool.share(block_ids)
             self._tables[name] = block_ids
+            self._begun_at[name] = self._clock()
         return block_ids[:]
 
     def reserve(self, name: str, num_blocks: int) -> list[int]:
@@ -45,6 +54,7 @@ class BlockPins:
         """
         block_ids = self._pool.allocate(num_blocks)
         self._tables.setdefault(name, []).extend(block_ids)
+        self._begun_at.setdefault(name, self._clock())
         return block_ids
 
     def seal(self, name: str, first_index: int, block_hashes: Sequence[bytes]) -> None:
@@ -57,4 +67,5 @@ class BlockPins:
 
     def unpin(self, name: str) -> None:
         """Drop a pin; unknown ones are no error."""
+        self._begun_at.pop(name, None)
         self._pool.free(self._tables.pop(name, []))

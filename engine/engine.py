@@ -116,7 +116,7 @@ class Engine:
         self.memory = memory
         self.tiers = None if host_cache is None else CacheTiers(memory, host_cache, disk_cache, listener)
         self.pool = BlockPool(memory.num_blocks, listener, self.tiers)
-        self.pins = BlockPins(self.pool)
+        self.pins = BlockPins(self.pool, clock)
         self.swap_space = SwapSpace(swap_memory.num_blocks if swap_memory else 0)
         self._swap_cost = SwapCost(memory.shape.block_bytes)
         self.scheduler = Scheduler(
@@ -134,6 +134,8 @@ class Engine:
         self.step_seconds = StepSeconds()
         self.num_stepped = 0
         """Sequences that the last step computed; a search's beams among them, which bring no updates."""
+        self.num_step_tokens = 0
+        """Tokens that the last step computed."""
         self._clock = clock
         self.max_model_len = longest_sequence(model, memory, max_model_len)
         """Most tokens of a sequence."""
@@ -144,6 +146,20 @@ class Engine:
         """Blocks that finished prefills and pins hold until they are released."""
         sequences = (s for group in self.groups.values() for s in group.sequences)
         return self.pins.num_blocks + sum(len(s.held_blocks) for s in sequences if s.status.is_finished)
+
+    @property
+    def oldest_pin_seconds(self) -> float:
+        """How long the oldest of those blocks has been held; 0 without any."""
+        sequences = (s for group in self.groups.values() for s in group.sequences)
+        begun_at = [s.finished_at for s in sequences if s.status.is_finished and s.block_table]
+        if self.pins.oldest_begun_at is not None:
+            begun_at.append(self.pins.oldest_begun_at)
+        return self._clock() - min(begun_at) if begun_at else 0.0
+
+    @property
+    def num_waiting_for_blocks(self) -> int:
+        """Accepted requests whose blocks cannot all be allocated yet."""
+        return len(self._waiting_for_blocks)
 
     @property
     def is_idle(self) -> bool:
@@ -160,6 +176,7 @@ class Engine:
             KvBudgetError: it has a KV budget that cannot be kept.
         """
         self.scheduler.add(self._register(prompt))
+        prompt.queued_at = self._clock()
 
     def accept(self, prompt: Sequence) -> int:
         """Take a request whose prompt is computed elsewhere; return the index of the first block it lacks.
@@ -264,6 +281,7 @@ class Engine:
             self._finish(prompt, prompt.status)
         else:
             self.scheduler.add(group)
+            prompt.queued_at = self._clock()
         return SequenceUpdate(prompt, prompt.num_computed_tokens, [], prompt.status)
 
     def abort(self, request_id: str) -> None:
@@ -313,6 +331,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, status: SequenceStatus) -> None:
         group = self.groups[sequence.request_id]
+        sequence.finished_at = self._clock()
         self.scheduler.finish(group, sequence, status)
         if not group.holds_blocks and not group.sequences:
             del self.groups[group.request_id]
@@ -329,6 +348,8 @@ class Engine:
         self.step_seconds.propose = start - begin
         self.step_seconds.schedule = self._clock() - start
         self.num_stepped = len(schedule.sequences)
+        for group in schedule.admitted:
+            group.prompt.started_at = group.prompt.started_at or start
         self._move_blocks(schedule)
         if not schedule.sequences:
             return []
@@ -391,7 +412,8 @@ class Engine:
         computed = self._clock()
         self.step_seconds.prepare = prepared - start
         self.step_seconds.forward = computed - prepared
-        self._swap_cost.computed(sum(s.num_scheduled_tokens for s in scheduled), computed - prepared)
+        self.num_step_tokens = sum(s.num_scheduled_tokens for s in scheduled)
+        self._swap_cost.computed(self.num_step_tokens, computed - prepared)
         num_drawn = sum(s.num_drawn for s in scheduled)
         return logits[:num_drawn], logits[num_drawn:]
 

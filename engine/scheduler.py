@@ -75,6 +75,7 @@ class Schedule:
         promotions: (host block, block) to copy from the prefix cache in host memory.
         promoted: whose tables these are, and up to which block they are full then.
         sequences: what to compute.
+        admitted: groups among them that were waiting before, whether new or preempted.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Schedule:
     promotions: list[tuple[int, int]] = field(default_factory=list)
     promoted: list[tuple[Sequence, int]] = field(default_factory=list)
     sequences: list[ScheduledSequence] = field(default_factory=list)
+    admitted: list[SequenceGroup] = field(default_factory=list)
 
     @property
     def moves_blocks(self) -> bool:
@@ -222,6 +224,7 @@ class Scheduler:
             self.waiting.remove(group)
             insort(self.running, group, key=lambda g: g.arrival)
             self._next.sequences += wanted
+            self._next.admitted.append(group)
             budget -= sum(each.num_scheduled_tokens for each in wanted)
 
     def _wanted(self, group: SequenceGroup, budget: int) -> list[ScheduledSequence]:

@@ -211,6 +211,13 @@ class Sequence:
     draft_token_ids: list[int] = field(default_factory=list)
     """Guesses at the tokens that follow, for one step; never hashed, sealed or reported."""
 
+    queued_at: float = 0.0
+    """When it came to the scheduler, by the engine's clock."""
+    started_at: float = 0.0
+    """When the first step began that computed anything of it."""
+    finished_at: float = 0.0
+    """When it ended; its blocks may stay until they are released."""
+
     def __post_init__(self) -> None:
         if self.logits_rules is None and self.params.changes_logits:
             self.logits_rules = LogitsRules(self.params, self.num_prompt_tokens)

@@ -29,6 +29,8 @@ class IndexMetrics:
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
+        for result in ("hit", "miss", "failed"):
+            self.lookup_seconds.labels(result)
         self.lookup_blocks = Histogram(
             "quire_index_lookup_blocks", "Blocks asked for.", buckets=BLOCKS_BUCKETS, registry=registry
         )
@@ -89,6 +91,8 @@ class PublisherMetrics:
             ["op"],
             registry=registry,
         )
+        for op in ("publish", "evict", "sweep"):
+            self.entries.labels(op)
         self.fenced = Counter(
             "quire_index_fenced_total",
             "Leases found lost; a steady rate means two workers of one name.",

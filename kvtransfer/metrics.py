@@ -4,7 +4,29 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from quire.kvtransfer.errors import (
+    DigestMismatchError,
+    LayoutMismatchError,
+    ProtocolError,
+    SenderGoneError,
+    StaleAttemptError,
+    StaleEpochError,
+    TransferError,
+    UnknownTicketError,
+)
 from quire.kvtransfer.push import PushSummary
+
+RECEIVER_ERRORS = (
+    DigestMismatchError,
+    LayoutMismatchError,
+    ProtocolError,
+    SenderGoneError,
+    StaleAttemptError,
+    StaleEpochError,
+    TransferError,
+    UnknownTicketError,
+)
+"""What a receiver refuses or loses a push for: shown from the start, since a rate needs a beginning."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -24,7 +46,7 @@ class TransferMetrics:
         )
         self._credit_wait = Histogram(
             "quire_kv_credit_wait_seconds",
-            "Part of a push spent waiting.",
+            "Part of a push in which blocks were ready and the receiver had no room.",
             buckets=_SECONDS,
             registry=registry,
         )
@@ -34,11 +56,19 @@ class TransferMetrics:
             ["reason"],
             registry=registry,
         )
+        for error in RECEIVER_ERRORS:
+            self._failures.labels(error.reason)
+        self._saved_bytes = Counter(
+            "quire_kv_transfer_saved_bytes_total",
+            "KV bytes that were not sent, since the receiver had the blocks or needs none of them.",
+            registry=registry,
+        )
 
     def pushed(self, summary: PushSummary) -> None:
         """Count a push that was committed."""
         self._sent_blocks.inc(summary.num_blocks)
         self._sent_bytes.inc(summary.num_bytes)
+        self._saved_bytes.inc(summary.num_saved_bytes)
         self._seconds.observe(summary.seconds)
         self._credit_wait.observe(summary.credit_wait_seconds)
 

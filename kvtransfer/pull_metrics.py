@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from quire.kvtransfer.errors import DigestMismatchError
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -24,6 +26,8 @@ class PullMetrics:
             ["reason"],
             registry=registry,
         )
+        for reason in (DigestMismatchError.reason, "evicted", "no_blocks", "timeout"):
+            self._failures.labels(reason)
         self._leases = Gauge("quire_kv_pull_leases", "Leases on blocks of this worker.", registry=registry)
         self._expired = Counter(
             "quire_kv_pull_leases_expired_total", "Leases that nobody released.", registry=registry

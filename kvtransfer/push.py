@@ -42,6 +42,7 @@ class PushSummary(NamedTuple):
     """What a push moved and where its time went.
 
     Attributes:
+        num_saved_bytes: bytes of the blocks that the receiver had already.
         seconds: from open to the receiver's acknowledgement.
         credit_wait_seconds: part of it in which blocks were ready and there was no credit.
         send_seconds: part of it in which a message was being handed to the network.
@@ -49,6 +50,7 @@ class PushSummary(NamedTuple):
 
     num_blocks: int
     num_bytes: int
+    num_saved_bytes: int
     seconds: float
     credit_wait_seconds: float
     send_seconds: float
@@ -118,6 +120,7 @@ class BlockPush:
         self._num_sent = 0
         self._credit = 0
         self._credit_wait_seconds = 0.0
+        self._waiting_since: float | None = None
         self._send_seconds = 0.0
 
     async def __aenter__(self) -> Self:
@@ -177,16 +180,23 @@ class BlockPush:
         return PushSummary(
             num_blocks=self._num_sent,
             num_bytes=self._num_sent * self._block_bytes,
+            num_saved_bytes=self._open.first_block * self._block_bytes,
             seconds=perf_counter() - self._start,
             credit_wait_seconds=self._credit_wait_seconds,
             send_seconds=self._send_seconds,
         )
 
+    @property
+    def credit_wait_seconds(self) -> float:
+        """How long blocks have been ready without credit until now."""
+        waiting = perf_counter() - self._waiting_since if self._waiting_since is not None else 0.0
+        return self._credit_wait_seconds + waiting
+
     async def _wait_for_credit(self) -> None:
-        start = perf_counter()
+        self._waiting_since = perf_counter()
         while not self._credit:
             self._credit += (await self._response()).credit.num_blocks
-        self._credit_wait_seconds += perf_counter() - start
+        self._credit_wait_seconds, self._waiting_since = self.credit_wait_seconds, None
 
     def _start_write(self, message: pb.PushRequest) -> asyncio.Task[None]:
         return asyncio.create_task(self._write(message))

@@ -5,7 +5,8 @@
 VENV=.venv
 TORCH="torch==2.13.0"
 # The folders that setup.py maps into the package.
-FOLDERS="benchmarks cli client engine kernels kvindex kvtransfer llm models protos services simulator tokenization"
+FOLDERS="benchmarks cli client engine kernels kvindex kvtransfer llm models observability protos services simulator"
+FOLDERS="$FOLDERS tokenization"
 
 die() {
     printf 'error: %s\n' "$*" >&2

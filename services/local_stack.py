@@ -30,6 +30,7 @@ from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent
 from quire.services.router.app import RouterAddresses, RouterConfig, RunningRouter, run_router
 from quire.services.router.planner import PolicyConfig
+from quire.services.router.slo import SloTargets
 from quire.services.tls import TlsFiles
 from quire.services.worker.app import DEFAULT_SWAP_BYTES, DiskFolder, RunningWorker, WorkerConfig, run_worker
 
@@ -76,6 +77,8 @@ class LocalStackConfig:
     write_back: bool = False
     threads: int | None = None
     placing: PolicyConfig = field(default_factory=PolicyConfig)
+    slo: SloTargets = field(default_factory=SloTargets)
+    otlp_endpoint: str | None = None
     log_level: str = "warning"
     stop_seconds: float = 10.0
 
@@ -159,6 +162,8 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
             admin_port=config.admin_port,
             write_back=config.write_back,
             placing=config.placing,
+            slo=config.slo,
+            otlp_endpoint=config.otlp_endpoint,
         )
         routers = {"router": (router_config, config.log_level)}
         router = stack.enter_context(_children(_run_router, routers, config.stop_seconds))["router"]
@@ -219,6 +224,7 @@ def _worker_configs(
             # The router ends too: there is nobody to notice.
             notice_seconds=0.0,
             cluster_tls=config.cluster_tls,
+            otlp_endpoint=config.otlp_endpoint,
             log_level=config.log_level,
         )
     return configs

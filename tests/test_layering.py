@@ -21,6 +21,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "client": {"protos"},
     "models": set(),
     "llm": {"engine", "kvindex", "models", "tokenization"},
+    "observability": {"client", "engine", "kvindex", "kvtransfer", "protos", "services"},
     "services": {"engine", "kvindex", "kvtransfer", "models", "protos", "tokenization"},
     "simulator": {"client", "kvindex", "services"},
     "cli": {"client", "models", "services", "simulator"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import grpc.aio
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from quire.kvtransfer.layout import KvLayout
 from quire.protos import inference_pb2_grpc as pb_grpc
@@ -28,6 +29,7 @@ from quire.services.grpc_server import (
     serve_until_signal,
 )
 from quire.services.log import get_logger
+from quire.services.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.metrics_server import metrics_server
 from quire.services.open_files import raise_open_file_limit
 from quire.services.router.admin import admin_server
@@ -39,12 +41,14 @@ from quire.services.router.metrics import RouterMetrics
 from quire.services.router.planner import Planner, PolicyConfig
 from quire.services.router.policy import Blocks, Policy
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
+from quire.services.router.slo import SloTargets
 from quire.services.router.sources import open_sources
 from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
 from quire.services.router.validation import ServedModel
 from quire.services.router.workers import POLL_SECONDS, WorkerSet
 from quire.services.router.write_back import WriteBacks
 from quire.services.tls import ClusterTls, TlsFiles, server_credentials
+from quire.services.tracing import open_tracer
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
@@ -90,6 +94,9 @@ class RouterConfig:
     placing: PolicyConfig = field(default_factory=PolicyConfig)
     join_wait_seconds: float = 2.0
     """How long a request waits for the very first worker."""
+    slo: SloTargets = field(default_factory=SloTargets)
+    otlp_endpoint: str | None = None
+    """Where spans go, as http://host:4317; None traces nothing."""
     poll_seconds: float = POLL_SECONDS
     grace_seconds: float = 5.0
 
@@ -154,19 +161,27 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
 
     Health is SERVING while the model's tokenizer is loaded and a decode worker is alive.
     """
-    metrics = RouterMetrics(CollectorRegistry())
+    metrics = RouterMetrics(CollectorRegistry(), config.slo)
     cluster: asyncio.Future[Cluster] = asyncio.get_running_loop().create_future()
     cluster_tls = None if config.cluster_tls is None else ClusterTls(config.cluster_tls)
+    clock = time.monotonic
     async with AsyncExitStack() as stack:
+        instance = f"{socket.gethostname()}:{config.port}"
+        tracer = await stack.enter_async_context(
+            open_tracer(config.otlp_endpoint, service="quire-router", instance=instance, clock=clock)
+        )
+        ProcessCollector(registry=metrics.registry)
+        await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(metrics.registry)))
         authenticator = await stack.enter_async_context(_authenticator(config.api_keys_file))
         servicer = GenerationServicer(
             cluster,
             metrics,
-            time.monotonic,
+            clock,
             authenticator,
-            Admission(config.max_requests, metrics, time.monotonic),
+            Admission(config.max_requests, metrics, clock),
             request_timeout_seconds=config.request_timeout_seconds,
             join_wait_seconds=config.join_wait_seconds,
+            tracer=tracer,
         )
         sources = await stack.enter_async_context(
             open_sources(

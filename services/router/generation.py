@@ -19,6 +19,7 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.services.errors import Unavailable
 from quire.services.log import get_logger
+from quire.services.phases import Phase, RequestPhases
 from quire.services.router.best_of import best_of
 from quire.services.router.failures import (
     RETRY_AFTER_SECONDS,
@@ -91,11 +92,20 @@ class GenerationRun:
     One deadline, a reading of the cluster's clock, holds for all of it: every call carries what is left.
     """
 
-    def __init__(self, cluster: Cluster, request: ValidRequest, scope: CacheScope, deadline: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        request: ValidRequest,
+        scope: CacheScope,
+        deadline: float,
+        phases: RequestPhases,
+    ) -> None:
         self._cluster = cluster
         self._request = request
         self._scope = scope
         self._deadline = deadline
+        self._phases = phases
+        self._metadata = phases.span.metadata
         # Clients may choose the same id; a worker must never see it twice.
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
         num_answers = request.sampling.beam.width or request.sampling.n or 1
@@ -201,14 +211,18 @@ class GenerationRun:
             remote_prefill=plan.prefill is not None,
             pull_from=plan.pull_from if plan.prefill is None else None,
         )
-        legs.start(plan.decode, plan.decode.stub.Decode(decode, timeout=self._remaining_seconds()))
+        remaining = self._remaining_seconds()
+        call = plan.decode.stub.Decode(decode, timeout=remaining, metadata=self._metadata)
+        legs.start(plan.decode, call)
         accepted = await self._accepted(legs, plan)
         early: deque[Event] = deque()
         if plan.prefill is not None:
             prefill = worker_pb2.PrefillRequest(
                 sequence=sequence, ticket=accepted.ticket, pull_from=plan.pull_from
             )
-            legs.start(plan.prefill, plan.prefill.stub.Prefill(prefill, timeout=self._remaining_seconds()))
+            remaining = self._remaining_seconds()
+            call = plan.prefill.stub.Prefill(prefill, timeout=remaining, metadata=self._metadata)
+            legs.start(plan.prefill, call)
             if part.is_single:
                 first = await self._first_token(legs, plan, early)
                 yield first
@@ -232,7 +246,9 @@ class GenerationRun:
             num_held = accepted.num_cached_tokens // self._cluster.model.block_size
             self.usage.blocks_reused_on_decode = max(0, num_held - accepted.pulled.num_blocks)
         else:
-            self._cluster.planner.promised(self._cluster.clock() - start)
+            accepted_at = self._cluster.clock()
+            self._phases.record(Phase.ACCEPT, start, accepted_at)
+            self._cluster.planner.promised(accepted_at - start)
             self.usage.blocks_reused_on_decode = accepted.num_held_blocks
         return accepted
 
@@ -295,7 +311,10 @@ class GenerationRun:
 
     async def _choose(self, part: Part) -> Plan:
         cluster, token_ids = self._cluster, part.token_ids
+        start = cluster.clock()
         block_hashes, held_tokens = await cluster.prefixes.look_up(token_ids, self._scope)
+        looked_up = cluster.clock()
+        self._phases.record(Phase.LOOKUP, start, looked_up)
         # The logprob of the prompt's last token would be lost where P computes the prompt without it.
         is_scored = not part.is_single and self._request.num_prompt_logprobs is not None
         must_be_local = is_scored or part.num_prefilled_tokens == 0
@@ -311,6 +330,7 @@ class GenerationRun:
                 metadata={"tokens_emitted": str(self._num_emitted)},
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
+        self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
         self._account_choice(part, placement)
         workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.live(role)}
         return Plan(
@@ -384,14 +404,15 @@ class GenerationRun:
         part.attempt += 1
         # Answers that were lost together, and go on apart, count once.
         self.usage.retries = max(self.usage.retries, part.attempt)
-        is_prefill = worker.info.role == "prefill"
-        (metrics.prefill_retries if is_prefill else metrics.decode_retries).inc()
+        metrics.retries.labels(worker.info.role, failure.code.name.lower()).inc()
 
     def _account_choice(self, part: Part, placement: Placement) -> None:
         decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
-        decisions = self._cluster.metrics.decisions
-        decisions.labels("decode", decode.reason).inc()
-        decisions.labels("prefill", prefill.reason if prefill else "none").inc()
+        metrics = self._cluster.metrics
+        metrics.decisions.labels("decode", decode.reason).inc()
+        metrics.decisions.labels("prefill", prefill.reason if prefill else "none").inc()
+        if not part.attempt:
+            metrics.prompt_tokens_predicted.inc(estimate.cached_tokens)
         _log.debug(
             "request_dispatched",
             request_id=part.sequence_id,

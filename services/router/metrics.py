@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from quire.services.phases import ROUTER_PHASES, PhaseMetrics
+from quire.services.router.slo import SloMetrics, SloTargets
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -16,20 +20,36 @@ E2E_BUCKETS = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960, 1920, 7680),
 )
+TOKEN_BUCKETS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000),
+    *(10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000),
+)
+ROLES = ("prefill", "decode")
+REASONS = ("only", "prefix", "pull", "load", "tie", "imbalance", "random")
+FINISHED_REASONS = ("stop", "length")
+RETRY_CAUSES = tuple(
+    code.name.lower()
+    for code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.DATA_LOSS)
+)
 
 
 class RouterMetrics:
     """The router's metrics, in an injected registry."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, slo: SloTargets | None = None) -> None:
         self.registry = registry
+        self.phases = PhaseMetrics(registry, ROUTER_PHASES)
+        self.slo = SloMetrics(registry, slo or SloTargets())
         self.requests_running = Gauge(
-            "quire_requests_running", "Requests accepted and not finished.", registry=registry
+            "quire_router_requests_running", "Requests accepted and not finished.", registry=registry
         )
         self.workers = Gauge("quire_workers", "Live workers.", ["role"], registry=registry)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of accepted requests.")
         self.prompt_tokens_cached = _counter(
             registry, "prompt_tokens_cached", "Prompt tokens whose KV was not computed."
+        )
+        self.prompt_tokens_predicted = _counter(
+            registry, "prompt_tokens_predicted", "Prompt tokens whose KV the index had promised."
         )
         self.generation_tokens = _counter(registry, "generation_tokens", "Tokens sent to clients.")
         self.success = _counter(registry, "request_success", "Requests answered whole.", "finished_reason")
@@ -53,17 +73,51 @@ class RouterMetrics:
         self.pulls = _counter(
             registry, "kv_pull_requests", "Pulls that were asked for, by how they ended.", "result"
         )
-        self.prefill_retries = _counter(registry, "prefill_retries", "Attempts lost on the prefill worker.")
-        self.decode_retries = _counter(registry, "decode_retries", "Attempts lost on the decode worker.")
+        self.retries = _counter(
+            registry,
+            "retries",
+            "Attempts lost on a worker, by its role and the gRPC status it failed with.",
+            "role",
+            "cause",
+        )
         self.time_to_first_token = _histogram(
             registry, "time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
         )
         self.inter_token_latency = _histogram(
             registry, "inter_token_latency_seconds", "Between two messages with tokens.", ITL_BUCKETS
         )
+        self.time_per_output_token = _histogram(
+            registry,
+            "request_time_per_output_token_seconds",
+            "Mean time of an answer's tokens after its first.",
+            ITL_BUCKETS,
+        )
         self.e2e_latency = _histogram(
             registry, "e2e_request_latency_seconds", "From arrival to the last token.", E2E_BUCKETS
         )
+        self.request_prompt_tokens = _histogram(
+            registry, "request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = _histogram(
+            registry, "request_generation_tokens", "Tokens of a finished request's answers.", TOKEN_BUCKETS
+        )
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Show what has not happened yet: a rate cannot see a counter's first step from nothing."""
+        for reason in FINISHED_REASONS:
+            self.success.labels(reason)
+        for code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL", "CANCELLED"):
+            self.failure.labels(code)
+        for reason in ("max_requests", "tenant_requests", "tenant_tokens"):
+            self.rejections.labels(reason)
+        self.pulls.labels("ok")
+        for role in ROLES:
+            for reason in REASONS:
+                self.decisions.labels(role, reason)
+            for cause in RETRY_CAUSES:
+                self.retries.labels(role, cause)
+        self.decisions.labels("prefill", "none")
 
 
 def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:

@@ -8,23 +8,23 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any
 
-import grpc
-
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.errors import ServiceError, Unavailable
+from quire.services.errors import Unavailable
 from quire.services.log import get_logger
+from quire.services.phases import Phase, RequestPhases
 from quire.services.router.admission import RETRY_AFTER_SECONDS, Admission
 from quire.services.router.batch import BATCH_CONCURRENCY, batch_answers, check_batch_size
 from quire.services.router.generation import Cluster, GenerationRun
 from quire.services.router.metrics import RouterMetrics
+from quire.services.router.request_timer import RequestTimer, outcome_of
 from quire.services.router.tenants import Authenticator, Headers, Tenant
 from quire.services.router.validation import check_detokenized, encode_chat, encode_text, validate
+from quire.services.tracing import NoTracer, Span, Tracer
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
-_FINISH_NAMES = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _log = get_logger("router")
 
 
@@ -41,9 +41,11 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         *,
         request_timeout_seconds: float,
         join_wait_seconds: float,
+        tracer: Tracer | None = None,
     ) -> None:
         self._cluster = cluster
         self._metrics = metrics
+        self._tracer = tracer or NoTracer()
         self._clock = clock
         self._authenticator = authenticator
         self._admission = admission
@@ -52,14 +54,16 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Collect the stream."""
-        return await self._whole(request.generation, self._tenant(context), self._deadline(context))
+        headers = context.invocation_metadata()
+        return await self._whole(request.generation, self._tenant(context), self._deadline(context), headers)
 
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Stream the answer."""
         tenant, deadline = self._tenant(context), self._deadline(context)
-        async with aclosing(self.generate(request.generation, tenant, deadline)) as responses:
+        headers = context.invocation_metadata()
+        async with aclosing(self.generate(request.generation, tenant, deadline, headers)) as responses:
             async for response in responses:
                 yield response
 
@@ -71,15 +75,17 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         check_batch_size(len(request.generations))
         answers = batch_answers(
             request.generations,
-            lambda generation: self._whole(generation, tenant, deadline),
+            lambda generation: self._whole(generation, tenant, deadline, context.invocation_metadata()),
             min(BATCH_CONCURRENCY, tenant.max_requests or BATCH_CONCURRENCY),
         )
         async with aclosing(answers):
             async for answer in answers:
                 yield answer
 
-    async def _whole(self, generation: pb.Generation, tenant: Tenant, deadline: float) -> pb.GenerateResponse:
-        async with aclosing(self.generate(generation, tenant, deadline)) as responses:
+    async def _whole(
+        self, generation: pb.Generation, tenant: Tenant, deadline: float, headers: Headers
+    ) -> pb.GenerateResponse:
+        async with aclosing(self.generate(generation, tenant, deadline, headers)) as responses:
             return collected([response async for response in responses])
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
@@ -117,82 +123,37 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         return self._cluster.done() and bool(self._cluster.result().workers.live("decode"))
 
     async def generate(
-        self, generation: pb.Generation, tenant: Tenant, deadline: float
+        self, generation: pb.Generation, tenant: Tenant, deadline: float, headers: Headers = ()
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Admit a tenant's request and stream its answers; what the gRPC and the HTTP API have in common.
 
         Args:
             deadline: a reading of the clock.
+            headers: the call's, which may name a trace.
 
         Raises:
             ServiceError: it cannot be served, or not to its end.
         """
-        arrival = self._clock()
-        async with self._admission.admitted(tenant, deadline) as allowance:
-            cluster = await self.joined_cluster()
-            request = await validate(generation, cluster.model)
-            allowance.spend_prompt(len(request.prompt_token_ids))
-            self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-            scope = CacheScope(tenant.name, generation.cache_salt)
-            run = GenerationRun(cluster, request, scope, deadline)
-            with self._logged(request.request_id, tenant, run.usage, arrival):
-                async with aclosing(run.stream()) as responses:
-                    async for response in self._timed(responses, arrival):
-                        allowance.spend(len(response.token_ids))
-                        yield response
-
-    async def _timed(
-        self, responses: AsyncIterator[pb.GenerateStreamResponse], arrival: float
-    ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Pass an answer on and observe its latencies."""
-        metrics = self._metrics
-        last: dict[int, float] = {}
-        async for response in responses:
-            now = self._clock()
-            if response.token_ids:
-                metrics.generation_tokens.inc(len(response.token_ids))
-                if not last:
-                    metrics.time_to_first_token.observe(now - arrival)
-                elif response.index in last:
-                    metrics.inter_token_latency.observe(now - last[response.index])
-                last[response.index] = now
-            if response.HasField("usage"):
-                metrics.e2e_latency.observe(now - arrival)
-                metrics.success.labels(_FINISH_NAMES[response.finish_reason]).inc()
-                metrics.prompt_tokens_cached.inc(response.usage.cached_prompt_tokens)
-            yield response
-
-    @contextmanager
-    def _logged(self, request_id: str, tenant: Tenant, usage: pb.Usage, arrival: float) -> Iterator[None]:
-        """Log how a request ended, and count it if it failed."""
-        outcome = "OK"
-        try:
-            yield
-        except ServiceError as error:
-            outcome = error.code.name
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            outcome = grpc.StatusCode.CANCELLED.name
-            raise
-        except Exception:
-            outcome = grpc.StatusCode.INTERNAL.name
-            raise
-        finally:
-            if outcome != "OK":
-                self._metrics.failure.labels(outcome).inc()
-            _log.info(
-                "request_finished",
-                request_id=request_id,
-                tenant=tenant.name,
-                outcome=outcome,
-                seconds=self._clock() - arrival,
-                prompt_tokens=usage.prompt_tokens,
-                cached_prompt_tokens=usage.cached_prompt_tokens,
-                completion_tokens=usage.completion_tokens,
-                blocks_shipped=usage.blocks_shipped,
-                blocks_pulled=usage.blocks_pulled,
-                retries=usage.retries,
-            )
+        timer = RequestTimer(self._metrics, self._clock)
+        with self._tracer.span("request", headers) as span, timer.watching():
+            async with self._admission.admitted(tenant, deadline) as allowance:
+                phases = RequestPhases(self._metrics.phases, span)
+                admitted = self._clock()
+                phases.record(Phase.ADMIT, timer.arrival, admitted)
+                cluster = await self.joined_cluster()
+                request = await validate(generation, cluster.model)
+                allowance.spend_prompt(len(request.prompt_token_ids))
+                phases.record(Phase.TOKENIZE, admitted, self._clock())
+                self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+                self._metrics.request_prompt_tokens.observe(len(request.prompt_token_ids))
+                scope = CacheScope(tenant.name, generation.cache_salt)
+                run = GenerationRun(cluster, request, scope, deadline, phases)
+                with _described(request.request_id, tenant, run.usage, timer, span):
+                    async with aclosing(run.stream()) as responses:
+                        async for response in responses:
+                            timer.sent(response)
+                            allowance.spend(len(response.token_ids))
+                            yield response
 
     def tenant_of(self, headers: Headers) -> Tenant:
         """Return whose a request is, by its metadata or HTTP headers.
@@ -242,6 +203,41 @@ def collected(responses: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateResp
         prompt_logprobs=first.prompt_logprobs,
         prompt_token_ids=first.prompt_token_ids,
     )
+
+
+@contextmanager
+def _described(
+    request_id: str, tenant: Tenant, usage: pb.Usage, timer: RequestTimer, span: Span
+) -> Iterator[None]:
+    """Say in the log and in the trace, however a request ends, what it was and what it took."""
+    outcome = "OK"
+    try:
+        yield
+    except BaseException as error:
+        outcome = outcome_of(error)
+        raise
+    finally:
+        span.set(
+            quire__request_id=request_id,
+            quire__retries=usage.retries,
+            quire__bytes_shipped=usage.bytes_shipped,
+            gen_ai__usage__input_tokens=usage.prompt_tokens,
+            gen_ai__usage__output_tokens=usage.completion_tokens,
+            gen_ai__usage__cache_read__input_tokens=usage.cached_prompt_tokens,
+        )
+        _log.info(
+            "request_finished",
+            request_id=request_id,
+            tenant=tenant.name,
+            outcome=outcome,
+            seconds=timer.seconds,
+            prompt_tokens=usage.prompt_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            blocks_shipped=usage.blocks_shipped,
+            blocks_pulled=usage.blocks_pulled,
+            retries=usage.retries,
+        )
 
 
 def _choice(responses: Sequence[pb.GenerateStreamResponse]) -> pb.Choice:

@@ -60,6 +60,7 @@ class WorkerConfig:
         notice_seconds: how long after SIGTERM it still takes requests, from routers that do not know yet.
         grace_seconds: how long requests may go on after SIGTERM; routers continue the rest elsewhere.
         cluster_tls: certificates of the connections from routers and between workers; None leaves them plain.
+        otlp_endpoint: where spans go, as http://host:4317; None traces nothing.
 
     Raises:
         ValueError: settings contradict each other.
@@ -97,6 +98,7 @@ class WorkerConfig:
     request_timeout_seconds: float = 600.0
     lease_ttl_seconds: float = 10.0
     notice_seconds: float = 1.5 * POLL_SECONDS
+    otlp_endpoint: str | None = None
     grace_seconds: float = 5.0
     log_level: str = "info"
 

@@ -1,51 +1,47 @@
-"""What a worker reports of its engine."""
+"""What a worker reports of its engine and of the prompts that it computes."""
 
 from __future__ import annotations
 
 from collections import Counter as PlainCounter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from quire.engine.block_pool import BlockCounts
 from quire.engine.cache_tiers import CacheTiers
 from quire.engine.engine import Engine
+from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.scheduler import PreemptionCounts
+from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.speculation import SpeculationCounts
+from quire.services.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
+
+STEP_PHASES = ("propose", "schedule", "prepare", "forward", "sample", "process")
+SNAPSHOT_SECONDS = 5.0
+"""How long a scrape waits for the engine, which answers between two steps."""
 
 _STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-class WorkerMetrics:
-    """Gauges and counters of one worker; updated in the engine's thread after each step."""
+class StepMetrics:
+    """Time and size of the engine's steps; updated in its thread after each one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._running = Gauge("quire_requests_running", "Sequences in the running batch.", registry=registry)
-        self._waiting = Gauge("quire_requests_waiting", "Sequences waiting for blocks.", registry=registry)
-        self._blocks = Gauge("quire_kv_cache_blocks", "KV blocks by state.", ["state"], registry=registry)
-        self._pinned = Gauge(
-            "quire_kv_pinned_blocks", "Blocks of finished prefills not yet released.", registry=registry
-        )
-        self._usage = Gauge("quire_kv_cache_usage_ratio", "Share of blocks in use.", registry=registry)
-        self._preemptions = Counter(
-            "quire_preemptions_total",
-            "Preempted requests, by how they come back.",
-            ["kind"],
-            registry=registry,
-        )
-        self._counted = PreemptionCounts(0, 0)
-        self._guesses = Counter(
-            "quire_speculation_tokens_total",
-            "Guessed tokens, and those of them that were right.",
-            ["kind"],
-            registry=registry,
-        )
-        self._counted_guesses = SpeculationCounts(0, 0)
         self._tiers = TierMetrics(registry)
-        self._steps = Histogram(
+        seconds = Histogram(
             "quire_step_phase_seconds",
             "Time of a step by phase.",
             ["phase"],
             buckets=_STEP_SECONDS,
             registry=registry,
+        )
+        self._observe = [(phase, seconds.labels(phase).observe) for phase in STEP_PHASES]
+        self._tokens = Histogram(
+            "quire_step_tokens", "Tokens that a step computes.", buckets=_STEP_TOKENS, registry=registry
         )
         self._sequences = Counter(
             "quire_step_sequences_total", "Sequences computed, summed over steps.", registry=registry
@@ -54,29 +50,11 @@ class WorkerMetrics:
     def stepped(self, engine: Engine, num_sequences: int) -> None:
         """Record one step."""
         self._sequences.inc(num_sequences)
+        self._tokens.observe(engine.num_step_tokens)
         seconds = engine.step_seconds
-        for phase in ("propose", "schedule", "prepare", "forward", "sample", "process"):
-            self._steps.labels(phase).observe(getattr(seconds, phase))
-        self.refresh(engine)
+        for phase, observe in self._observe:
+            observe(getattr(seconds, phase))
 
-    def refresh(self, engine: Engine) -> None:
-        """Read the engine's queues and its pool."""
-        counts = engine.pool.counts
-        self._running.set(len(engine.scheduler.running))
-        self._waiting.set(len(engine.scheduler.waiting))
-        for state, count in counts._asdict().items():
-            self._blocks.labels(state).set(count)
-        self._pinned.set(engine.num_pinned_blocks)
-        self._usage.set(counts.used / engine.pool.num_blocks)
-        preemptions = engine.scheduler.preemptions
-        for kind, now, before in zip(preemptions._fields, preemptions, self._counted, strict=True):
-            self._preemptions.labels(kind).inc(now - before)
-        self._counted = preemptions
-        if engine.speculator is not None:
-            guesses = engine.speculator.counts
-            for kind, now, before in zip(guesses._fields, guesses, self._counted_guesses, strict=True):
-                self._guesses.labels(kind).inc(now - before)
-            self._counted_guesses = guesses
         if engine.tiers is not None:
             self._tiers.refresh(engine.tiers)
 
@@ -110,3 +88,159 @@ class TierMetrics:
             for label, count in (now - self._counted[name]).items():
                 counter.labels(label).inc(count)
             self._counted[name] = now.copy()
+
+
+class CacheInfo:
+    """What does not change: the size of the block pool."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._info = Info("quire_cache_config", "The block pool; the value is 1.", registry=registry)
+
+    def describe(self, *, block_size: int, num_blocks: int, block_bytes: int) -> None:
+        """Publish it."""
+        self._info.info(
+            {"block_size": str(block_size), "num_blocks": str(num_blocks), "block_bytes": str(block_bytes)}
+        )
+
+
+class PromptMetrics:
+    """The prompts that were computed here, and where their prefixes came from."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.phases = PhaseMetrics(registry, (*PROMPT_PHASES, *HAND_OVER))
+        self._queries = Counter(
+            "quire_prefix_cache_queries_total",
+            "Prompt tokens looked up in the prefix cache, by the worker that computes the rest.",
+            registry=registry,
+        )
+        hits = Counter(
+            "quire_prefix_cache_hits_total",
+            "Of these, tokens whose KV was not computed: own blocks, or a peer's that were pulled.",
+            ["source"],
+            registry=registry,
+        )
+        self._own_hits, self._peer_hits = hits.labels("own"), hits.labels("peer")
+
+    def computed(self, sequence: Sequence, num_pulled_tokens: int) -> None:
+        """Count a prompt of which all was computed that was not cached."""
+        self._queries.inc(sequence.num_prompt_tokens)
+        # A later attempt's cached tokens include those that earlier ones generated.
+        num_cached = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
+        num_peer = min(num_pulled_tokens, num_cached)
+        self._peer_hits.inc(num_peer)
+        self._own_hits.inc(num_cached - num_peer)
+
+
+class EngineSnapshot(NamedTuple):
+    """An engine's queues and blocks between two steps."""
+
+    num_running: int
+    num_waiting: int
+    num_transferring: int
+    num_waiting_for_blocks: int
+    backlog_tokens: int
+    blocks: BlockCounts
+    num_pinned_blocks: int
+    oldest_pin_seconds: float
+    preemptions: PreemptionCounts
+    guesses: SpeculationCounts
+
+
+def take_snapshot(engine: Engine) -> EngineSnapshot:
+    """Read an engine; runs in its thread."""
+    scheduler = engine.scheduler
+    statuses = [s.status for group in engine.groups.values() for s in group.sequences]
+    return EngineSnapshot(
+        num_running=sum(len(group.sequences) for group in scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_transferring=statuses.count(SequenceStatus.TRANSFERRING),
+        num_waiting_for_blocks=engine.num_waiting_for_blocks,
+        backlog_tokens=sum(g.num_uncomputed_tokens for g in (*scheduler.running, *scheduler.waiting)),
+        blocks=engine.pool.counts,
+        num_pinned_blocks=engine.num_pinned_blocks,
+        oldest_pin_seconds=engine.oldest_pin_seconds,
+        preemptions=scheduler.preemptions,
+        guesses=engine.speculator.counts if engine.speculator is not None else SpeculationCounts(0, 0),
+    )
+
+
+def ask_for_snapshot(
+    engine: EngineThread, timeout_seconds: float = SNAPSHOT_SECONDS
+) -> EngineSnapshot | None:
+    """Read an engine from any thread; None of one that has stopped or does not come to its next step."""
+    try:
+        return engine.post(take_snapshot).result(timeout_seconds)
+    except (EngineStoppedError, TimeoutError):
+        return None
+
+
+class EngineCollector(Collector):
+    """Reads the engine when it is scraped: steps pay nothing for it, and an idle engine's values are right.
+
+    Args:
+        snapshot: returns the engine's state now; None of an engine that does not answer.
+    """
+
+    def __init__(self, snapshot: Callable[[], EngineSnapshot | None]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> list[Metric]:
+        """Return the metrics without values."""
+        return list(_families(None))
+
+    def collect(self) -> list[Metric]:
+        """Return the values now; of an engine that has stopped or is stuck only that it is."""
+        return list(_families(self._snapshot()))
+
+
+def _families(now: EngineSnapshot | None) -> Iterator[Metric]:
+    def gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text)
+        if value is not None:
+            family.add_metric([], value)
+        return family
+
+    yield gauge("quire_engine_up", "1 if the engine answers between its steps.", float(now is not None))
+    yield gauge("quire_requests_running", "Sequences in the running batch.", now and now.num_running)
+    yield gauge(
+        "quire_requests_waiting",
+        "Requests waiting for blocks or budget, preempted ones too.",
+        now and now.num_waiting,
+    )
+    yield gauge(
+        "quire_requests_transferring", "Requests whose blocks are on the way.", now and now.num_transferring
+    )
+    yield gauge(
+        "quire_requests_waiting_for_blocks",
+        "Requests that are promised blocks which are not free yet: their senders wait for credit.",
+        now and now.num_waiting_for_blocks,
+    )
+    yield gauge(
+        "quire_prefill_backlog_tokens", "Tokens that steps to come must compute.", now and now.backlog_tokens
+    )
+    blocks = GaugeMetricFamily("quire_kv_cache_blocks", "KV blocks by state.", labels=["state"])
+    preemptions = CounterMetricFamily(
+        "quire_preemptions", "Preempted requests, by how they come back.", labels=["kind"]
+    )
+    guesses = CounterMetricFamily(
+        "quire_speculation_tokens", "Guessed tokens, and those of them that were right.", labels=["kind"]
+    )
+    if now is not None:
+        for kind, count in now.guesses._asdict().items():
+            guesses.add_metric([kind], count)
+        for state, count in now.blocks._asdict().items():
+            blocks.add_metric([state], count)
+        for kind, count in now.preemptions._asdict().items():
+            preemptions.add_metric([kind], count)
+    yield blocks
+    yield gauge(
+        "quire_kv_cache_usage_ratio", "Share of blocks in use.", now and now.blocks.used / sum(now.blocks)
+    )
+    yield gauge(
+        "quire_kv_pinned_blocks",
+        "Blocks held for others: finished prefills not yet released, and leases.",
+        now and now.num_pinned_blocks,
+    )
+    yield gauge("quire_kv_oldest_pin_seconds", "Age of the oldest of these.", now and now.oldest_pin_seconds)
+    yield preemptions
+    yield guesses

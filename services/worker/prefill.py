@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from time import perf_counter
+from typing import NamedTuple
 
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import NO_BLOCK, Sequence, SequenceUpdate
@@ -10,6 +12,21 @@ from quire.kvtransfer.errors import ProtocolError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.push import BlockPush, PushSummary
 from quire.services.worker.updates import Updates, next_update
+
+
+class PushedPrompt(NamedTuple):
+    """What was pushed, and the part of it that followed the prompt's computation.
+
+    Attributes:
+        computed_at: when the engine was done with the prompt.
+        credit_wait_seconds: how long blocks waited for credit after that.
+        committed_at: when the decode worker had admitted the sequence.
+    """
+
+    summary: PushSummary
+    computed_at: float
+    credit_wait_seconds: float
+    committed_at: float
 
 
 class PrefillPush:
@@ -24,12 +41,17 @@ class PrefillPush:
         self._memory = memory
         self._push = push
         self._progress: Updates = asyncio.Queue()
+        self._computed_at = 0.0
+        self._waited_seconds = 0.0
 
     def computed(self, update: SequenceUpdate) -> None:
         """Tell how far the engine is."""
+        if update.status.is_finished:
+            self._computed_at = perf_counter()
+            self._waited_seconds = self._push.credit_wait_seconds
         self._progress.put_nowait(update)
 
-    async def run(self, first_block: int) -> PushSummary:
+    async def run(self, first_block: int) -> PushedPrompt:
         """Push every block from ``first_block`` on, each as soon as it is full, and commit.
 
         Raises:
@@ -47,7 +69,9 @@ class PrefillPush:
                 await push.send(map(self._frame, range(next_block, num_ready)))
                 next_block = max(next_block, num_ready)
                 if update.status.is_finished:
-                    return await push.commit(update.tokens[0].token_id if update.tokens else None)
+                    summary = await push.commit(update.tokens[0].token_id if update.tokens else None)
+                    waited_seconds = summary.credit_wait_seconds - self._waited_seconds
+                    return PushedPrompt(summary, self._computed_at, waited_seconds, perf_counter())
 
     def _frame(self, index: int) -> Frame:
         is_full = (index + 1) * self._memory.shape.block_size <= self._sequence.num_computed_tokens

@@ -6,7 +6,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
@@ -33,6 +34,8 @@ from quire.services.errors import (
 )
 from quire.services.log import set_level
 from quire.services.log_level import level_name
+from quire.services.phases import Phase, RequestPhases
+from quire.services.tracing import Tracer
 from quire.services.worker.borrow import PrefixPuller
 from quire.services.worker.convert import (
     finish_reason,
@@ -46,10 +49,18 @@ from quire.services.worker.convert import (
 from quire.services.worker.decode import Promise, Tickets
 from quire.services.worker.disk_prefetch import prefetched
 from quire.services.worker.identity import WorkerIdentity
-from quire.services.worker.prefill import PrefillPush
+from quire.services.worker.metrics import PromptMetrics
+from quire.services.worker.prefill import PrefillPush, PushedPrompt
 from quire.services.worker.updates import Updates, next_update, next_updates
 from quire.services.worker.write_back import WriteBacks
 from quire.tokenization.errors import MissingTokenizerError
+
+
+class Running(NamedTuple):
+    """A request that is being served here."""
+
+    updates: Updates
+    phases: RequestPhases
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -66,6 +77,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         grammars: GrammarCompiler,
         puller: PrefixPuller,
         announce: Callable[[bool], None],
+        prompts: PromptMetrics,
+        tracer: Tracer,
     ) -> None:
         self._identity = identity
         self._engine = engine
@@ -78,6 +91,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._announce = announce
         self._is_set_aside = False
         self._write_backs = WriteBacks(engine, puller)
+        self._prompts = prompts
+        self._tracer = tracer
         self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
         """The attempt that each task serves, by request."""
         self._is_draining = False
@@ -91,11 +106,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         sequence = await self._sequence(request.sequence, stops_after_prefill=True)
         if sequence.params.num_sequences > 1:
             sequence = without_last_token(sequence)
-        with self._running(request.sequence, sequence) as updates:
-            pulled = await self._pull(request, sequence)
+        with self._running("prefill", request.sequence, sequence, context) as (updates, phases):
+            pulled = await self._pull(request, sequence, phases)
             await self._add(sequence)
             if not request.HasField("ticket"):
                 computed = await self._computed(sequence, updates)
+                self._account_prompt(sequence, pulled, phases)
                 computed.pulled.CopyFrom(pulled)
                 yield computed
                 return
@@ -104,12 +120,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             pushing.add_done_callback(lambda task: _report_failure(task, updates))
             try:
                 first = await self._computed(sequence, updates, push.computed)
+                self._account_prompt(sequence, pulled, phases)
                 first.pulled.CopyFrom(pulled)
                 yield first
                 if first.finish_reason:
                     return
-                summary = await pushing
-                self._metrics.pushed(summary)
+                pushed = await pushing
+                self._account_push(pushed, phases)
+                summary = pushed.summary
                 yield worker_pb2.PrefillResponse(
                     pushed=worker_pb2.PushSummary(num_blocks=summary.num_blocks, num_bytes=summary.num_bytes)
                 )
@@ -134,6 +152,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     prompt_logprobs=await _prompt_logprobs(sequence),
                 )
 
+    def _account_prompt(
+        self, sequence: Sequence, pulled: worker_pb2.PullSummary, phases: RequestPhases
+    ) -> None:
+        """Observe a prompt that has just been computed."""
+        phases.record(Phase.PREFILL_QUEUE, sequence.queued_at, sequence.started_at)
+        phases.record(Phase.PREFILL_COMPUTE, sequence.started_at, perf_counter())
+        self._prompts.computed(sequence, pulled.num_blocks * self._memory.shape.block_size)
+
+    def _account_push(self, pushed: PushedPrompt, phases: RequestPhases) -> None:
+        """Observe a push that was acknowledged; what of it ran beside the computation delayed nothing."""
+        self._metrics.pushed(pushed.summary)
+        credit_at = pushed.computed_at + pushed.credit_wait_seconds
+        phases.record(Phase.CREDIT_WAIT, pushed.computed_at, credit_at)
+        phases.record(Phase.TRANSFER, credit_at, pushed.committed_at)
+        phases.span.part("push", pushed.committed_at - pushed.summary.seconds, pushed.committed_at)
+
     def _open_push(self, request: worker_pb2.PrefillRequest, sequence: Sequence, context: Any) -> BlockPush:
         return BlockPush(
             self._channels.get(request.ticket.address),
@@ -155,12 +189,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             # The prompt's logits are the prefill worker's; asking for them here would refuse cached blocks.
             request.sequence.ClearField("prompt_logprobs")
         sequence = await self._sequence(request.sequence, stops_after_prefill=False)
-        with self._running(request.sequence, sequence) as updates:
-            pulled = await self._pull(request, sequence)
+        with self._running("decode", request.sequence, sequence, context) as (updates, phases):
+            pulled = await self._pull(request, sequence, phases)
             if not request.remote_prefill:
                 await self._add(sequence)
                 async for response in self._tokens(sequence, updates, is_local=True):
                     if response.HasField("accepted"):
+                        self._account_prompt(sequence, pulled, phases)
                         response.accepted.pulled.CopyFrom(pulled)
                     yield response
                 return
@@ -173,7 +208,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 accepted = self._accepted(promise, sequence)
                 accepted.pulled.CopyFrom(pulled)
                 yield worker_pb2.DecodeResponse(accepted=accepted)
+                has_begun = False
                 async for response in self._tokens(sequence, updates, is_local=False):
+                    if not has_begun:
+                        has_begun = True
+                        _account_begin(sequence, phases)
                     yield response
             finally:
                 self._tickets.close(promise)
@@ -299,18 +338,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise FailedPrecondition(str(error), reason="NO_STRUCTURED_OUTPUT") from error
 
     async def _pull(
-        self, request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest, sequence: Sequence
+        self,
+        request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest,
+        sequence: Sequence,
+        phases: RequestPhases,
     ) -> worker_pb2.PullSummary:
         if not request.HasField("pull_from"):
             return worker_pb2.PullSummary()
-        return await self._puller.pull(sequence, request.pull_from)
+        start = perf_counter()
+        pulled = await self._puller.pull(sequence, request.pull_from)
+        phases.record(Phase.PULL, start, perf_counter())
+        return pulled
 
     async def _add(self, sequence: Sequence) -> None:
         with _known_errors(sequence):
             await self._engine.call(lambda e: e.add(sequence))
 
     @contextmanager
-    def _running(self, message: worker_pb2.Sequence, sequence: Sequence) -> Iterator[Updates]:
+    def _running(
+        self, role: str, message: worker_pb2.Sequence, sequence: Sequence, context: Any
+    ) -> Iterator[Running]:
         """Register the handler for ``Abort``; at its end, however it ends, free what the engine holds."""
         name, request_id = sequence.request_id, message.request_id
         task = asyncio.current_task()
@@ -321,8 +368,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise AlreadyExists(f"request {name} is already here")
         self._handlers[request_id][task] = message.attempt
         try:
-            with _known_errors(sequence):
-                yield self._engine.subscribe(name)
+            with self._tracer.span(role, context.invocation_metadata()) as span, _known_errors(sequence):
+                span.set(quire__sequence_id=name, quire__attempt=message.attempt)
+                yield Running(self._engine.subscribe(name), RequestPhases(self._prompts.phases, span))
         finally:
             self._engine.unsubscribe(name)
             with suppress(EngineStoppedError):
@@ -377,6 +425,13 @@ def _known_errors(sequence: Sequence) -> Iterator[None]:
         raise Unavailable(str(error), reason="DRAINING") from error
     except PushFailedError as error:
         raise Aborted(f"the push failed: {error}", reason="KV_TRANSFER_FAILED") from error
+
+
+def _account_begin(sequence: Sequence, phases: RequestPhases) -> None:
+    """Observe the first tokens of a prompt that was computed elsewhere, unless they ended it."""
+    if sequence.started_at:
+        phases.record(Phase.DECODE_QUEUE, sequence.queued_at, sequence.started_at)
+        phases.record(Phase.FIRST_DECODE_STEP, sequence.started_at, perf_counter())
 
 
 def _field_of_size(sequence: Sequence) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from quire.engine.decode_graphs import CudaCapture
 from quire.engine.disk_cache import DiskCache
@@ -41,15 +43,23 @@ from quire.kvtransfer.receiver import KvTransferServicer
 from quire.protos import kvtransfer_pb2_grpc, worker_pb2_grpc
 from quire.services.grpc_server import GrpcServer, Service, grpc_server, serve_until_signal
 from quire.services.log import configure_logging, get_logger
+from quire.services.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.metrics_server import metrics_server
 from quire.services.tls import ClusterTls
+from quire.services.tracing import open_tracer
 from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.worker.app import RunningWorker, WorkerConfig
 from quire.services.worker.borrow import PrefixPuller
 from quire.services.worker.decode import Tickets
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.lend import PoolSource
-from quire.services.worker.metrics import WorkerMetrics
+from quire.services.worker.metrics import (
+    CacheInfo,
+    EngineCollector,
+    PromptMetrics,
+    StepMetrics,
+    ask_for_snapshot,
+)
 from quire.services.worker.servicer import WorkerServicer
 from quire.tokenization.tokenizer import load_model_files
 
@@ -80,7 +90,7 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
     memory = _allocate(config, model, device)
     identity = _identify(config, worker_id, model, memory)
     registry = CollectorRegistry()
-    metrics, transfers = WorkerMetrics(registry), TransferMetrics(registry)
+    steps, transfers = StepMetrics(registry), TransferMetrics(registry)
     async with AsyncExitStack() as stack:
         publisher = _publisher(config, registry, stack)
         limits = SchedulerConfig(
@@ -105,10 +115,25 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         await asyncio.to_thread(_warm_up, engine)
         if device.type == "cuda":
             await asyncio.to_thread(_capture_decode_steps, engine)
-        metrics.refresh(engine)
-        thread = EngineThread(engine, metrics.stepped)
+        thread = EngineThread(engine, steps.stepped)
         thread.start()
         stack.push_async_callback(thread.stop)
+        registry.register(EngineCollector(partial(ask_for_snapshot, thread)))
+        ProcessCollector(registry=registry)
+        CacheInfo(registry).describe(
+            block_size=memory.shape.block_size,
+            num_blocks=memory.num_blocks,
+            block_bytes=memory.shape.block_bytes,
+        )
+        await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(registry)))
+        tracer = await stack.enter_async_context(
+            open_tracer(
+                config.otlp_endpoint,
+                service=f"quire-{config.role}",
+                instance=worker_id,
+                clock=time.perf_counter,
+            )
+        )
         cluster_tls = None if config.cluster_tls is None else ClusterTls(config.cluster_tls)
         channels = ChannelPool() if cluster_tls is None else ChannelPool(cluster_tls.connect)
         stack.push_async_callback(channels.close)
@@ -118,13 +143,24 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         )
         pulls = PullMetrics(registry)
         puller = PrefixPuller(thread, memory, identity.layout, block_hash, channels, pulls)
+        prompts = PromptMetrics(registry)
 
         def announce(is_draining: bool) -> None:
             if publisher is not None:
                 publisher.announce(replace(identity.record(tickets.address), is_draining=is_draining))
 
         servicer = WorkerServicer(
-            identity, thread, memory, tickets, channels, transfers, grammars, puller, announce
+            identity,
+            thread,
+            memory,
+            tickets,
+            channels,
+            transfers,
+            grammars,
+            puller,
+            announce,
+            prompts,
+            tracer,
         )
         receiver = KvTransferServicer(tickets, transfers)
         leases = BlockLeases(

@@ -42,6 +42,15 @@ def test_a_flag_beats_the_environment_which_beats_the_default(
     assert [config.port for config in router_configs] == [8500, 7000, 7001]
 
 
+def test_targets_and_traces_reach_the_router(quire: Quire, router_configs: list[app.RouterConfig]) -> None:
+    quire("router")
+    quire("router", "--slo-ttft-ms", "250", "--slo-tpot-ms", "40", "--otlp-endpoint", "http://c:4317")
+    default, given = router_configs
+    assert (default.slo.ttft_seconds, default.slo.tpot_seconds, default.otlp_endpoint) == (1.0, 0.1, None)
+    assert (given.slo.ttft_seconds, given.slo.tpot_seconds) == (0.25, 0.04)
+    assert given.otlp_endpoint == "http://c:4317"
+
+
 def test_workers_may_be_listed(
     quire: Quire, router_configs: list[app.RouterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

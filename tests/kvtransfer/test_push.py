@@ -295,6 +295,30 @@ async def test_a_commit_counts_in_the_senders_metrics(receiver: Receiver) -> Non
     assert registry.get_sample_value("quire_kv_credit_wait_seconds_count") == 1
 
 
+async def test_what_the_receiver_has_is_counted_as_saved(receiver: Receiver) -> None:
+    registry = CollectorRegistry()
+    async with receiver.push(5, first_block=3) as push:
+        await push.send(blocks(3, 5))
+        TransferMetrics(registry).pushed(await push.commit(FIRST_TOKEN))
+    assert registry.get_sample_value("quire_kv_transfer_saved_bytes_total") == 3 * LAYOUT.block_bytes
+
+
+async def test_a_wait_for_credit_counts_while_it_lasts(receiver: Receiver) -> None:
+    receiver.sink.allocates.clear()
+    async with receiver.push(1) as push:
+        assert push.credit_wait_seconds == 0
+        sending = asyncio.create_task(push.send(blocks(0, 1)))
+        await receiver.sink.waiting.wait()
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not (waited := push.credit_wait_seconds):
+                await asyncio.sleep(0)
+        receiver.sink.allocates.set()
+        await sending
+        total = push.credit_wait_seconds
+        assert total >= waited
+        assert (await push.commit(FIRST_TOKEN)).credit_wait_seconds == total == push.credit_wait_seconds
+
+
 async def test_one_channel_for_each_address() -> None:
     channels = ChannelPool()
     assert channels.get("127.0.0.1:1") is channels.get("127.0.0.1:1")

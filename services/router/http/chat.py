@@ -47,7 +47,8 @@ class ChatCompletions:
         name = request_id(request, body.request_id)
         use = ToolUse.of(body)
         writer = _Writer(body, use, model, name)
-        messages = run(self._servicer, request[TENANT], [_generation(body, use, name)])
+        generations = [_generation(body, use, name)]
+        messages = run(self._servicer, request[TENANT], generations, request.headers.items())
         headers = {REQUEST_ID: name}
         if body.stream:
             return await send_events(request, writer.events(messages), headers)

@@ -40,7 +40,7 @@ class Completions:
         name = request_id(request, body.request_id)
         generations = _generations(body, name)
         writer = _Writer(body, model, name)
-        messages = run(self._servicer, request[TENANT], generations)
+        messages = run(self._servicer, request[TENANT], generations, request.headers.items())
         headers = {REQUEST_ID: name}
         if body.stream:
             return await send_events(request, writer.events(messages), headers)

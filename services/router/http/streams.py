@@ -17,7 +17,7 @@ from quire.services.router.http.errors import from_service_error
 from quire.services.router.http.responses import to_json
 from quire.services.router.merge import merged
 from quire.services.router.servicer import GenerationServicer
-from quire.services.router.tenants import Tenant
+from quire.services.router.tenants import Headers, Tenant
 
 KEEP_ALIVE_SECONDS = 15.0
 """Proxies close a connection on which nothing comes for a minute."""
@@ -39,14 +39,14 @@ class Tagged(NamedTuple):
 
 
 async def run(
-    servicer: GenerationServicer, tenant: Tenant, generations: Sequence[pb.Generation]
+    servicer: GenerationServicer, tenant: Tenant, generations: Sequence[pb.Generation], headers: Headers
 ) -> AsyncGenerator[Tagged, None]:
     """Serve all of a tenant's prompts side by side; the first error ends them all.
 
     Raises:
         ServiceError: one of them cannot be served, or not to its end.
     """
-    answers = [servicer.generate(each, tenant, servicer.deadline()) for each in generations]
+    answers = [servicer.generate(each, tenant, servicer.deadline(), headers) for each in generations]
     streams = [_tagged(at, answer) for at, answer in enumerate(answers)]
     async with aclosing(merged(streams) if len(streams) > 1 else streams[0]) as messages:
         async for message in messages:

@@ -183,7 +183,7 @@ async def test_a_lost_prefill_is_retried_on_another(
     assert len(pair["p1"].calls) == len(pair["p2"].calls) == 1
     (alone,) = [c for d in callers(pair, "decode") for c in d.calls if not c.remote_prefill]
     assert alone.sequence.num_output_tokens == 2 * before_token
-    assert pair.metric("quire_prefill_retries_total") == 2
+    assert pair.metric("quire_retries_total", role="prefill", cause=error.code.name.lower()) == 2
 
 
 async def test_a_lost_decode_continues_elsewhere_without_repetition(pair: Any, fault: Any) -> None:
@@ -279,7 +279,7 @@ async def test_a_client_that_leaves_aborts_both_legs(cluster: Any, before_token:
         await asyncio.wait_for(worker.ended.wait(), 5)
     assert cluster.running.workers.live("decode")[0].num_requests == 0
     assert cluster.running.workers.live("decode")[0].kept_tokens == 0
-    assert cluster.metric("quire_requests_running") == 0
+    assert cluster.metric("quire_router_requests_running") == 0
 
 
 async def test_the_deadline_reaches_the_workers(cluster: Any) -> None:

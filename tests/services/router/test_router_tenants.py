@@ -162,12 +162,12 @@ async def test_leaving_a_batch_ends_all_of_it(pair: Any, stub: Any, keys: Any) -
         reading = asyncio.create_task(anext(connected.batch(["hello"] * 8)))
         paused = [asyncio.create_task(pair[name].paused.wait()) for name in pair.workers]
         await asyncio.wait(paused, return_when=asyncio.FIRST_COMPLETED)
-        assert pair.metric("quire_requests_running") == 8
+        assert pair.metric("quire_router_requests_running") == 8
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
         async with asyncio.timeout(10):
-            while pair.metric("quire_requests_running"):
+            while pair.metric("quire_router_requests_running"):
                 await asyncio.sleep(0.005)
     for task in paused:
         task.cancel()

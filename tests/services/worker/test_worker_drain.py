@@ -23,7 +23,7 @@ SEQUENCE = worker_pb2.Sequence(
 async def test_requests_are_sent_elsewhere(role: str) -> None:
     identity = Mock(vocab_size=100, root_hash=lambda scope: bytes(16))
     engine = Mock()
-    servicer = WorkerServicer(identity, engine, *(Mock() for _ in range(7)))
+    servicer = WorkerServicer(identity, engine, *(Mock() for _ in range(9)))
     await servicer.drain()
     if role == "prefill":
         answer = servicer.Prefill(worker_pb2.PrefillRequest(sequence=SEQUENCE), Mock())

@@ -1,0 +1,92 @@
+"""The decode workers."""
+
+from __future__ import annotations
+
+from quire.observability.boards.panels import (
+    PHASE,
+    block_panels,
+    busy_panel,
+    line,
+    process_panels,
+    step_panels,
+)
+from quire.observability.dashboard import Board, Panel, Row, Target
+from quire.observability.promql import quantile, rate, total
+
+
+def decode_board() -> Board:
+    """Return the board of the decode workers."""
+    ours = 'job="decode",instance=~"$instance"'
+    return Board(
+        uid="quire-decode",
+        title="quire / Decode pool",
+        description="Batches, blocks and preemptions of the decode workers.",
+        instances_of='quire_engine_up{job="decode"}',
+        rows=[
+            Row(
+                "Load",
+                [
+                    Panel(
+                        title="Requests",
+                        description="Sequences in the running batch; requests that wait to be admitted;"
+                        " requests"
+                        " whose blocks are on the way, and those of them that have no room yet.",
+                        targets=[
+                            Target(total("quire_requests_running", ours), "running"),
+                            Target(total("quire_requests_waiting", ours), "waiting"),
+                            Target(total("quire_requests_transferring", ours), "transferring"),
+                            Target(total("quire_requests_waiting_for_blocks", ours), "waiting for blocks"),
+                        ],
+                    ),
+                    line(
+                        "Tokens",
+                        "Sequences computed by all steps, each of which gives a token.",
+                        rate("quire_step_sequences_total", ours, "instance"),
+                        "{{instance}}",
+                    ),
+                    busy_panel(),
+                    line(
+                        "Admission, p95",
+                        "From the push's commit to the first step of a sequence.",
+                        quantile(0.95, PHASE, f'phase="decode_queue",{ours}', "instance"),
+                        "{{instance}}",
+                        "s",
+                    ),
+                    line(
+                        "First step, p95",
+                        "From a sequence's admission to this worker's first token of it.",
+                        quantile(0.95, PHASE, f'phase="first_decode_step",{ours}', "instance"),
+                        "{{instance}}",
+                        "s",
+                    ),
+                    line(
+                        "Preemptions",
+                        "Requests that gave up their blocks, by how they come back.",
+                        rate("quire_preemptions_total", ours, "kind"),
+                        "{{kind}}",
+                        "ops",
+                    ),
+                    line(
+                        "Guessed tokens",
+                        "Tokens that speculation drafted, and those of them that were right.",
+                        rate("quire_speculation_tokens_total", ours, "kind"),
+                        "{{kind}}",
+                    ),
+                ],
+            ),
+            Row("Steps", step_panels(ours)),
+            Row(
+                "Blocks",
+                [
+                    *block_panels(ours),
+                    line(
+                        "Prompts computed here",
+                        "Prompt tokens that decode workers computed themselves.",
+                        rate("quire_prefix_cache_queries_total", ours, "instance"),
+                        "{{instance}}",
+                    ),
+                ],
+            ),
+            Row("Process", process_panels(ours)),
+        ],
+    )

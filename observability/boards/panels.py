@@ -1,0 +1,146 @@
+"""Panels that more than one board has, and short forms of the usual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.observability.dashboard import Panel, Target
+from quire.observability.promql import INTERVAL, buckets, mean, quantile, rate, selector, total
+
+STEP = "quire_step_phase_seconds"
+TTFT = "quire_time_to_first_token_seconds"
+PHASE = "quire_request_phase_seconds"
+
+
+def latency(title: str, histogram: str, description: str, target: str = "") -> Panel:
+    """Return a panel of a histogram's quantiles, with the target that the router was given."""
+    targets = [Target(quantile(share, histogram), f"p{share * 100:g}") for share in (0.5, 0.95, 0.99)]
+    if target:
+        targets.append(Target(f'max(quire_slo_target_seconds{{target="{target}"}})', "target"))
+    return Panel(title=title, description=description, targets=targets, unit="s")
+
+
+def line(
+    title: str,
+    description: str,
+    expression: str,
+    legend: str,
+    unit: str = "short",
+    *,
+    is_stacked: bool = False,
+) -> Panel:
+    """Return a panel of one expression."""
+    return Panel(
+        title=title,
+        description=description,
+        targets=[Target(expression, legend)],
+        unit=unit,
+        is_stacked=is_stacked,
+    )
+
+
+def stat(title: str, description: str, expression: str, unit: str) -> Panel:
+    """Return one number."""
+    return Panel(
+        title=title,
+        description=description,
+        targets=[Target(expression, "")],
+        unit=unit,
+        kind="stat",
+        width=6,
+        height=4,
+    )
+
+
+def heatmap(title: str, description: str, histogram: str, unit: str) -> Panel:
+    """Return the distribution of a histogram over time."""
+    return Panel(
+        title=title,
+        description=description,
+        targets=[Target(buckets(histogram), "{{le}}")],
+        unit=unit,
+        kind="heatmap",
+    )
+
+
+def busy_panel() -> Panel:
+    """Return the panel by which the ratio of prefill to decode workers is judged."""
+    busy = rate(f"{STEP}_sum", by="job")
+    return line(
+        "Busy: prefill against decode",
+        "Seconds of steps / seconds, a mean over a pool's workers. Where one pool is full and the other"
+        " idle, the"
+        " ratio of workers is wrong.",
+        f"{busy} / count by (job) (quire_engine_up) >= 0",
+        "{{job}}",
+        "percentunit",
+    )
+
+
+def step_panels(ours: str) -> Sequence[Panel]:
+    return [
+        Panel(
+            title="Mean step by phase",
+            description="Time of a step: schedule, prepare, forward, sample, process.",
+            targets=[Target(mean(STEP, ours, "phase"), "{{phase}}")],
+            unit="s",
+            is_stacked=True,
+        ),
+        line(
+            "Forward pass, p95",
+            "95th percentile of the forward pass of a step.",
+            quantile(0.95, STEP, f'phase="forward",{ours}', "instance"),
+            "{{instance}}",
+            "s",
+        ),
+        line(
+            "Tokens in a step",
+            "Mean tokens that a step computes; the budget is --max-num-batched-tokens.",
+            mean("quire_step_tokens", ours, "instance"),
+            "{{instance}}",
+        ),
+    ]
+
+
+def block_panels(ours: str) -> Sequence[Panel]:
+    return [
+        line(
+            "Blocks by state",
+            "Free: empty. Cached: reusable, nobody reads them. Used: at least one sequence or pin does.",
+            total("quire_kv_cache_blocks", ours, "state"),
+            "{{state}}",
+            is_stacked=True,
+        ),
+        line(
+            "Blocks in use",
+            "Used blocks / all blocks.",
+            f"max by (instance) ({selector('quire_kv_cache_usage_ratio', ours)})",
+            "{{instance}}",
+            "percentunit",
+        ),
+    ]
+
+
+def process_panels(ours: str) -> Sequence[Panel]:
+    return [
+        line(
+            "Event loop lag, p99",
+            "How much later than asked the event loop wakes a sleeper.",
+            quantile(0.99, "quire_event_loop_lag_seconds", ours, "instance"),
+            "{{instance}}",
+            "s",
+        ),
+        line(
+            "CPU",
+            "Processors in use.",
+            f"sum by (instance) (rate({selector('process_cpu_seconds_total', ours)}[{INTERVAL}]))",
+            "{{instance}}",
+        ),
+        line(
+            "Memory",
+            "Resident memory.",
+            total("process_resident_memory_bytes", ours, "instance"),
+            "{{instance}}",
+            "bytes",
+        ),
+    ]

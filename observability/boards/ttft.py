@@ -1,0 +1,91 @@
+"""Where the time to the first token goes."""
+
+from __future__ import annotations
+
+from quire.observability.boards.panels import PHASE, TTFT, heatmap, line
+from quire.observability.dashboard import Board, Panel, Row, Target
+from quire.observability.promql import quantile, quotient, rate, share_of_all
+from quire.services.phases import HAND_OVER, PROMPT_PHASES, ROUTER_PHASES, Phase
+
+BEFORE_FIRST_TOKEN = "|".join((*ROUTER_PHASES, *PROMPT_PHASES))
+AFTER_FIRST_TOKEN = "|".join(HAND_OVER)
+
+
+def _share(phase: Phase, count: str) -> Target:
+    """Return what a phase takes of each of the counted requests; a target of its own keeps the order."""
+    seconds = rate(f"{PHASE}_sum", f'phase="{phase}"')
+    return Target(quotient(seconds, count), phase)
+
+
+def ttft_board() -> Board:
+    """Return the board of phases."""
+    count = rate(f"{TTFT}_count")
+    all_before = rate(f"{PHASE}_sum", f'phase=~"{BEFORE_FIRST_TOKEN}"')
+    num_pushes = rate(f"{PHASE}_count", 'phase="transfer"')
+    return Board(
+        uid="quire-ttft",
+        title="quire / TTFT decomposition",
+        description="Where the time to the first token goes, and the time from there to the second.",
+        rows=[
+            Row(
+                "Mean of a request",
+                [
+                    Panel(
+                        title="To the first token",
+                        description="Time of each phase / first tokens. The rest is TTFT less all phases:"
+                        " the network"
+                        " and the event loops.",
+                        targets=[
+                            *(_share(phase, count) for phase in (*ROUTER_PHASES, *PROMPT_PHASES)),
+                            Target(
+                                f"clamp_min(({rate(TTFT + '_sum')} - {all_before}) / {count}, 0) >= 0", "rest"
+                            ),
+                        ],
+                        unit="s",
+                        is_stacked=True,
+                        width=12,
+                        height=10,
+                    ),
+                    Panel(
+                        title="From the first token to the second",
+                        description="Time of each phase / pushes. A push runs beside the computation:"
+                        " only what"
+                        " follows it counts here.",
+                        targets=[_share(phase, num_pushes) for phase in HAND_OVER],
+                        unit="s",
+                        is_stacked=True,
+                        width=12,
+                        height=10,
+                    ),
+                ],
+            ),
+            Row(
+                "Slow requests",
+                [
+                    line(
+                        "p95 by phase, to the first token",
+                        "95th percentile of each phase by itself; these do not add up.",
+                        quantile(0.95, PHASE, f'phase=~"{BEFORE_FIRST_TOKEN}"', "phase"),
+                        "{{phase}}",
+                        "s",
+                    ),
+                    line(
+                        "p95 by phase, to the second",
+                        "95th percentile of each phase by itself; these do not add up.",
+                        quantile(0.95, PHASE, f'phase=~"{AFTER_FIRST_TOKEN}"', "phase"),
+                        "{{phase}}",
+                        "s",
+                    ),
+                    heatmap("TTFT", "Distribution of the time to the first token.", TTFT, "s"),
+                    line(
+                        "Phases per request",
+                        "Observations of each phase / first tokens: above 1, attempts were repeated.",
+                        share_of_all(
+                            rate(f"{PHASE}_count", f'phase=~"{BEFORE_FIRST_TOKEN}"', "phase"), count
+                        ),
+                        "{{phase}}",
+                    ),
+                ],
+            ),
+        ],
+    )

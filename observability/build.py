@@ -1,0 +1,41 @@
+"""Writes what is made from code: the dashboards' JSON and docs/metrics.md.
+
+python -m quire.observability.build
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.observability.boards.all import BOARDS
+from quire.observability.metric_docs import metrics_page
+
+ROOT = Path(__file__).resolve().parents[1]
+DASHBOARDS = ROOT / "observability" / "grafana" / "dashboards"
+
+
+class BuiltFile(NamedTuple):
+    """A file and what it must say."""
+
+    path: Path
+    text: str
+
+
+def built_files() -> Iterator[BuiltFile]:
+    """Yield every file that is made from code."""
+    for board in BOARDS:
+        yield BuiltFile(DASHBOARDS / f"{board.uid}.json", board.to_json())
+    yield BuiltFile(ROOT / "docs" / "metrics.md", metrics_page())
+
+
+def main() -> None:
+    """Write the files."""
+    for file in built_files():
+        file.path.write_text(file.text, encoding="utf-8")
+        print(f"wrote {file.path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""A loaded stack under a real Prometheus, in which everything happens that dashboards and alerts speak of.
+
+    python -m quire.observability.live           # every expression, and which are empty or not numbers
+    python -m quire.observability.live --images  # pictures of the dashboards too, into docs/images/
+
+Two prefill and two decode workers with few blocks serve the demo model: requests wait for blocks, are
+preempted, copy prefixes from peers, are cancelled, and lose a prefill worker on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.observability.boards.all import BOARDS
+from quire.observability.dashboard import Expression
+from quire.observability.load import put_load
+from quire.observability.prometheus import PrometheusClient, Series, find_prometheus, running_prometheus
+from quire.services.local_stack import LocalStackConfig, local_stack
+from quire.services.router.slo import SloTargets
+
+SCRAPE_SECONDS = 1.0
+WINDOW_SECONDS = 10
+"""What stands for Grafana's $__rate_interval."""
+NUM_WORKERS = 4
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+SECONDS = 60.0
+
+
+class LiveRun(NamedTuple):
+    """A Prometheus that has watched a load, and when that was."""
+
+    prometheus: PrometheusClient
+    start: float
+    end: float
+
+    def series(self, expression: str, step: float = SCRAPE_SECONDS) -> list[Series]:
+        """Return what a dashboard would show of the load."""
+        return self.prometheus.query_range(with_variables(expression), self.start, self.end, step)
+
+
+class Finding(NamedTuple):
+    """What is wrong with an expression."""
+
+    expression: Expression
+    problem: str
+
+
+def with_variables(expression: str) -> str:
+    """Return an expression as Grafana would send it with every worker chosen."""
+    return expression.replace("$__rate_interval", f"{WINDOW_SECONDS}s").replace("$instance", ".*")
+
+
+def expressions() -> list[Expression]:
+    """Return every expression of every dashboard."""
+    return [expression for board in BOARDS for expression in board.expressions()]
+
+
+def findings(run: LiveRun) -> Iterator[Finding]:
+    """Yield the dashboards' expressions that showed nothing, or something that is not a number."""
+    for expression in expressions():
+        series = run.series(expression.expression)
+        if not series:
+            yield Finding(expression, "empty")
+        elif any(each.has_nan for each in series):
+            yield Finding(expression, "NaN")
+
+
+def never_above_zero(run: LiveRun) -> Iterator[Expression]:
+    """Yield the expressions of what has not happened."""
+    for expression in expressions():
+        if not any(value > 0 for series in run.series(expression.expression) for value in series.values):
+            yield expression
+
+
+@contextmanager
+def live_run(binary: str, seconds: float) -> Iterator[LiveRun]:
+    """Start everything, put load on it for about ``seconds``, and yield the Prometheus that watched."""
+    base = _free_ports(NUM_WORKERS + 1)
+    config = LocalStackConfig(
+        num_prefill=2,
+        num_decode=2,
+        port=0,
+        metrics_port=base,
+        num_blocks=64,
+        max_num_seqs=32,
+        max_num_batched_tokens=128,
+        slo=SloTargets(ttft_seconds=0.25, tpot_seconds=0.025),
+        log_level="error",
+    )
+    addresses = [f"127.0.0.1:{base + index}" for index in range(NUM_WORKERS + 1)]
+    jobs = {"router": addresses[:1], "prefill": addresses[1:3], "decode": addresses[3:]}
+    with local_stack(config) as stack, running_prometheus(binary, jobs, SCRAPE_SECONDS) as prometheus:
+        start = time.time()
+        asyncio.run(put_load(stack, seconds))
+        yield LiveRun(prometheus, start + WINDOW_SECONDS, time.time())
+
+
+def _free_ports(count: int) -> int:
+    """Return the first of some ports in a row that are free now."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            base: int = probe.getsockname()[1]
+        if base + count < 65536 and all(_is_free(base + index) for index in range(count)):
+            return base
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def main() -> None:
+    """Run a load, say what is wrong with the dashboards and the alert rules, and draw them if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="about how long to put load on the stack"
+    )
+    parser.add_argument("--images", action="store_true", help="draw each dashboard into docs/images/")
+    options = parser.parse_args()
+    binary = find_prometheus()
+    if binary is None:
+        parser.exit(1, "no prometheus on PATH; Debian and its like: apt install prometheus\n")
+    with live_run(binary, options.seconds) as run:
+        found = list(findings(run))
+        for finding in found:
+            print(f"{finding.problem}: {finding.expression}")
+        rules = run.prometheus.rules()
+        failing = [rule["name"] for rule in rules if rule["health"] != "ok"]
+        states = {rule["name"]: rule["state"] for rule in rules if rule["state"] != "inactive"}
+        for quiet in never_above_zero(run):
+            print(f"always 0: {quiet.board}, {quiet.panel}")
+        print(f"{len(expressions())} expressions, {len(found)} of them empty or NaN")
+        print(f"{len(rules)} alert rules, {len(failing)} of them failing; not inactive: {states}")
+        if options.images:
+            from quire.observability.preview import draw
+
+            for board in BOARDS:
+                print(f"wrote {draw(board, run, IMAGES)}")
+
+
+if __name__ == "__main__":
+    main()

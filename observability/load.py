@@ -1,0 +1,110 @@
+"""What a live run goes through: load, clients that leave, bad requests, pulls, and the loss of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from random import Random
+
+import grpc
+
+from quire.client import AsyncClient, InvalidRequest
+from quire.protos import inference_pb2, worker_pb2
+from quire.protos.worker_pb2_grpc import WorkerServiceStub
+from quire.services.local_stack import RunningStack
+
+CALL_SECONDS = 60.0
+PULLED_TOKENS = 256
+SHARED_PREFIXES = [
+    "--shared-prefix-len",
+    "192",
+    "--input-len",
+    "256",
+    "--output-len",
+    "48",
+    "--concurrency",
+    "8",
+]
+LONG_ANSWERS = ["--input-len", "96", "--output-len", "192", "--concurrency", "12"]
+
+
+async def put_load(stack: RunningStack, seconds: float) -> None:
+    """Go through it again and again for about ``seconds``; lose a prefill worker in the middle."""
+    begin = time.monotonic()
+    has_lost = False
+    number = 0
+    while (passed := time.monotonic() - begin) < seconds:
+        num_requests = max(6, int((seconds - passed) / 2))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_bench(stack.address, SHARED_PREFIXES, num_requests, number))
+            tasks.create_task(_bench(stack.address, LONG_ANSWERS, num_requests, number))
+            tasks.create_task(_leave_early(stack.address))
+            tasks.create_task(_ask_for_nothing(stack.address))
+            tasks.create_task(_pull(stack, number))
+            if passed > seconds / 3 and not has_lost:
+                has_lost = True
+                stack.workers["prefill-1"].process.kill()
+        number += 1
+
+
+async def _bench(address: str, options: list[str], num_requests: int, seed: int) -> None:
+    """Run the command's own benchmark."""
+    main = "from quire.cli.main import main; main()"
+    command = [sys.executable, "-c", main, "bench", "serve", "--address", address, "--ignore-eos", *options]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        *("--num-requests", str(num_requests), "--num-warmups", "0", "--seed", str(seed)),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    await process.wait()
+
+
+async def _leave_early(address: str) -> None:
+    async with AsyncClient(address, timeout=CALL_SECONDS) as client:
+        stream = client.stream([5] * 100, max_tokens=100, ignore_eos=True)
+        await anext(stream)
+        await stream.aclose()
+
+
+async def _ask_for_nothing(address: str) -> None:
+    async with AsyncClient(address, timeout=CALL_SECONDS) as client:
+        try:
+            await client.generate([5], max_tokens=0)
+        except InvalidRequest:
+            return
+
+
+async def _pull(stack: RunningStack, number: int) -> None:
+    """Let a decode worker copy what a prefill worker has computed, as the router has it done now and then."""
+    prompt = Random(number).choices(range(10, 200), k=PULLED_TOKENS)
+    names = ("prefill-0", "decode-0")
+    channels = [grpc.aio.insecure_channel(stack.ready[name].address) for name in names]
+    prefill, decode = map(WorkerServiceStub, channels)
+    try:
+        sequence = _sequence(f"live-prefill-{number}", prompt)
+        request = worker_pb2.PrefillRequest(sequence=sequence)
+        async for _ in prefill.Prefill(request, timeout=CALL_SECONDS):
+            pass
+        info = await prefill.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=CALL_SECONDS)
+        source = worker_pb2.PullSource(
+            address=stack.ready["prefill-0"].address,
+            epoch=info.epoch,
+            num_blocks=PULLED_TOKENS // info.layout.block_size,
+        )
+        sequence = _sequence(f"live-decode-{number}", prompt)
+        decoding = worker_pb2.DecodeRequest(sequence=sequence, pull_from=source)
+        async for _ in decode.Decode(decoding, timeout=CALL_SECONDS):
+            pass
+    finally:
+        for channel in channels:
+            await channel.close(None)
+
+
+def _sequence(name: str, prompt: list[int]) -> worker_pb2.Sequence:
+    return worker_pb2.Sequence(
+        request_id=name,
+        token_ids=prompt,
+        sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
+        stopping=inference_pb2.StoppingParams(max_tokens=4, ignore_eos=True),
+    )

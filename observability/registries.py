@@ -1,0 +1,117 @@
+"""The metrics of a router and of a worker, as their processes register them, without running any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+
+from quire.engine.block_pool import BlockCounts
+from quire.engine.scheduler import PreemptionCounts
+from quire.engine.speculation import SpeculationCounts
+from quire.kvindex.circuit_breaker import CircuitBreaker
+from quire.kvindex.instrumented_index import IndexMetrics, PublisherMetrics
+from quire.kvindex.publish_ledger import PublishLedger
+from quire.kvtransfer.metrics import TransferMetrics
+from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.services.grpc_server import GrpcMetrics
+from quire.services.loop_lag import LoopLagMetrics
+from quire.services.router.metrics import RouterMetrics
+from quire.services.worker.metrics import (
+    CacheInfo,
+    EngineCollector,
+    EngineSnapshot,
+    PromptMetrics,
+    StepMetrics,
+)
+
+SUFFIXES = {
+    "counter": ("_total",),
+    "info": ("_info",),
+    "histogram": ("_bucket", "_count", "_sum"),
+    "gauge": ("",),
+}
+"""What the names of a metric's series end with, by type."""
+
+
+class DescribedMetric(NamedTuple):
+    """A metric as its code declares it; ``values`` are those that a label has before anything happens."""
+
+    name: str
+    kind: str
+    text: str
+    labels: dict[str, tuple[str, ...]]
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The names of its series."""
+        return tuple(self.name + suffix for suffix in SUFFIXES[self.kind])
+
+    @property
+    def shown_name(self) -> str:
+        """The name that one looks for."""
+        return self.name if self.kind == "histogram" else self.series[0]
+
+
+class RecordingRegistry(CollectorRegistry):
+    """A registry that remembers what was registered, since labels are not part of what it collects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectors: list[object] = []
+
+    def register(self, collector: object) -> None:
+        """Register and remember."""
+        self.collectors.append(collector)
+        super().register(collector)  # type: ignore[arg-type]
+
+
+def router_registry() -> RecordingRegistry:
+    """Return what a router with an index reports."""
+    registry = RecordingRegistry()
+    RouterMetrics(registry)
+    IndexMetrics(registry, CircuitBreaker())
+    _add_common(registry)
+    return registry
+
+
+def worker_registry() -> RecordingRegistry:
+    """Return what a worker that publishes reports."""
+    registry = RecordingRegistry()
+    counts = (PreemptionCounts(0, 0), SpeculationCounts(0, 0))
+    idle = EngineSnapshot(0, 0, 0, 0, 0, BlockCounts(1, 0, 0), 0, 0.0, *counts)
+    registry.register(EngineCollector(lambda: idle))
+    StepMetrics(registry)
+    PromptMetrics(registry)
+    CacheInfo(registry).describe(block_size=16, num_blocks=1, block_bytes=1)
+    TransferMetrics(registry)
+    PullMetrics(registry)
+    PublisherMetrics(registry, PublishLedger())
+    _add_common(registry)
+    return registry
+
+
+def _add_common(registry: CollectorRegistry) -> None:
+    LoopLagMetrics(registry)
+    GrpcMetrics(registry)
+    ProcessCollector(registry=registry)
+
+
+def described(registry: RecordingRegistry) -> Iterator[DescribedMetric]:
+    """Yield the metrics of a registry, in the order in which they were registered."""
+    for collector in registry.collectors:
+        own_labels = getattr(collector, "_labelnames", ())
+        for metric in collector.collect():  # type: ignore[attr-defined]
+            names = own_labels or getattr(metric, "_labelnames", None) or ()
+            yield DescribedMetric(metric.name, metric.type, metric.documentation, _labels(metric, names))
+
+
+def _labels(metric: Metric, names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    if metric.type == "info":
+        names = tuple(metric.samples[0].labels)
+        return dict.fromkeys(names, ())
+    return {
+        name: tuple(dict.fromkeys(s.labels[name] for s in metric.samples if name in s.labels))
+        for name in names
+    }

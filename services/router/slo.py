@@ -1,0 +1,61 @@
+"""What users were promised, and whether a request kept it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+RESULTS = ("met", "missed")
+
+# What a client did, or asked for, is no failure of the service.
+_CLIENTS_OWN = frozenset(
+    code.name
+    for code in (
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloTargets:
+    """The most that a request may take for its first token, and for each further one on average."""
+
+    ttft_seconds: float = 1.0
+    tpot_seconds: float = 0.1
+
+
+class SloMetrics:
+    """Counts the requests that met the targets; goodput is the share or the rate of those that met both."""
+
+    def __init__(self, registry: CollectorRegistry, targets: SloTargets) -> None:
+        self._targets = targets
+        target = Gauge("quire_slo_target_seconds", "What the router was told.", ["target"], registry=registry)
+        target.labels("ttft").set(targets.ttft_seconds)
+        target.labels("tpot").set(targets.tpot_seconds)
+        requests = Counter(
+            "quire_slo_requests_total",
+            "Requests that ended, and were not the client's own failure, by whether they met the targets.",
+            ["ttft", "tpot"],
+            registry=registry,
+        )
+        self._count = {
+            (ttft == "met", tpot == "met"): requests.labels(ttft, tpot)
+            for ttft in RESULTS
+            for tpot in RESULTS
+        }
+
+    def judge(self, grpc_code: str, ttft_seconds: float | None, tpot_seconds: float | None) -> None:
+        """Count a request that ended; ``None`` for what never came, as the TPOT of a single token."""
+        if grpc_code in _CLIENTS_OWN:
+            return
+        has_met_ttft = ttft_seconds is not None and ttft_seconds <= self._targets.ttft_seconds
+        has_met_tpot = tpot_seconds is None or tpot_seconds <= self._targets.tpot_seconds
+        self._count[has_met_ttft, has_met_tpot and grpc_code == "OK"].inc()

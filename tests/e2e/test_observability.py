@@ -1,0 +1,167 @@
+"""Real processes: what they report is documented, one request is one trace, dashboards show a load."""
+
+from __future__ import annotations
+
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+from urllib.request import urlopen
+
+import grpc
+import pytest
+import yaml
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.observability.live import findings, live_run
+from quire.observability.metric_docs import series
+from quire.observability.prometheus import ALERTS, find_prometheus
+from quire.observability.references import references
+from quire.observability.registries import described, router_registry, worker_registry
+from quire.protos import inference_pb2 as pb
+from quire.protos.inference_pb2_grpc import GenerationServiceStub
+from quire.services.local_stack import RunningStack
+
+StartStack = Callable[..., AbstractContextManager[RunningStack]]
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+LOAD_SECONDS = 20.0
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Takes spans as an OpenTelemetry collector does, and keeps them by service and name."""
+
+    def __init__(self) -> None:
+        self.spans: defaultdict[str, dict[str, Span]] = defaultdict(dict)
+        self.address = ""
+
+    def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            names = {a.key: a.value.string_value for a in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                self.spans[names["service.name"]].update({span.name: span for span in scope.spans})
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    server = grpc.server(ThreadPoolExecutor(max_workers=2))
+    collector = Collector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    collector.address = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield collector
+    server.stop(None).wait()
+
+
+def test_one_request_is_one_trace_and_every_metric_is_documented(
+    start_stack: StartStack, collector: Collector, e2e: Any
+) -> None:
+    base = free_ports(3)
+    with start_stack("llama", otlp_endpoint=collector.address, metrics_port=base) as stack:
+        with grpc.insecure_channel(stack.address) as channel:
+            generation = pb.Generation(
+                token_ids=pb.TokenIds(ids=e2e.make_prompt(100)),
+                # Long enough for the prefill worker to hear that its push was acknowledged.
+                stopping=pb.StoppingParams(max_tokens=200, ignore_eos=True),
+            )
+            parent = ("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01")
+            answer = GenerationServiceStub(channel).Generate(
+                pb.GenerateRequest(generation=generation), metadata=[parent], timeout=60
+            )
+        assert answer.usage.blocks_shipped
+        assert answer.usage.retries == 0
+        assert scraped(base) == dict(series(described(router_registry())))
+        for port in (base + 1, base + 2):
+            assert scraped(port) == dict(series(described(worker_registry())))
+    check_trace(collector.spans)
+
+
+def check_trace(found: dict[str, dict[str, Span]]) -> None:
+    """Check the spans of one request: who has which, under which, and in which order."""
+    spans = {service: found[service] for service in ("quire-router", "quire-prefill", "quire-decode")}
+    assert {service: set(names) for service, names in found.items()} == {
+        "quire-router": {"request", "admit", "tokenize", "lookup", "choose", "accept"},
+        "quire-prefill": {
+            *("prefill", "prefill_queue", "prefill_compute"),
+            *("push", "credit_wait", "transfer"),
+        },
+        "quire-decode": {"decode", "decode_queue", "first_decode_step"},
+    }
+    request = spans["quire-router"]["request"]
+    assert request.parent_span_id.hex() == SPAN_ID
+    for root, names in (("prefill", spans["quire-prefill"]), ("decode", spans["quire-decode"])):
+        assert names[root].parent_span_id == request.span_id
+    for root, names in (
+        ("request", "quire-router"),
+        ("prefill", "quire-prefill"),
+        ("decode", "quire-decode"),
+    ):
+        for name, span in spans[names].items():
+            assert span.trace_id.hex() == TRACE_ID
+            if name != root:
+                assert span.parent_span_id == spans[names][root].span_id
+    prefill, decode = spans["quire-prefill"], spans["quire-decode"]
+    for earlier, later in (
+        (request, spans["quire-router"]["lookup"]),
+        (spans["quire-router"]["lookup"], spans["quire-router"]["accept"]),
+        (spans["quire-router"]["accept"], prefill["prefill"]),
+        (prefill["prefill_queue"], prefill["prefill_compute"]),
+        (prefill["prefill_compute"], prefill["transfer"]),
+        (prefill["push"], decode["first_decode_step"]),
+    ):
+        assert earlier.start_time_unix_nano <= later.start_time_unix_nano
+
+
+def scraped(port: int) -> dict[str, set[str]]:
+    """Return the series that a process reports, and their labels."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                found[sample.name] |= set(sample.labels)
+    return found
+
+
+def free_ports(count: int) -> int:
+    """Return the first of some ports in a row that were free a moment ago."""
+    while True:
+        sockets = []
+        try:
+            first = socket.create_server(("127.0.0.1", 0))
+            sockets.append(first)
+            base: int = first.getsockname()[1]
+            sockets += [socket.create_server(("127.0.0.1", base + index)) for index in range(1, count)]
+            return base
+        except OSError:
+            continue
+        finally:
+            for each in sockets:
+                each.close()
+
+
+def alert_expressions() -> list[str]:
+    """Return what the alert rules ask for."""
+    groups = yaml.safe_load(ALERTS.read_text("utf-8"))["groups"]
+    return [rule["expr"] for group in groups for rule in group["rules"]]
+
+
+@pytest.mark.skipif(
+    find_prometheus() is None,
+    reason="no prometheus on PATH (apt install prometheus); names and labels are checked without one",
+)
+def test_dashboards_and_alerts_see_a_loaded_stack() -> None:
+    binary = find_prometheus()
+    assert binary is not None
+    with live_run(binary, LOAD_SECONDS) as run:
+        assert list(findings(run)) == []
+        assert [rule["lastError"] for rule in run.prometheus.rules() if rule["health"] != "ok"] == []
+        selectors = {s.text for expression in alert_expressions() for s in references(expression).selectors}
+        assert [text for text in sorted(selectors) if not run.prometheus.query(text)] == []

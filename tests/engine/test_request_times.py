@@ -1,0 +1,113 @@
+"""When a request was queued, started and finished, and how old the oldest pin is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import SamplingParams, Sequence
+
+BLOCK_SIZE = 4
+
+
+class Clock:
+    """A time that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Runner:
+    """Computes nothing: token 5 is always the most probable."""
+
+    def move_blocks(self, schedule: Any) -> None:
+        pass
+
+    def prepare(self, scheduled: list[Any]) -> list[Any]:
+        return scheduled
+
+    def forward(self, scheduled: list[Any]) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.full((len(scheduled),), 5), 8).float()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def engine(clock: Clock) -> Engine:
+    model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
+    memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, torch.float32), 8, torch.device("cpu"))
+    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=1, max_num_batched_tokens=8)
+    engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens), clock=clock)
+    engine.runner = Runner()  # type: ignore[assignment]
+    return engine
+
+
+def prompt(name: str, length: int = 12, **options: Any) -> Sequence:
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    return Sequence(name, [ord(name)] * length, length, params, b"", **options)
+
+
+def test_a_request_waits_until_its_first_step(engine: Engine, clock: Clock) -> None:
+    first, second = prompt("a"), prompt("b")
+    for clock.now, sequence in ((1.0, first), (2.0, second)):
+        engine.add(sequence)
+    clock.now = 3.0
+    engine.step()
+    assert (first.queued_at, first.started_at, second.started_at) == (1.0, 3.0, 0.0)
+    assert engine.num_step_tokens == 8
+    while not second.started_at:
+        clock.now += 1.0
+        engine.step()
+    assert first.started_at == 3.0  # later chunks change nothing
+    assert first.finished_at == clock.now - 1.0
+    assert second.queued_at == 2.0
+
+
+def test_an_accepted_request_is_queued_when_its_blocks_are_there(engine: Engine, clock: Clock) -> None:
+    sequence = prompt("a")
+    engine.accept(sequence)
+    engine.reserve("a", lambda: None)
+    clock.now = 4.0
+    engine.admit("a", 5)
+    clock.now = 6.0
+    engine.step()
+    assert (sequence.queued_at, sequence.started_at) == (4.0, 6.0)
+
+
+def test_blocks_wait_for_an_older_request(engine: Engine) -> None:
+    for name in ("a", "b", "c"):
+        engine.accept(prompt(name))
+        engine.reserve(name, lambda: None)
+    assert engine.num_waiting_for_blocks == 1
+    engine.abort("a")
+    assert engine.num_waiting_for_blocks == 0
+
+
+def test_the_oldest_pin_is_a_finished_prefill_or_a_lease(engine: Engine, clock: Clock) -> None:
+    assert engine.oldest_pin_seconds == 0.0
+    sequence = prompt("a", stops_after_prefill=True)
+    engine.add(sequence)
+    while not engine.is_idle:
+        clock.now += 1.0
+        engine.step()
+    finished_at = clock.now
+    clock.now += 5.0
+    assert engine.pins.pin("lease", sequence.block_hashes)
+    clock.now += 2.0
+    assert engine.oldest_pin_seconds == clock.now - finished_at == 7.0
+    engine.release("a")
+    assert engine.oldest_pin_seconds == 2.0
+    engine.unpin("lease")
+    assert engine.oldest_pin_seconds == 0.0
+    engine.check_conservation()

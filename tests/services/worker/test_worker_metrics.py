@@ -1,0 +1,83 @@
+"""A worker's metrics: the engine as it is at a scrape, and where prefixes came from."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quire.engine.block_pool import BlockCounts
+from quire.engine.engine_thread import EngineStoppedError
+from quire.engine.scheduler import PreemptionCounts
+from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.speculation import SpeculationCounts
+from quire.services.worker.metrics import (
+    EngineCollector,
+    EngineSnapshot,
+    PromptMetrics,
+    ask_for_snapshot,
+)
+
+SNAPSHOT = EngineSnapshot(
+    3, 2, 1, 1, 40, BlockCounts(10, 20, 30), 7, 1.5, PreemptionCounts(4, 5), SpeculationCounts(9, 6)
+)
+
+
+def test_an_engine_is_reported_as_it_is() -> None:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(lambda: SNAPSHOT))
+    read = registry.get_sample_value
+    assert read("quire_engine_up") == 1
+    assert (read("quire_requests_running"), read("quire_requests_waiting")) == (3, 2)
+    states = [read("quire_kv_cache_blocks", {"state": state}) for state in ("free", "cached", "used")]
+    assert states == [10, 20, 30]
+    assert read("quire_kv_cache_usage_ratio") == 0.5
+    assert (read("quire_kv_pinned_blocks"), read("quire_kv_oldest_pin_seconds")) == (7, 1.5)
+    assert read("quire_preemptions_total", {"kind": "swapped"}) == 4
+    assert read("quire_preemptions_total", {"kind": "recomputed"}) == 5
+    assert read("quire_speculation_tokens_total", {"kind": "accepted"}) == 6
+
+
+def test_of_an_engine_that_does_not_answer_nothing_else_is_said() -> None:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(lambda: None))
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    assert [(sample.name, sample.value) for sample in samples] == [("quire_engine_up", 0)]
+
+
+class SilentThread:
+    """An engine's thread that is stuck in a step."""
+
+    def post(self, command: Any) -> Future[Any]:
+        return Future()
+
+
+class StoppedThread:
+    """An engine's thread that has ended."""
+
+    def post(self, command: Any) -> Future[Any]:
+        raise EngineStoppedError("the engine has stopped")
+
+
+@pytest.mark.parametrize("thread", [SilentThread(), StoppedThread()])
+def test_a_scrape_does_not_wait_for_ever(thread: Any) -> None:
+    assert ask_for_snapshot(thread, timeout_seconds=0.01) is None
+
+
+@pytest.mark.parametrize(
+    ("cached", "pulled", "own", "peer"),
+    [(0, 0, 0, 0), (8, 0, 8, 0), (8, 4, 4, 4), (4, 8, 0, 4), (14, 0, 12, 0)],
+)
+def test_prefix_hits_are_a_peers_as_far_as_they_were_pulled(
+    cached: int, pulled: int, own: int, peer: int
+) -> None:
+    registry = CollectorRegistry()
+    sequence = Sequence("a", [5] * 16, 12, SamplingParams(), b"")
+    sequence.num_cached_tokens = cached
+    PromptMetrics(registry).computed(sequence, pulled)
+    read = registry.get_sample_value
+    assert read("quire_prefix_cache_queries_total") == 12
+    assert read("quire_prefix_cache_hits_total", {"source": "own"}) == own
+    assert read("quire_prefix_cache_hits_total", {"source": "peer"}) == peer
