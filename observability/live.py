@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import NamedTuple
 from quire.observability.boards.all import BOARDS
 from quire.observability.dashboard import Expression
 from quire.observability.load import put_load
+from quire.observability.ports import free_ports
 from quire.observability.prometheus import PrometheusClient, Series, find_prometheus, running_prometheus
 from quire.services.local_stack import LocalStackConfig, local_stack
 from quire.services.router.slo import SloTargets
@@ -82,7 +82,7 @@ def never_above_zero(run: LiveRun) -> Iterator[Expression]:
 @contextmanager
 def live_run(binary: str, seconds: float) -> Iterator[LiveRun]:
     """Start everything, put load on it for about ``seconds``, and yield the Prometheus that watched."""
-    base = _free_ports(NUM_WORKERS + 1)
+    base = free_ports(NUM_WORKERS + 1)
     config = LocalStackConfig(
         num_prefill=2,
         num_decode=2,
@@ -100,25 +100,6 @@ def live_run(binary: str, seconds: float) -> Iterator[LiveRun]:
         start = time.time()
         asyncio.run(put_load(stack, seconds))
         yield LiveRun(prometheus, start + WINDOW_SECONDS, time.time())
-
-
-def _free_ports(count: int) -> int:
-    """Return the first of some ports in a row that are free now."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            base: int = probe.getsockname()[1]
-        if base + count < 65536 and all(_is_free(base + index) for index in range(count)):
-            return base
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 def main() -> None:

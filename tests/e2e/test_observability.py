@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observability.live import findings, live_run
 from quire.observability.metric_docs import series
+from quire.observability.ports import free_ports
 from quire.observability.prometheus import ALERTS, find_prometheus
 from quire.observability.references import references
 from quire.observability.registries import described, router_registry, worker_registry
@@ -128,23 +128,6 @@ def scraped(port: int) -> dict[str, set[str]]:
             if not sample.name.endswith("_created"):
                 found[sample.name] |= set(sample.labels)
     return found
-
-
-def free_ports(count: int) -> int:
-    """Return the first of some ports in a row that were free a moment ago."""
-    while True:
-        sockets = []
-        try:
-            first = socket.create_server(("127.0.0.1", 0))
-            sockets.append(first)
-            base: int = first.getsockname()[1]
-            sockets += [socket.create_server(("127.0.0.1", base + index)) for index in range(1, count)]
-            return base
-        except OSError:
-            continue
-        finally:
-            for each in sockets:
-                each.close()
 
 
 def alert_expressions() -> list[str]:

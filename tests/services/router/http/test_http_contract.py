@@ -128,7 +128,7 @@ async def test_a_full_router_says_when_to_come_back(start: Any, pair: Any) -> No
         worker.pause_before_token = 0
     first = asyncio.create_task(post(http, "/v1/completions", PROMPT))
     async with asyncio.timeout(5):
-        while not pair.metric("quire_requests_running"):
+        while not pair.metric("quire_router_requests_running"):
             await asyncio.sleep(0.005)
     async with http.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
         assert response.status == 429
@@ -138,7 +138,7 @@ async def test_a_full_router_says_when_to_come_back(start: Any, pair: Any) -> No
     assert status == 429
     first.cancel()
     async with asyncio.timeout(5):
-        while pair.metric("quire_requests_running"):
+        while pair.metric("quire_router_requests_running"):
             await asyncio.sleep(0.005)
 
 
@@ -266,7 +266,7 @@ async def test_many_come_and_many_leave(http: ClientSession, pair: Any) -> None:
     answers = await asyncio.gather(*map(ask, range(60)))
     assert {answer for number, answer in enumerate(answers) if number % 3} == {"hello world, stop here"}
     async with asyncio.timeout(5):
-        while pair.metric("quire_requests_running"):
+        while pair.metric("quire_router_requests_running"):
             await asyncio.sleep(0.005)
 
 

@@ -140,7 +140,7 @@ async def test_who_leaves_ends_the_request(client: AsyncOpenAI, pair: Any, strea
             await (await asking).close()
         asking.cancel()
         await used.aborted.wait()
-        while pair.metric("quire_requests_running"):
+        while pair.metric("quire_router_requests_running"):
             await asyncio.sleep(0.005)
     assert pair.metric("quire_request_failure_total", grpc_code="CANCELLED") == 1
 
