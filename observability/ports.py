@@ -6,7 +6,7 @@ import socket
 from random import SystemRandom
 
 FIRST_PORT, LAST_PORT = 10_000, 32_000
-"""Below those that Linux gives to whoever asks for any: nobody takes one by chance after it was found free."""
+"""Below those that Linux gives to whoever asks for any: none is taken by chance once it was found free."""
 
 
 def free_ports(count: int) -> int:
