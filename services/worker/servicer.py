@@ -108,6 +108,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             sequence = without_last_token(sequence)
         with self._running("prefill", request.sequence, sequence, context) as (updates, phases):
             pulled = await self._pull(request, sequence, phases)
+            # Once it is added the engine may append the first token at any moment.
+            num_blocks = -(-sequence.num_tokens // self._memory.shape.block_size)
             await self._add(sequence)
             if not request.HasField("ticket"):
                 computed = await self._computed(sequence, updates)
@@ -115,7 +117,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 computed.pulled.CopyFrom(pulled)
                 yield computed
                 return
-            push = PrefillPush(sequence, self._memory, self._open_push(request, sequence, context))
+            push = PrefillPush(sequence, self._memory, self._open_push(request, num_blocks, context))
             pushing = asyncio.create_task(push.run(request.ticket.first_block))
             pushing.add_done_callback(lambda task: _report_failure(task, updates))
             try:
@@ -168,14 +170,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         phases.record(Phase.TRANSFER, credit_at, pushed.committed_at)
         phases.span.part("push", pushed.committed_at - pushed.summary.seconds, pushed.committed_at)
 
-    def _open_push(self, request: worker_pb2.PrefillRequest, sequence: Sequence, context: Any) -> BlockPush:
+    def _open_push(self, request: worker_pb2.PrefillRequest, num_blocks: int, context: Any) -> BlockPush:
         return BlockPush(
             self._channels.get(request.ticket.address),
             request.ticket,
             request_id=request.sequence.request_id,
             attempt=request.sequence.attempt,
             layout=self._identity.layout,
-            num_blocks=-(-sequence.num_tokens // self._memory.shape.block_size),
+            num_blocks=num_blocks,
             timeout=context.time_remaining() or self._identity.request_timeout_seconds,
         )
 
