@@ -235,4 +235,8 @@ class BlockPush:
         await asyncio.wait([self._reading])
         if self._refused is not None:
             return PushFailedError(_STATUS_CODES[self._refused.status_code], self._refused.message)
-        return PushFailedError(await self._call.code(), await self._call.details() or "")
+        code, details = await self._call.code(), await self._call.details() or ""
+        if code is grpc.StatusCode.INTERNAL:
+            # A receiver that fails refuses first: this is gRPC's word for a stream that broke under a write.
+            code = grpc.StatusCode.UNAVAILABLE
+        return PushFailedError(code, details)

@@ -283,6 +283,10 @@ class _Call:
         if isinstance(error, grpc.aio.AbortError):
             self.code = self._context.code()
             raise error
+        if isinstance(error, grpc.aio.InternalError):
+            # gRPC could not send the handler's message or status: the client has left. gRPC passes over it.
+            self.code = grpc.StatusCode.CANCELLED
+            raise error
         if not isinstance(error, ServiceError):
             _log.exception("call_failed", method=self._method)
             error = Internal("internal error; the server's log has the details")

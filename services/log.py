@@ -75,13 +75,27 @@ def get_logger(name: str) -> EventLogger:
 
 
 def configure_logging(level: str = "info", *, stream: TextIO | None = None, **constant: object) -> None:
-    """Send all events of at least ``level`` to ``stream``; ``constant`` fields name the process."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    """Send all events of at least ``level`` to ``stream``, by default whatever stderr then is.
+
+    ``constant`` fields name the process.
+    """
+    handler = logging.StreamHandler(stream) if stream else _StderrHandler()
     handler.setFormatter(LineFormatter(constant))
     logger = logging.getLogger(_ROOT)
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to the present ``sys.stderr``: the one that there was at the start may be closed meanwhile."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record's line."""
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
 
 
 def set_level(level: str) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -53,6 +54,14 @@ class Servicer(pb_grpc.GenerationServiceServicer):
             await asyncio.Event().wait()
         finally:
             self.cancelled.set()
+
+    async def GenerateBatch(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateBatchResponse]:
+        """Abort the call when the client has left."""
+        yield pb.GenerateBatchResponse()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        self.cancelled.set()
+        await context.abort(grpc.StatusCode.ABORTED, "too late")
 
 
 @pytest.fixture
@@ -150,6 +159,23 @@ async def test_calls_are_counted_by_code(
     assert count("GenerateStream", "CANCELLED") == 1
 
 
+async def test_who_left_is_told_nothing_and_nothing_is_logged(
+    channel: grpc.aio.Channel, registry: CollectorRegistry, servicer: Servicer, caplog: Any
+) -> None:
+    stream = io.StringIO()
+    configure_logging("info", stream=stream)
+    call = pb_grpc.GenerationServiceStub(channel).GenerateBatch(pb.GenerateBatchRequest())
+    await call.read()
+    call.cancel()
+    labels = {"grpc_method": "GenerateBatch", "grpc_code": "CANCELLED"}
+    async with asyncio.timeout(5):
+        await servicer.cancelled.wait()
+        while not registry.get_sample_value("grpc_server_handled_total", labels):
+            await asyncio.sleep(0.005)
+    assert stream.getvalue() == ""
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_a_taken_port_is_refused(server: GrpcServer) -> None:
     with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1"):
         async with grpc_server([], port=server.port, registry=CollectorRegistry()):
@@ -173,6 +199,16 @@ def test_a_log_line_cannot_be_forged() -> None:
     assert line.count("\n") == 1
     assert "\x1b" not in line
     assert r'role=router event=done request_id="x\nevent=paid \u001b[31m" seconds=0.25 plain=a-b' in line
+
+
+def test_a_log_outlives_the_stderr_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    configure_logging("info")
+    first.close()
+    monkeypatch.setattr(sys, "stderr", second)
+    get_logger("test").info("done")
+    assert second.getvalue().endswith("event=done\n")
 
 
 def test_metrics_are_served_from_the_given_registry(registry: CollectorRegistry) -> None:
