@@ -70,7 +70,7 @@ def _generation(body: ChatCompletionRequest, use: ToolUse, name: str) -> pb.Gene
     return pb.Generation(
         model=body.model,
         chat=conversation(body.messages, use, arguments),
-        sampling=sampling_params(body, body.n or 1),
+        sampling=sampling_params(body),
         stopping=stopping_params(body, max_tokens),
         response=pb.ResponseOptions(
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -80,6 +80,7 @@ def _generation(body: ChatCompletionRequest, use: ToolUse, name: str) -> pb.Gene
         ),
         request_id=name,
         format=wanted or call,
+        cache_salt=body.cache_salt,
     )
 
 

@@ -21,7 +21,7 @@ from quire.services.router.http.sampling_fields import answer_format, sampling_p
 from quire.services.router.http.streams import Tagged, run, send_events
 from quire.services.router.http.usage import UsageCount
 from quire.services.router.servicer import GenerationServicer, collected
-from quire.services.router.validation import MAX_ANSWERS, ServedModel
+from quire.services.router.validation import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -50,17 +50,17 @@ class Completions:
 
 
 def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
-    _check(body)
+    if body.echo and body.prompt_logprobs is not None:
+        raise InvalidArgument("prompt_logprobs", "cannot go with echo, which returns them as logprobs")
     prompts = body.prompts
-    logprobs = 0 if body.logprobs is None and body.num_drawn > (body.n or 1) else body.logprobs
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     options = pb.ResponseOptions(
-        logprobs=logprobs,
+        logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else body.prompt_logprobs,
         prompt_token_ids=bool(body.echo or body.prompt_logprobs is not None or body.return_token_ids),
         keep_special_tokens=body.skip_special_tokens is False,
     )
-    sampling, form = sampling_params(body, body.num_drawn), answer_format(body)
+    sampling, form = sampling_params(body, body.best_of), answer_format(body)
     stopping = stopping_params(body, 1 if body.only_reads else max_tokens)
     return [
         pb.Generation(
@@ -72,21 +72,10 @@ def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
             response=options,
             request_id=name if len(prompts) == 1 else f"{name}-{at}",
             format=form,
+            cache_salt=body.cache_salt,
         )
         for at, prompt in enumerate(prompts)
     ]
-
-
-def _check(body: CompletionRequest) -> None:
-    if body.best_of is not None:
-        if not (body.n or 1) <= body.best_of <= MAX_ANSWERS:
-            raise InvalidArgument(
-                "best_of", f"must be from n = {body.n or 1} to {MAX_ANSWERS}; got {body.best_of}"
-            )
-        if body.best_of > (body.n or 1) and (body.stream or body.use_beam_search):
-            raise InvalidArgument("best_of", "cannot go with stream or use_beam_search")
-    if body.echo and body.prompt_logprobs is not None:
-        raise InvalidArgument("prompt_logprobs", "cannot go with echo, which returns them as logprobs")
 
 
 class _Prompt(NamedTuple):
@@ -139,9 +128,9 @@ class _Writer:
         choices = []
         for at in sorted(by_prompt):
             answer = collected(by_prompt[at])
-            for index, choice in enumerate(_best(answer.choices, body.n or 1)):
+            for choice in answer.choices:
                 message = pb.GenerateStreamResponse(
-                    index=index,
+                    index=choice.index,
                     text=choice.text,
                     token_ids=choice.token_ids,
                     logprobs=choice.logprobs,
@@ -203,14 +192,3 @@ class _Writer:
                 text = prompt if isinstance(prompt, str) else self._model.tokenizer.decode(ids)
             self._prompts[at] = _Prompt(text, ids, list(response.prompt_logprobs))
         return self._prompts[at]
-
-
-def _best(choices: Sequence[pb.Choice], number: int) -> Sequence[pb.Choice]:
-    """Return the choices with the highest logprob per token."""
-    if len(choices) <= number:
-        return choices
-    return sorted(choices, key=_mean_logprob, reverse=True)[:number]
-
-
-def _mean_logprob(choice: pb.Choice) -> float:
-    return sum(each.logprob for each in choice.logprobs) / max(len(choice.logprobs), 1)

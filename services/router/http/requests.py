@@ -13,6 +13,7 @@ from quire.services.router.http.sampling_fields import (
     LogprobCount,
     TokenId,
 )
+from quire.services.router.validation import MAX_ANSWERS
 
 MAX_PROMPTS = 256
 """Prompts of one request; each counts as a request of its own where the router admits them."""
@@ -28,7 +29,7 @@ class CompletionRequest(GenerationFields):
     prompt: str | Prompts | TokenIds | TokenIdPrompts
     logprobs: LogprobCount | None = None
     echo: bool | None = Field(None, description="Return the prompt before each answer.")
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     suffix: None = None
     add_special_tokens: Literal[True] | None = None
 
@@ -42,11 +43,6 @@ class CompletionRequest(GenerationFields):
                 return [cast("list[int]", token_ids)]
             case several:
                 return list(cast("list[str] | list[list[int]]", several))
-
-    @property
-    def num_drawn(self) -> int:
-        """Answers to draw for each prompt, of which ``n`` are returned."""
-        return self.best_of or self.n or 1
 
     @property
     def only_reads(self) -> bool:

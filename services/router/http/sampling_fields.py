@@ -116,6 +116,9 @@ class GenerationFields(Body):
     length_penalty: float | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: LogprobCount | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Requests with different salts share no KV blocks."
+    )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="Write tokens as token_id:N.")
     request_id: str | None = Field(None, description="For logs; instead of the header X-Request-Id.")
@@ -147,9 +150,9 @@ class GenerationFields(Body):
         )
 
 
-def sampling_params(fields: GenerationFields, num_answers: int) -> pb.SamplingParams:
+def sampling_params(fields: GenerationFields, best_of: int | None = None) -> pb.SamplingParams:
     """Return how tokens are drawn, or searched."""
-    beam = None
+    beam, num_answers = None, fields.n or 1
     if fields.use_beam_search:
         beam = pb.BeamParams(width=num_answers, length_penalty=fields.length_penalty)
     elif fields.length_penalty is not None:
@@ -161,6 +164,7 @@ def sampling_params(fields: GenerationFields, num_answers: int) -> pb.SamplingPa
         min_p=fields.min_p,
         seed=fields.seed % (1 << 64) if fields.seed is not None else None,
         n=None if beam else num_answers,
+        best_of=best_of,
         beam=beam,
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,

@@ -117,11 +117,26 @@ async def test_a_stop_string_ends_the_text(client: AsyncOpenAI) -> None:
     assert completion.choices[0].finish_reason == "stop"
 
 
-async def test_the_best_are_returned(client: AsyncOpenAI) -> None:
-    completion = await client.completions.create(model="tiny", prompt="say it", n=2, best_of=4, max_tokens=50)
-    assert [choice.index for choice in completion.choices] == [0, 1]
-    assert completion.usage is not None
-    assert completion.usage.completion_tokens % 4 == 0
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_best_are_returned(client: AsyncOpenAI, pair: Any, stream: bool) -> None:
+    pair.script.logprobs = [-0.5, -0.2, -0.9, -0.3]
+    create: Any = client.completions.create
+    request = {"model": "tiny", "prompt": "say it", "n": 2, "best_of": 4, "max_tokens": 50, "logprobs": 0}
+    answer = await create(**request, stream=stream)
+    choices = [each.choices[0] async for each in answer] if stream else answer.choices
+    assert [(choice.index, choice.text) for choice in choices] == [(0, TEXT), (1, TEXT)]
+    logprobs = [set(choice.logprobs.token_logprobs) for choice in choices]
+    assert [[pytest.approx(each)] for each in (-0.2, -0.3)] == [list(each) for each in logprobs]
+    if not stream:
+        assert answer.usage.completion_tokens == 4 * len(pair.script.answer)
+
+
+async def test_the_salt_reaches_the_workers(client: AsyncOpenAI, pair: Any) -> None:
+    salt = {"cache_salt": "mine"}
+    await client.completions.create(model="tiny", prompt="say it", extra_body=salt)
+    await client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=salt)
+    calls = [call.sequence.cache_scope for worker in pair.workers.values() for call in worker.calls]
+    assert [scope.salt for scope in calls] == ["mine"] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
