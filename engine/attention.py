@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from quire.kernels import ops
 from quire.kernels.metadata import AttentionMetadata
@@ -69,11 +68,10 @@ def attend(
     return output[None], None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Build no mask: causality and windows follow from positions inside the kernel."""
-
-
 def register() -> None:
-    """Make ``attn_implementation="quire"`` known to transformers; idempotent."""
+    """Make ``attn_implementation="quire"`` known to transformers; idempotent.
+
+    Not as a kind of mask: causality and windows follow from positions inside the kernel, and transformers,
+    before it asks even for no mask, would look at the positions, for which the host waits for a GPU.
+    """
     AttentionInterface.register(IMPLEMENTATION, attend)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)

@@ -8,12 +8,12 @@ is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from quire.kernels.cpu import attention as cpu_attention
-from quire.kernels.cpu import blocks as cpu_blocks
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 
@@ -34,10 +34,21 @@ if torch.cuda.is_available():
 _library = torch.library.Library("quire", "DEF")
 
 
-def _register(schema: str, on_cpu: Callable[..., Any], shape: Callable[..., Any]) -> None:
+@cache
+def _find_on_cpu(name: str) -> Callable[..., Any]:
+    module = import_module(f"quire.kernels.cpu.{'attention' if name == 'paged_attention' else 'blocks'}")
+    return getattr(module, name)  # type: ignore[no-any-return]
+
+
+def _on_cpu(name: str) -> Callable[..., Any]:
+    """Return a CPU kernel that is imported when it is first called: a GPU needs no Numba."""
+    return lambda *arguments, **options: _find_on_cpu(name)(*arguments, **options)
+
+
+def _register(schema: str, shape: Callable[..., Any]) -> None:
     """Define an operator with its implementations and what it returns without being run."""
     name = _library.define(schema)
-    _library.impl(name, on_cpu, "CPU")
+    _library.impl(name, _on_cpu(name), "CPU")
     if torch.cuda.is_available():
         _library.impl(name, _ON_CUDA[name], "CUDA")
     torch.library.register_fake(f"quire::{name}", shape, lib=_library)
@@ -48,24 +59,20 @@ _register(
     "Tensor seq_lens, *, float scale, int? sliding_window=None, float? logit_softcap=None, "
     "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, int? max_new_tokens=None) "
     "-> Tensor",
-    cpu_attention.paged_attention,
     lambda query, *_, **__: query.new_empty(query.shape),
 )
 _register(
     "write_kv(Tensor key, Tensor value, Tensor(a!) kv_layer, Tensor slot_mapping, Tensor(b!)? kv_scales=None)"
     " -> ()",
-    cpu_blocks.write_kv,
     lambda *_: None,
 )
-_register("copy_blocks(Tensor(a!) blocks, Tensor pairs) -> ()", cpu_blocks.copy_blocks, lambda *_: None)
+_register("copy_blocks(Tensor(a!) blocks, Tensor pairs) -> ()", lambda *_: None)
 _register(
     "gather_blocks(Tensor blocks, Tensor ids, Tensor(a!) out) -> ()",
-    cpu_blocks.gather_blocks,
     lambda *_: None,
 )
 _register(
     "scatter_blocks(Tensor staging, Tensor ids, Tensor(a!) blocks) -> ()",
-    cpu_blocks.scatter_blocks,
     lambda *_: None,
 )
 
