@@ -15,7 +15,7 @@ from quire.cli.options import setting
 if TYPE_CHECKING:
     from quire.client.admin import AdminClient, WorkerStatus
 
-DEFAULT_ADDRESS = "127.0.0.1:8502"
+DEFAULT_ADDRESS = "127.0.0.1:8503"
 
 app = typer.Typer(help="Operate a running router: its workers, their caches, the logs.", no_args_is_help=True)
 Address = Annotated[str, setting("--admin-address", "host:port of the router's admin port.", "Connection")]

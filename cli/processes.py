@@ -374,7 +374,7 @@ def router(
         str,
         setting("--admin-host", "Address of the admin port; beyond the loopback it takes mTLS.", NETWORK),
     ] = "127.0.0.1",
-    admin_port: AdminPort = 8502,
+    admin_port: AdminPort = 8503,
     api_keys: security.ApiKeysFile = None,
     tls_cert: security.TlsCert = None,
     tls_key: security.TlsKey = None,

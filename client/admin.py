@@ -55,7 +55,7 @@ class AdminClient:
     """Speaks to a router's admin port; every method raises ``QuireError``."""
 
     def __init__(
-        self, address: str = "127.0.0.1:8502", *, timeout: float = 10.0, tls: Tls | None = None
+        self, address: str = "127.0.0.1:8503", *, timeout: float = 10.0, tls: Tls | None = None
     ) -> None:
         self._timeout = timeout
         options = channel_options()

@@ -161,6 +161,13 @@ def test_serve_has_http_where_its_packages_are(quire: Quire, monkeypatch: pytest
     assert ports == [8502, 0, None]
 
 
+def test_a_routers_default_ports_differ(quire: Quire, router_configs: list[app.RouterConfig]) -> None:
+    quire("router", "--http-port", str(app.DEFAULT_HTTP_PORT))
+    [config] = router_configs
+    ports = {config.port, config.metrics_port, config.admin_port, config.http_port}
+    assert ports == {8500, 8501, 8502, 8503}
+
+
 def test_a_router_without_the_packages_says_what_to_install(
     quire: Quire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
