@@ -225,6 +225,14 @@ OtlpEndpoint = Annotated[
         OBSERVABILITY,
     ),
 ]
+VllmGrpc = Annotated[
+    bool,
+    setting(
+        "--vllm-grpc",
+        "Workers serve vllm.grpc.engine.VllmEngine too, for gateways of vLLM (extra vllm-grpc).",
+        NETWORK,
+    ),
+]
 LogLevelOption = Annotated[LogLevel, setting("--log-level", "Least severity of logged events.", PROCESS)]
 
 
@@ -279,6 +287,7 @@ def serve(
     cluster_cert: security.ClusterCert = None,
     cluster_key: security.ClusterKey = None,
     cluster_ca: security.ClusterCa = None,
+    vllm_grpc: VllmGrpc = False,
     policy: PolicyOption = "precise",
     pulls: PullsOption = "measured",
     local_prefill_tokens: LocalPrefillTokens = 64,
@@ -331,6 +340,7 @@ def serve(
             api_keys_file=api_keys,
             public_tls=security.public_tls(tls_cert, tls_key, tls_client_ca),
             cluster_tls=security.cluster_tls(cluster_cert, cluster_key, cluster_ca),
+            vllm_grpc=vllm_grpc,
             placing=PolicyConfig(
                 policy=Policy(policy), pulls=Pulls(pulls), local_prefill_tokens=local_prefill_tokens
             ),
@@ -467,6 +477,7 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
         cluster_cert: security.ClusterCert = None,
         cluster_key: security.ClusterKey = None,
         cluster_ca: security.ClusterCa = None,
+        vllm_grpc: VllmGrpc = False,
         otlp_endpoint: OtlpEndpoint = None,
         log_level: LogLevelOption = LogLevel.INFO,
     ) -> None:
@@ -502,6 +513,7 @@ def worker_verb(role: Literal["prefill", "decode"]) -> Callable[..., None]:
                 threads=threads,
                 grace_seconds=grace_period,
                 cluster_tls=security.cluster_tls(cluster_cert, cluster_key, cluster_ca),
+                vllm_grpc=vllm_grpc,
                 otlp_endpoint=otlp_endpoint,
                 log_level=log_level,
             )

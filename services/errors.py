@@ -145,6 +145,13 @@ class DataLoss(ServiceError):
     default_reason = "DATA_LOSS"
 
 
+class Unimplemented(ServiceError):
+    """A call that this server does not serve."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    default_reason = "UNIMPLEMENTED"
+
+
 class Internal(ServiceError):
     """A bug."""
 

@@ -76,6 +76,7 @@ class LocalStackConfig:
     index_stride: int = 1
     write_back: bool = False
     threads: int | None = None
+    vllm_grpc: bool = False
     placing: PolicyConfig = field(default_factory=PolicyConfig)
     slo: SloTargets = field(default_factory=SloTargets)
     otlp_endpoint: str | None = None
@@ -224,6 +225,7 @@ def _worker_configs(
             # The router ends too: there is nobody to notice.
             notice_seconds=0.0,
             cluster_tls=config.cluster_tls,
+            vllm_grpc=config.vllm_grpc,
             otlp_endpoint=config.otlp_endpoint,
             log_level=config.log_level,
         )

@@ -40,17 +40,15 @@ from quire.services.router.legs import Spawn
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.planner import Planner, PolicyConfig
 from quire.services.router.policy import Blocks, Policy
+from quire.services.router.served_model import load_served_model
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.slo import SloTargets
 from quire.services.router.sources import open_sources
 from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
-from quire.services.router.validation import ServedModel
 from quire.services.router.workers import POLL_SECONDS, WorkerSet
 from quire.services.router.write_back import WriteBacks
 from quire.services.tls import ClusterTls, TlsFiles, server_credentials
 from quire.services.tracing import open_tracer
-from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
 if TYPE_CHECKING:
     from quire.services.router.http.server import HttpServer
@@ -220,7 +218,9 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         running = RunningRouter(server, http, metrics_port, admin.address, workers, metrics, asyncio.Event())
 
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
-            model = await asyncio.to_thread(_load_model, config, info)
+            model = await asyncio.to_thread(
+                load_served_model, info, source=config.model, name=config.served_model_name
+            )
             layout = KvLayout.from_proto(info.layout)
             blocks = Blocks(layout.block_size, layout.block_bytes)
             planner = Planner(config.placing, blocks, time.monotonic, Random())
@@ -300,22 +300,6 @@ async def _follow_workers(
         if is_ready:
             running.has_served.set()
         await asyncio.sleep(poll_seconds if is_ready else min(poll_seconds, STARTUP_POLL_SECONDS))
-
-
-def _load_model(config: RouterConfig, info: worker_pb2.GetWorkerInfoResponse) -> ServedModel:
-    files = load_model_files(config.model or info.model_path)
-    return ServedModel(
-        name=config.served_model_name or info.model,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=frozenset(info.eos_token_ids),
-        block_size=info.layout.block_size,
-        cache_descriptor=info.cache_descriptor,
-        tokenizer=Tokenizer.load(files.folder),
-        chat_template=ChatTemplate.load(files),
-        tokenizer_config=files.config,
-        index_stride=info.index_stride or 1,
-    )
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -59,6 +60,7 @@ class WorkerConfig:
         cluster_secret: keys the block hashes; must be the router's.
         notice_seconds: how long after SIGTERM it still takes requests, from routers that do not know yet.
         grace_seconds: how long requests may go on after SIGTERM; routers continue the rest elsewhere.
+        vllm_grpc: serve ``vllm.grpc.engine.VllmEngine`` too.
         cluster_tls: certificates of the connections from routers and between workers; None leaves them plain.
         otlp_endpoint: where spans go, as http://host:4317; None traces nothing.
 
@@ -95,6 +97,7 @@ class WorkerConfig:
     worker_id: str | None = None
     cluster_secret: bytes = field(default=b"", repr=False)
     cluster_tls: TlsFiles | None = None
+    vllm_grpc: bool = False
     request_timeout_seconds: float = 600.0
     lease_ttl_seconds: float = 10.0
     notice_seconds: float = 1.5 * POLL_SECONDS
@@ -115,6 +118,8 @@ class WorkerConfig:
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
                 f"--max-num-seqs ({self.max_num_seqs})"
             )
+        if self.vllm_grpc and find_spec("smg_grpc_proto") is None:
+            raise ValueError("--vllm-grpc needs the extra vllm-grpc: pip install 'quire[vllm-grpc]'")
         if self.host in WILDCARDS and self.advertise is None and self.redis_url is None:
             raise ValueError(f"others cannot connect to {self.host}: give --advertise host:port too")
 

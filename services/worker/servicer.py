@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -101,7 +101,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+    ) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
         """Compute a prompt, push its blocks, draw its first token if it is one sequence's."""
         sequence = await self._sequence(request.sequence, stops_after_prefill=True)
         if sequence.params.num_sequences > 1:
@@ -185,7 +185,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Decode(
         self, request: worker_pb2.DecodeRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
+    ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
         """Generate from a prompt whose blocks are pushed here, or computed here."""
         if request.remote_prefill:
             # The prompt's logits are the prefill worker's; asking for them here would refuse cached blocks.

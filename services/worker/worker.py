@@ -170,19 +170,27 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         )
         sweeping = asyncio.create_task(leases.sweep_forever())
         stack.callback(sweeping.cancel)
+        services = [
+            Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, WORKER_SERVICE),
+            Service(kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, KV_SERVICE),
+            Service(
+                kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server,
+                KvPullServicer(leases, pulls),
+                PULL_SERVICE,
+            ),
+        ]
+        if config.vllm_grpc:
+            # Needs an extra.
+            from quire.services.vllm_adapter.servicer import vllm_service
+
+            services.append(
+                await asyncio.to_thread(
+                    vllm_service, servicer, identity, config.max_num_seqs, lambda: tickets.address
+                )
+            )
         server = await stack.enter_async_context(
             grpc_server(
-                [
-                    Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, WORKER_SERVICE),
-                    Service(
-                        kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, KV_SERVICE
-                    ),
-                    Service(
-                        kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server,
-                        KvPullServicer(leases, pulls),
-                        PULL_SERVICE,
-                    ),
-                ],
+                services,
                 host=config.host,
                 port=config.port,
                 registry=registry,

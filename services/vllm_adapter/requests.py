@@ -1,0 +1,100 @@
+"""From the requests of ``vllm.grpc.engine`` to those of ``quire.v1``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quire.protos import inference_pb2 as pb
+from quire.services.errors import InvalidArgument
+
+_CONSTRAINTS = "json_schema, regex, grammar, json_object, choice"
+
+
+def generation_from_proto(request: Any) -> pb.Generation:
+    """Return what a ``GenerateRequest`` asks for; scalars without presence say by 0 that they are absent.
+
+    Raises:
+        InvalidArgument: it asks for something that is not served here.
+    """
+    _refuse_what_is_not_served(request)
+    params = request.sampling_params
+    return pb.Generation(
+        request_id=request.request_id,
+        token_ids=pb.TokenIds(ids=request.tokenized.input_ids),
+        sampling=_sampling(params),
+        stopping=pb.StoppingParams(
+            max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+            min_tokens=params.min_tokens,
+            stop_strings=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        ),
+        response=pb.ResponseOptions(
+            logprobs=_num_logprobs(params, "logprobs"),
+            prompt_logprobs=_num_logprobs(params, "prompt_logprobs"),
+            keep_special_tokens=not params.skip_special_tokens,
+        ),
+        format=_format(params),
+    )
+
+
+def _refuse_what_is_not_served(request: Any) -> None:
+    if request.WhichOneof("input") != "tokenized":
+        raise InvalidArgument("input", "must be tokenized: this service takes token ids alone")
+    if request.HasField("kv_transfer_params"):
+        raise InvalidArgument("kv_transfer_params", "must be absent: send kv_transfer_params_json")
+    for field in ("mm_inputs", "media_refs"):
+        if request.HasField(field):
+            raise InvalidArgument(field, "must be absent: the model reads text alone")
+    if request.extra_mm_inputs:
+        raise InvalidArgument("extra_mm_inputs", "must be empty: the model reads text alone")
+    if request.data_parallel_rank > 0:
+        raise InvalidArgument("data_parallel_rank", "must be 0: a worker is one engine")
+    if request.sampling_params.HasField("truncate_prompt_tokens"):
+        raise InvalidArgument(
+            "sampling_params.truncate_prompt_tokens", "must be absent: truncate before you send"
+        )
+
+
+def _sampling(params: Any) -> pb.SamplingParams:
+    if bad := [token_id for token_id in params.logit_bias if token_id < 0]:
+        raise InvalidArgument("sampling_params.logit_bias", f"there is no token {bad[0]}")
+    return pb.SamplingParams(
+        temperature=params.temperature if params.HasField("temperature") else None,
+        top_p=params.top_p or None,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        # Signed there; the same seed must go on meaning the same tokens.
+        seed=params.seed % (1 << 64) if params.HasField("seed") else None,
+        n=params.n or None,
+        presence_penalty=params.presence_penalty or None,
+        frequency_penalty=params.frequency_penalty or None,
+        repetition_penalty=params.repetition_penalty or None,
+        logit_bias=dict(params.logit_bias),
+    )
+
+
+def _num_logprobs(params: Any, field: str) -> int | None:
+    if not params.HasField(field):
+        return None
+    number: int = getattr(params, field)
+    if number < 0:
+        raise InvalidArgument(f"sampling_params.{field}", f"must be at least 0; got {number}, all of them")
+    return number
+
+
+def _format(params: Any) -> pb.ResponseFormat | None:
+    match params.WhichOneof("constraint"):
+        case None:
+            return None
+        case "json_schema" | "regex" | "grammar" as kind:
+            return pb.ResponseFormat(**{kind: getattr(params, kind)})
+        case "json_object":
+            return pb.ResponseFormat(json_schema='{"type":"object"}') if params.json_object else None
+        case "choice":
+            # Lark's strings have the escapes of JSON's.
+            choices = map(json.dumps, params.choice.choices)
+            return pb.ResponseFormat(grammar="start: " + " | ".join(choices))
+        case kind:
+            raise InvalidArgument(f"sampling_params.{kind}", f"is not served; {_CONSTRAINTS} are")

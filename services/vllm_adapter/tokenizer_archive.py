@@ -1,0 +1,36 @@
+"""A model's tokenizer as a gateway fetches it: a zip archive in pieces."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from smg_grpc_proto.generated import common_pb2
+
+from quire.tokenization.tokenizer import TOKENIZER_FILES
+
+FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json")
+PIECE_BYTES = 64 << 10
+
+
+def tokenizer_archive(folder: Path) -> bytes:
+    """Return a zip archive of the files by which a model's text is read and written."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
+        for path in (folder / name for name in FILES):
+            if path.is_file():
+                files.write(path, path.name)
+    return archive.getvalue()
+
+
+def pieces(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:
+    """Yield an archive, its digest with the last piece."""
+    for start in range(0, len(archive), PIECE_BYTES):
+        is_last = start + PIECE_BYTES >= len(archive)
+        yield common_pb2.GetTokenizerChunk(
+            data=archive[start : start + PIECE_BYTES],
+            sha256=hashlib.sha256(archive).hexdigest() if is_last else "",
+        )
