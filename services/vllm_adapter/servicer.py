@@ -1,8 +1,8 @@
 """Serves ``vllm.grpc.engine.VllmEngine`` over one worker.
 
-A gateway in front of decode workers alone sends them whole requests. One in front of prefill workers too sends
-each prompt to one of those first, and what that returns along with the request to a decode worker, which pulls
-the prompt's blocks: those it cannot have it computes.
+A gateway in front of decode workers alone sends them whole requests. One in front of prefill workers too
+sends each prompt to one of those first, and what that returns along with the request to a decode worker,
+which pulls the prompt's blocks: those it cannot have it computes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,12 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         self, request: vllm.GenerateRequest, context: Any
     ) -> AsyncIterator[vllm.GenerateResponse]:
         """Answer a request, or as a prefill worker its beginning."""
-        valid = await validate(generation_from_proto(request), self._model)
+        generation = generation_from_proto(request)
+        if self._identity.role == "prefill":
+            # The decode worker draws the first token anew. With the format of the request gateways send
+            # ignore_eos, and the two contradict each other.
+            generation.ClearField("format")
+        valid = await validate(generation, self._model)
         run = self._prefill if self._identity.role == "prefill" else self._decode
         seconds = self._identity.request_timeout_seconds
         try:

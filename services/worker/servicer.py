@@ -95,6 +95,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._tracer = tracer
         self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
         """The attempt that each task serves, by request."""
+        self._aborted: set[asyncio.Task[Any]] = set()
         self._is_draining = False
 
     # --- prefill ------------------------------------------------------------------------------------------
@@ -264,6 +265,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             for task, attempt in self._handlers.get(request_id, {}).items()
             if attempt <= request.attempt
         ]
+        self._aborted.update(tasks)
         for task in tasks:
             task.cancel()
         if tasks:
@@ -373,7 +375,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             with self._tracer.span(role, context.invocation_metadata()) as span, _known_errors(sequence):
                 span.set(quire__sequence_id=name, quire__attempt=message.attempt)
                 yield Running(self._engine.subscribe(name), RequestPhases(self._prompts.phases, span))
+        except asyncio.CancelledError:
+            if task not in self._aborted:
+                raise
+            # gRPC sends no status for a cancelled handler: who still reads the stream would wait for ever.
+            task.uncancel()
+            raise Aborted(f"request {request_id} was aborted") from None
         finally:
+            self._aborted.discard(task)
             self._engine.unsubscribe(name)
             with suppress(EngineStoppedError):
                 self._engine.post(lambda e: e.abort(name))

@@ -1,0 +1,378 @@
+"""Workers behind gateways that drive vLLM's engines: a client of the proto, and a gateway of others."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import grpc
+import pytest
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from quire.models.bundled import demo_model_path
+from quire.models.notes import held_out
+from quire.protos import worker_pb2
+from quire.services.local_stack import RunningStack
+
+WAIT_SECONDS = 30.0
+GATEWAY_SECONDS = 60.0
+LENGTH, NUM_NEW = 400, 64
+NUM_FULL = (LENGTH - 1) // 16
+TAGS = json.dumps({"do_remote_decode": True, "do_remote_prefill": False})
+_names = count()
+
+
+@pytest.fixture(scope="module")
+def cluster(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> Iterator[RunningStack]:
+    """Run a prefill and a decode worker of the tiny Llama."""
+    with start_stack("llama", vllm_grpc=True) as running:
+        yield running
+
+
+@pytest.fixture
+async def engines(cluster: RunningStack) -> AsyncIterator[dict[str, VllmEngineStub]]:
+    """Return a stub of each worker."""
+    channels = {name: grpc.aio.insecure_channel(worker.address) for name, worker in cluster.ready.items()}
+    yield {name: VllmEngineStub(channel) for name, channel in channels.items()}
+    for channel in channels.values():
+        await channel.close()
+
+
+def request(prompt: list[int], params: dict[str, Any] | None = None, **fields: Any) -> vllm.GenerateRequest:
+    values = {"temperature": 0.0, "max_tokens": NUM_NEW, "ignore_eos": True, **(params or {})}
+    return vllm.GenerateRequest(
+        request_id=fields.pop("request_id", f"vllm-{next(_names)}"),
+        tokenized=vllm.TokenizedInput(input_ids=prompt),
+        sampling_params=vllm.SamplingParams(**values),
+        **fields,
+    )
+
+
+async def answers(stub: Any, message: vllm.GenerateRequest) -> list[vllm.GenerateResponse]:
+    return [response async for response in stub.Generate(message, timeout=WAIT_SECONDS)]
+
+
+async def complete(stub: Any, message: vllm.GenerateRequest) -> vllm.GenerateComplete:
+    """Return the one message of an answer that is not streamed."""
+    [response] = await answers(stub, message)
+    return response.complete
+
+
+async def refusal(stub: Any, message: vllm.GenerateRequest) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answers(stub, message)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    return str(caught.value.details())
+
+
+def counted(stack: RunningStack, worker: str, metric: str) -> float:
+    url = f"http://127.0.0.1:{stack.ready[worker].metrics_port}/metrics"
+    with urlopen(url, timeout=WAIT_SECONDS) as page:
+        lines = page.read().decode().splitlines()
+    [value] = [line.rpartition(" ")[2] for line in lines if line.startswith(metric)]
+    return float(value)
+
+
+LENT = 'quire_kv_pull_blocks_total{direction="lent"}'
+PULLED = 'quire_kv_pull_blocks_total{direction="pulled"}'
+
+
+# --- a client of the proto ----------------------------------------------------------------------------------
+
+
+async def test_a_decode_worker_answers_alone(
+    cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=70)
+    answer = await complete(engines["decode-0"], request(prompt))
+    assert list(answer.output_ids) == expected("llama", prompt)
+    assert (answer.finish_reason, answer.prompt_tokens, answer.completion_tokens) == (
+        "length",
+        LENGTH,
+        NUM_NEW,
+    )
+    assert (answer.cached_tokens, answer.kv_transfer_params_json) == (0, "")
+
+
+async def test_a_stream_has_each_token_once_and_the_whole_at_its_end(
+    cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=71)
+    *chunks, last = await answers(engines["decode-0"], request(prompt, stream=True))
+    tokens = [token_id for response in chunks for token_id in response.chunk.token_ids]
+    assert tokens == list(last.complete.output_ids) == expected("llama", prompt)
+    assert sum(response.chunk.completion_tokens for response in chunks) == NUM_NEW
+    assert len(chunks) > 1
+
+
+@pytest.mark.parametrize("tags", [{}, {"kv_transfer_params_json": TAGS}])
+async def test_a_decode_worker_pulls_what_the_prefill_worker_computed(
+    tags: dict[str, str], cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=72 + len(tags))
+    lent, pulled = counted(cluster, "prefill-0", LENT), counted(cluster, "decode-0", PULLED)
+    first = await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}, **tags))
+    assert list(first.output_ids) == expected("llama", prompt)[:1]
+    answer = await complete(
+        engines["decode-0"], request(prompt, kv_transfer_params_json=first.kv_transfer_params_json)
+    )
+    assert list(answer.output_ids) == expected("llama", prompt)
+    assert answer.cached_tokens == NUM_FULL * 16
+    assert counted(cluster, "prefill-0", LENT) - lent == NUM_FULL
+    assert counted(cluster, "decode-0", PULLED) - pulled == NUM_FULL
+    async with e2e.connected(cluster) as (_, workers):
+        await e2e.quiet(workers)
+
+
+@pytest.mark.parametrize("change", [{"remote_engine_id": "of before"}, {"remote_port": 1}])
+async def test_what_cannot_be_pulled_is_computed(
+    change: dict[str, Any], engines: dict[str, Any], expected: Any, e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=80 + len(next(iter(change))))
+    first = await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}))
+    stale = json.dumps({**json.loads(first.kv_transfer_params_json), **change})
+    answer = await complete(engines["decode-0"], request(prompt, kv_transfer_params_json=stale))
+    assert list(answer.output_ids) == expected("llama", prompt)
+    assert answer.cached_tokens == 0
+
+
+async def test_several_answers_and_logprobs(engines: dict[str, Any], e2e: Any) -> None:
+    prompt = e2e.make_prompt(40, seed=90)
+    params = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "n": 2, "logprobs": 2, "prompt_logprobs": 1}
+    responses = await answers(engines["decode-0"], request(prompt, params))
+    first, second = sorted((response.complete for response in responses), key=lambda each: each.index)
+    again = await complete(engines["decode-0"], request(prompt, {**params, "n": 1, "seed": 4}))
+    assert second.output_ids == again.output_ids != first.output_ids
+    for answer in (first, second):
+        drawn, given = answer.output_logprobs, answer.input_logprobs
+        assert list(drawn.token_ids) == list(answer.output_ids)
+        assert len(drawn.token_logprobs) == 8
+        assert all(len(top.values) == len(top.token_ids) == 2 for top in drawn.top_logprobs)
+        assert list(given.token_ids) == prompt
+        assert [value.HasField("value") for value in given.token_logprobs] == [False] + [True] * 39
+        assert [len(top.values) for top in given.top_logprobs] == [0] + [1] * 39
+
+
+async def test_stops_are_named(
+    cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=70)
+    tokens = expected("llama", prompt)
+    stop_token = next(token for token in tokens[3:] if token not in tokens[:3])
+    at = tokens.index(stop_token)
+    answer = await complete(engines["decode-0"], request(prompt, {"stop_token_ids": [stop_token]}))
+    assert list(answer.output_ids) == tokens[: at + 1]
+    assert (answer.finish_reason, answer.matched_token_id) == ("stop", stop_token)
+    async with e2e.connected(cluster) as (client, workers):
+        text = await client.detokenize(tokens)
+        stop = next(char for char in text if char.isascii() and char.isalnum())
+        answer = await complete(engines["decode-0"], request(prompt, {"stop": [stop]}))
+        assert list(answer.output_ids) == tokens[: len(answer.output_ids)]
+        assert stop in await client.detokenize(list(answer.output_ids))
+        assert stop not in await client.detokenize(list(answer.output_ids)[:-1])
+        assert (answer.finish_reason, answer.matched_stop_str) == ("stop", stop)
+        await e2e.quiet(workers)
+
+
+async def test_an_abort_ends_the_stream_and_frees_the_blocks(
+    cluster: RunningStack, engines: dict[str, Any], e2e: Any
+) -> None:
+    message = request(e2e.make_prompt(40, seed=91), {"max_tokens": 400}, stream=True)
+    stream = aiter(engines["decode-0"].Generate(message, timeout=WAIT_SECONDS))
+    assert (await anext(stream)).HasField("chunk")
+    await engines["decode-0"].Abort(vllm.AbortRequest(request_ids=[message.request_id, "unknown"]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+    async with e2e.connected(cluster) as (_, workers):
+        await e2e.quiet(workers)
+
+
+async def test_bad_requests_name_the_field(engines: dict[str, Any]) -> None:
+    prefill, decode = engines["prefill-0"], engines["decode-0"]
+    assert "max_tokens: must be 1" in await refusal(prefill, request([5, 6]))
+    assert "n: must be 1" in await refusal(prefill, request([5, 6], {"max_tokens": 1, "n": 2}))
+    from_decode = json.dumps(
+        {
+            "do_remote_prefill": True,
+            "remote_host": "h",
+            "remote_port": 1,
+            "remote_engine_id": "e",
+            "remote_num_blocks": 1,
+        }
+    )
+    message = request([5, 6], {"max_tokens": 1}, kv_transfer_params_json=from_decode)
+    assert "for a decode worker" in await refusal(prefill, message)
+    assert "token_ids" in await refusal(decode, request([]))
+    assert "token_ids.ids" in await refusal(decode, request([1 << 20]))
+    assert "top_p" in await refusal(decode, request([5], {"top_p": 2.0}))
+    assert "512" in await refusal(decode, request([5] * 600))
+    assert "JSON" in await refusal(decode, request([5], kv_transfer_params_json="{"))
+    assert "input" in await refusal(decode, vllm.GenerateRequest(text="hello"))
+
+
+async def test_workers_describe_themselves(cluster: RunningStack, engines: dict[str, Any]) -> None:
+    prefill, decode = engines["prefill-0"], engines["decode-0"]
+    model = await decode.GetModelInfo(vllm.GetModelInfoRequest())
+    assert (model.max_context_length, model.vocab_size, list(model.eos_token_ids)) == (512, 320, [1])
+    assert (model.model_type, model.is_generation) == ("llama", True)
+    p, d = [await stub.GetServerInfo(vllm.GetServerInfoRequest()) for stub in (prefill, decode)]
+    assert (p.kv_role, d.kv_role) == ("kv_producer", "kv_consumer")
+    assert p.pairing_protocol == d.pairing_protocol != ""
+    assert p.kv_engine_id != d.kv_engine_id
+    [load] = (await decode.GetLoads(vllm.GetLoadsRequest())).loads
+    assert (load.num_total_reqs, load.max_total_num_tokens, load.max_running_requests) == (0, 2048 * 16, 64)
+    assert (await prefill.FlushCache(common_pb2.FlushCacheRequest())).success
+    chunks = [chunk async for chunk in decode.GetTokenizer(common_pb2.GetTokenizerRequest())]
+    archive = b"".join(chunk.data for chunk in chunks)
+    assert chunks[-1].sha256 == hashlib.sha256(archive).hexdigest()
+    with zipfile.ZipFile(io.BytesIO(archive)) as files:
+        assert {"tokenizer.json", "config.json"} <= set(files.namelist())
+
+
+async def test_a_draining_worker_is_not_healthy(
+    cluster: RunningStack, engines: dict[str, Any], e2e: Any
+) -> None:
+    async def is_healthy() -> bool:
+        return bool((await engines["decode-0"].HealthCheck(vllm.HealthCheckRequest())).healthy)
+
+    async with e2e.connected(cluster) as (_, workers):
+        assert await is_healthy()
+        await workers["decode-0"].SetDraining(worker_pb2.SetDrainingRequest(is_draining=True))
+        assert not await is_healthy()
+        await workers["decode-0"].SetDraining(worker_pb2.SetDrainingRequest(is_draining=False))
+        assert await is_healthy()
+
+
+async def test_what_is_not_served_says_so(engines: dict[str, Any]) -> None:
+    calls = [
+        engines["decode-0"].Embed(vllm.EmbedRequest()),
+        engines["decode-0"].StartProfile(common_pb2.StartProfileRequest()),
+        engines["decode-0"].StopProfile(common_pb2.StopProfileRequest()),
+        engines["decode-0"].SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read(),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+# --- a gateway of others ------------------------------------------------------------------------------------
+
+needs_smg = pytest.mark.skipif(
+    find_spec("smg") is None,
+    reason="the gateway smg, of the extra dev, is not installed (it has no wheel here)",
+)
+
+
+class Gateway(NamedTuple):
+    """A running gateway."""
+
+    url: str
+
+    def chat(self, messages: Any, **fields: Any) -> bytes:
+        """Ask, and return the body of the answer."""
+        values = {"model": "demo", "messages": messages, "temperature": 0.0, "max_tokens": 32, **fields}
+        headers = {"content-type": "application/json"}
+        question = Request(f"{self.url}/v1/chat/completions", json.dumps(values).encode(), headers)
+        with urlopen(question, timeout=WAIT_SECONDS) as response:
+            body: bytes = response.read()
+        return body
+
+    def num_ready(self) -> int:
+        """Return how many workers it would use."""
+        try:
+            with urlopen(f"{self.url}/workers", timeout=WAIT_SECONDS) as response:
+                return sum(worker["is_healthy"] for worker in json.load(response)["workers"])
+        except URLError:
+            return 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@contextmanager
+def gateway(log: Path, num_workers: int, *arguments: str) -> Iterator[Gateway]:
+    """Run the gateway until the context ends; wait until it would use its workers."""
+    port, metrics_port = free_port(), free_port()
+    command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port), *arguments]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+    command += ["--worker-startup-check-interval", "1"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        running = Gateway(f"http://127.0.0.1:{port}")
+        deadline = time.monotonic() + GATEWAY_SECONDS
+        while running.num_ready() < num_workers:
+            told = log.read_text(errors="replace")[-4000:]
+            assert process.poll() is None, told
+            assert time.monotonic() < deadline, told
+            time.sleep(0.05)
+        yield running
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def demo(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> Iterator[RunningStack]:
+    """Run a prefill and a decode worker of the demo model."""
+    with start_stack("llama", model=None, dtype="auto", vllm_grpc=True) as running:
+        yield running
+
+
+@needs_smg
+def test_smg_drives_a_decode_worker(demo: RunningStack, tmp_path: Path) -> None:
+    [example] = held_out(1, 20)
+    address = demo.ready["decode-0"].address
+    # It has no folder of the model: the worker sends it the tokenizer.
+    with gateway(tmp_path / "log", 1, "--worker-urls", f"grpc://{address}") as smg:
+        answer = json.loads(smg.chat(example.messages))
+    [choice] = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (example.expected, "stop")
+
+
+@needs_smg
+def test_smg_drives_a_prefill_and_a_decode_worker(demo: RunningStack, tmp_path: Path) -> None:
+    plain, streamed, shaped = held_out(3, 20)
+    urls = {name: f"grpc://{worker.address}" for name, worker in demo.ready.items()}
+    roles = ["--pd-disaggregation", "--prefill", urls["prefill-0"], "--decode", urls["decode-0"]]
+    lent, pulled = counted(demo, "prefill-0", LENT), counted(demo, "decode-0", PULLED)
+    with gateway(tmp_path / "log", 2, *roles, "--model-path", str(demo_model_path())) as smg:
+        answer = json.loads(smg.chat(plain.messages))
+        num_blocks = answer["usage"]["prompt_tokens"] // 16
+        assert answer["choices"][0]["message"]["content"] == plain.expected
+        assert 0 < counted(demo, "decode-0", PULLED) - pulled <= num_blocks
+        assert counted(demo, "prefill-0", LENT) - lent == counted(demo, "decode-0", PULLED) - pulled
+
+        events = smg.chat(streamed.messages, stream=True).decode().split("\n\n")
+        assert events[-2] == "data: [DONE]"
+        parts = [json.loads(event.removeprefix("data: "))["choices"] for event in events[:-2]]
+        text = "".join(choice["delta"].get("content") or "" for part in parts for choice in part)
+        assert text == streamed.expected
+        assert len(parts) > 3
+
+        shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
+        answer = json.loads(smg.chat(shaped.messages, response_format=shape))
+        assert json.loads(answer["choices"][0]["message"]["content"]) in ("yes", "no")
