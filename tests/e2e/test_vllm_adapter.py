@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from itertools import count
@@ -33,6 +34,7 @@ from quire.services.local_stack import RunningStack
 WAIT_SECONDS = 30.0
 GATEWAY_SECONDS = 60.0
 LENGTH, NUM_NEW = 400, 64
+NUM_CHATS = 8
 NUM_FULL = (LENGTH - 1) // 16
 TAGS = json.dumps({"do_remote_decode": True, "do_remote_prefill": False})
 _names = count()
@@ -223,7 +225,7 @@ async def test_bad_requests_name_the_field(engines: dict[str, Any]) -> None:
     assert "token_ids" in await refusal(decode, request([]))
     assert "token_ids.ids" in await refusal(decode, request([1 << 20]))
     assert "top_p" in await refusal(decode, request([5], {"top_p": 2.0}))
-    assert "512" in await refusal(decode, request([5] * 600))
+    assert "at most 511" in await refusal(decode, request([5] * 600))
     assert "JSON" in await refusal(decode, request([5], kv_transfer_params_json="{"))
     assert "input" in await refusal(decode, vllm.GenerateRequest(text="hello"))
 
@@ -355,16 +357,17 @@ def test_smg_drives_a_decode_worker(demo: RunningStack, tmp_path: Path) -> None:
 
 @needs_smg
 def test_smg_drives_a_prefill_and_a_decode_worker(demo: RunningStack, tmp_path: Path) -> None:
-    plain, streamed, shaped = held_out(3, 20)
+    plain, streamed, shaped, *many = held_out(3 + NUM_CHATS, 20, seed=1)
     urls = {name: f"grpc://{worker.address}" for name, worker in demo.ready.items()}
     roles = ["--pd-disaggregation", "--prefill", urls["prefill-0"], "--decode", urls["decode-0"]]
     lent, pulled = counted(demo, "prefill-0", LENT), counted(demo, "decode-0", PULLED)
     with gateway(tmp_path / "log", 2, *roles, "--model-path", str(demo_model_path())) as smg:
         answer = json.loads(smg.chat(plain.messages))
-        num_blocks = answer["usage"]["prompt_tokens"] // 16
         assert answer["choices"][0]["message"]["content"] == plain.expected
-        assert 0 < counted(demo, "decode-0", PULLED) - pulled <= num_blocks
-        assert counted(demo, "prefill-0", LENT) - lent == counted(demo, "decode-0", PULLED) - pulled
+        num_blocks = (answer["usage"]["prompt_tokens"] - 1) // 16
+        assert num_blocks > 5
+        assert counted(demo, "decode-0", PULLED) - pulled == num_blocks
+        assert counted(demo, "prefill-0", LENT) - lent == num_blocks
 
         events = smg.chat(streamed.messages, stream=True).decode().split("\n\n")
         assert events[-2] == "data: [DONE]"
@@ -376,3 +379,8 @@ def test_smg_drives_a_prefill_and_a_decode_worker(demo: RunningStack, tmp_path: 
         shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
         answer = json.loads(smg.chat(shaped.messages, response_format=shape))
         assert json.loads(answer["choices"][0]["message"]["content"]) in ("yes", "no")
+
+        with ThreadPoolExecutor(NUM_CHATS) as pool:
+            answered = [json.loads(body) for body in pool.map(smg.chat, [each.messages for each in many])]
+    texts = [answer["choices"][0]["message"]["content"] for answer in answered]
+    assert texts == [each.expected for each in many]
