@@ -221,14 +221,15 @@ async def test_the_headers_decide_who_may_call(pair: Any, tmp_path: Path) -> Non
     keys.write_text(key.line)
     await pair.start(api_keys_file=keys, http_port=0)
     async with ClientSession(f"http://{pair.running.http.address}") as http:
-        assert (await http.get("/ready")).status == 200
         status, body = await post(http, "/v1/completions", PROMPT)
         assert (status, body["error"]["code"]) == (401, "no_api_key")
         assert (await http.get("/metrics")).status == 401
         headers = {"Authorization": f"Bearer {key.key}"}
         assert (await http.get("/metrics", headers=headers)).status == 200
+        # Waits until the workers have joined, which readiness does not.
         answer = await http.post("/v1/completions", json=PROMPT, headers=headers)
         assert answer.status == 200
+        assert (await http.get("/ready")).status == 200
 
 
 async def test_a_bug_is_told_without_its_details(
