@@ -7,7 +7,9 @@ the attention kernels skip, and tokens without a slot, which are not written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -31,16 +33,33 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        """Run a function once, so that its kernels are compiled, and capture it."""
+        """Run a function once, so that its kernels are compiled, and capture it.
+
+        Raises:
+            RuntimeError: it waits for the device.
+        """
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), _refusing_to_wait():
             function()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             function()
         return graph.replay
+
+
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """Let whatever waits for the device raise: in a capture that would upset the allocator for good."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It warns of being a prototype.
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class DecodeGraphs:

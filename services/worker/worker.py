@@ -113,7 +113,7 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
             disk_cache=disk_cache,
         )
         await asyncio.to_thread(_warm_up, engine)
-        if device.type == "cuda":
+        if device.type == "cuda" and config.role == "decode":
             await asyncio.to_thread(_capture_decode_steps, engine)
         thread = EngineThread(engine, steps.stepped)
         thread.start()
@@ -333,6 +333,7 @@ def _publisher(
 
 def _warm_up(engine: Engine) -> None:
     """Run one prompt, a draft model's part too, so that no request waits for a kernel to be compiled."""
+    engine.memory.copy_within([(0, 1)])
     length = min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 3)
     prompt = Sequence(
         "warm-up", [0] * length, length, SamplingParams(max_tokens=3, ignore_eos=True), b"warm-up"
@@ -348,5 +349,6 @@ def _capture_decode_steps(engine: Engine) -> None:
     max_num_seqs = engine.scheduler.config.max_num_seqs
     try:
         engine.runner.capture_decode_steps(CudaCapture(), max_num_seqs, engine.max_model_len)
-    except RuntimeError as error:
-        _log.warning("decode_steps_not_captured", error=str(error))
+    except Exception as error:  # whatever foreign model code raises
+        torch.cuda.empty_cache()
+        _log.warning("decode_steps_not_captured", error=f"{type(error).__name__}: {error}")

@@ -6,10 +6,16 @@ A GPU replays a graph; here the captured function runs again, over the same fixe
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.engine.decode_graphs import DecodeGraphs
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import load_model
+from quire.engine.model_runner import ModelRunner
 from quire.engine.step_tensors import StepTensors
 from quire.kernels.metadata import AttentionMetadata
 
@@ -81,3 +87,22 @@ def test_what_fits() -> None:
     assert not graphs.fits(decode_step([[1, 2, 3]], [9], [1])), "a longer block table"
     assert not graphs.fits(step._replace(logit_rows=torch.arange(4))), "logits of a prompt are wanted too"
     assert not graphs.fits(step._replace(metadata=step.metadata._replace(max_new_tokens=None)))
+
+
+class _NumbersStayThere(TorchDispatchMode):
+    """Refuse what makes the host wait for a GPU: to look at a number, or at how many there are."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operator.name()
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"), name
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gemma3", "gpt_neox", "opt"])
+def test_a_step_never_waits_for_its_numbers(architecture: str, tiny_model: Callable[..., Any]) -> None:
+    model = load_model(str(tiny_model(architecture)), "float32", CPU)
+    runner = ModelRunner(model, KvMemory(model.kv_shape(4), 16, CPU))
+    step = decode_step([[1, 2], [3, 4]], [5, 8], [3, 1])
+    expected = runner.forward(step)
+    with _NumbersStayThere():
+        assert torch.equal(runner.forward(step), expected)

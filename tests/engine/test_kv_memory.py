@@ -11,6 +11,17 @@ from quire.engine.kv_memory import KvMemory, KvShape
 from quire.kvtransfer.layout import KvLayout
 
 CPU = torch.device("cpu")
+DEVICES = pytest.mark.parametrize(
+    "device",
+    [
+        CPU,
+        pytest.param(
+            torch.device("cuda"),
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+        ),
+    ],
+    ids=str,
+)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]
 
 
@@ -31,26 +42,55 @@ def test_both_ends_of_a_transfer_agree_on_the_size(
     assert len(KvMemory(shape, 2, CPU).read(1)) == shape.block_bytes
 
 
+def finish_steps(memory: KvMemory) -> None:
+    """Wait, as a step does at its end, before others read its blocks."""
+    if memory.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@DEVICES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_block_is_copied_with_all_that_belongs_to_it(dtype: torch.dtype) -> None:
+def test_a_block_is_copied_with_all_that_belongs_to_it(dtype: torch.dtype, device: torch.device) -> None:
     shape = KvShape(2, 3, 4, 8, dtype)
-    memory, host = KvMemory(shape, 4, CPU), KvMemory(shape, 4, CPU)
+    memory = KvMemory(shape, 4, device)
+    host = KvMemory(shape, 4, CPU, is_pinned=device.type == "cuda")
     for layer, scales in zip(memory.layers, memory.scales, strict=True):
         layer[1] = torch.arange(192).view(2, 3, 4, 8).remainder(7).to(dtype)
         if scales is not None:
             scales[1] = torch.arange(6).view(2, 3) + 0.5
+    finish_steps(memory)
     payload = memory.read(1)
     memory.copy_within([(1, 3)])
     memory.copy_out(host, [(3, 0), (0, 2)])
     memory.copy_in(host, [(0, 2)])
-    other = KvMemory(shape, 1, CPU)
+    finish_steps(memory)
+    other = KvMemory(shape, 1, device)
     other.write(0, memory.read(2))
     assert memory.read(2) == memory.read(3) == host.read(0) == other.read(0) == payload
     assert torch.equal(other.vectors([0]), memory.vectors([1]))
-    assert torch.equal(memory.vectors([0]), torch.zeros((1, 2, 2, 3, 4, 8)))
+    assert torch.equal(memory.vectors([0]), torch.zeros((1, 2, 2, 3, 4, 8), device=device))
 
 
 def test_a_payload_of_another_size_is_refused() -> None:
     memory = KvMemory(KvShape(1, 1, 4, 8, torch.int8), 2, CPU)
     with pytest.raises(ValueError, match="a block has"):
         memory.write(0, b"short")
+
+
+@DEVICES
+def test_copies_to_the_host_bring_what_was_there_and_not_what_the_next_step_writes(
+    device: torch.device,
+) -> None:
+    shape = KvShape(4, 2, 16, 64, torch.float32)
+    memory = KvMemory(shape, 64, device)
+    host = KvMemory(shape, 64, CPU, is_pinned=device.type == "cuda")
+    places = [(block_id, 63 - block_id) for block_id in range(64)]
+    for number in range(1, 6):
+        memory.blocks.fill_(number)
+        memory.copy_out(host, places)
+        memory.blocks.fill_(-1.0)
+        if (copied := memory.copies_event()) is not None:
+            copied.synchronize()
+        assert (host.blocks == number).all()
+        memory.copy_in(host, places)
+        assert (memory.blocks == number).all()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quire.engine.decode_graphs import CudaCapture, DecodeGraphs
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import load_model
@@ -27,9 +28,11 @@ def hash_block(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
 
 
-def make_engine(model: Path, *, budget: int = 512, num_blocks: int = 512, max_num_seqs: int = 64) -> Engine:
-    loaded = load_model(str(model), "float32", torch.device("cpu"))
-    memory = KvMemory(loaded.kv_shape(BLOCK_SIZE), num_blocks, torch.device("cpu"))
+def make_engine(
+    model: Path, *, budget: int = 512, num_blocks: int = 512, max_num_seqs: int = 64, device: str = "cpu"
+) -> Engine:
+    loaded = load_model(str(model), "float32", torch.device(device))
+    memory = KvMemory(loaded.kv_shape(BLOCK_SIZE), num_blocks, torch.device(device))
     config = SchedulerConfig(
         BLOCK_SIZE, max_num_seqs=min(max_num_seqs, budget), max_num_batched_tokens=budget
     )
@@ -169,6 +172,36 @@ def test_preempted_sequences_are_recomputed(tiny_model, expected) -> None:
     outputs = run(engine, [make_sequence(str(i), prompt) for i, prompt in enumerate(prompts)])
     assert engine.scheduler.num_preemptions > 0
     assert outputs == [expected("llama", prompt) for prompt in prompts]
+
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("device", "has_graphs"),
+    [
+        pytest.param("cpu", True, id="cpu, fixed memory"),
+        pytest.param("cuda", False, id="cuda", marks=ON_GPU),
+        pytest.param("cuda", True, id="cuda, graphs", marks=ON_GPU),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+def test_decode_steps_in_fixed_memory(
+    architecture, device, has_graphs, tiny_model, expected, monkeypatch
+) -> None:
+    """What a graph replays on a GPU, the CPU runs again, over the same padded tensors."""
+    replays = []
+    run_graph = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", lambda self, s: (replays.append(s), run_graph(self, s))[1])
+    engine = make_engine(tiny_model(architecture), device=device)
+    if has_graphs:
+        capture = CudaCapture() if device == "cuda" else lambda function: function
+        engine.runner.capture_decode_steps(capture, 12, engine.max_model_len)
+    prompts = [make_prompt(10 + 9 * index) for index in range(11)]
+    for batch in (prompts[:1], prompts):  # the first rung, and one that is padded
+        outputs = run(engine, [make_sequence(str(i), prompt) for i, prompt in enumerate(batch)])
+        assert outputs == [expected(architecture, prompt) for prompt in batch]
+    assert bool(replays) == has_graphs
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(tiny_model) -> None:

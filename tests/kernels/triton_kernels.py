@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference, interpreted on the CPU: ``test_triton_interpreted`` runs this.
+"""The Triton kernels against the reference: ``test_triton`` runs this, interpreted and on a GPU.
 
 Whatever nobody wrote holds NaN: slots that no token owns, scales of blocks that nobody uses, and fresh
 outputs and scratch memory, which torch fills in its deterministic mode.
@@ -6,6 +6,7 @@ outputs and scratch memory, which torch fills in its deterministic mode.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 from quire.kernels.triton import attention, blocks, configs
 
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = st.sampled_from([*TOLERANCE])
 FORMATS = pytest.mark.parametrize("stored", [*KV_FORMATS], ids=str)
@@ -51,6 +54,12 @@ def _poison_of_fresh_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _everything_on_the_device() -> Iterator[None]:
+    with DEVICE:
+        yield
 
 
 class Layout(NamedTuple):
@@ -104,13 +113,14 @@ def make_case(
     """Return sequences of (cached, new) tokens in shuffled blocks; each sequence's data are its own."""
     block_size, num_kv_heads, head_dim = layout
     num_blocks = [-(-(cached + new) // block_size) for cached, new in lengths]
-    order = torch.randperm(sum(num_blocks) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    order = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
     tables = torch.full((len(lengths), max(num_blocks) + spare_entries), 2**30, dtype=torch.int32)
     kv_layer, kv_scales = fresh_blocks(len(order), layout, stored or dtype)
     new_rows: list[torch.Tensor] = []
     slots: list[int] = []
     for row, (cached, new) in enumerate(lengths):
-        generator = torch.Generator().manual_seed(1000 * cached + new)
+        generator.manual_seed(1000 * cached + new)
         shape = (cached + new, 2 * num_kv_heads + group * num_kv_heads, head_dim)
         rows = torch.randn(shape, generator=generator).to(dtype)
         table = [order.pop() for _ in range(num_blocks[row])]
@@ -198,18 +208,18 @@ def short_splits(*key: Any) -> configs.AttentionConfig:
     return replace(row, block_n=16, split_tokens=16)
 
 
-FEATURES = {
+FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 7},
     "wide window": {"sliding_window": 40},
     "softcap": {"logit_softcap": 3.0},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE)},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)},
     "all": {
         "sliding_window": 9,
         "logit_softcap": 5.0,
-        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.bfloat16),
-        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.bfloat16, device=DEVICE),
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE),
     },
 }
 MIXED: Lengths = [(0, 5), (37, 1), (5, 0), (3, 20), (0, 1), (16, 16)]
@@ -266,7 +276,7 @@ def drawn_cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any], float]:
     return case, options, tolerance
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(drawn_cases())
 def test_drawn_steps_equal_the_reference(drawn: tuple[Case, dict[str, Any], float]) -> None:
     case, options, tolerance = drawn
@@ -368,7 +378,7 @@ def test_slots_below_zero_are_skipped() -> None:
 
 def test_offsets_pass_32_bits() -> None:
     stride = 2**30
-    memory = torch.from_numpy(np.zeros(2 * stride + 2 * 8 * 32, dtype=np.int8))
+    memory = torch.from_numpy(np.zeros(2 * stride + 2 * 8 * 32, dtype=np.int8)).to(DEVICE)
     kv_layer = memory.as_strided((3, 2, 1, 8, 32), (stride, 8 * 32, 8 * 32, 32, 1))
     kv_scales = torch.full((3, 2, 1), float("nan"))
     key, value = torch.randn(2, 5, 1, 32)
@@ -427,7 +437,7 @@ def test_blocks_of_bytes_may_lie_apart() -> None:
     assert torch.equal(memory, expected)
 
 
-ROWS = torch.zeros(3, 32)
+ROWS = torch.zeros(3, 32, device=DEVICE)
 REFUSED: dict[str, tuple[Callable[[Case], object], str]] = {
     "blocks of another shape": (
         lambda case: attend(case._replace(kv_layer=case.kv_layer[0])),

@@ -1,4 +1,7 @@
-"""Runs the interpreted Triton tests in a process of their own: Triton reads that wish when it is imported."""
+"""Runs the tests of the Triton kernels, interpreted and on a GPU.
+
+Each in a process of its own: Triton reads whether to interpret when it is imported.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,31 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: there are wheels for Linux alone")
 
-TESTS = Path(__file__).with_name("triton_interpreted.py")
+TESTS = Path(__file__).with_name("triton_kernels.py")
 
 
-def test_interpreted_kernels_equal_the_reference() -> None:
+@pytest.mark.parametrize(
+    "interpret",
+    [
+        pytest.param("1", id="interpreted"),
+        pytest.param(
+            "0",
+            id="cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+        ),
+    ],
+)
+def test_kernels_equal_the_reference(interpret: str) -> None:
     # NumPy, which stands in for the hardware, warns of exp2 that becomes infinite, as it should.
     options = ["-q", "-W", "ignore:overflow encountered:RuntimeWarning", "-p", "no:cacheprovider"]
     process = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(TESTS)],
         cwd=TESTS.parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": interpret},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
