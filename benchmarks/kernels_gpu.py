@@ -207,6 +207,8 @@ def contenders(model: Model, step: Step) -> Iterator[tuple[Contender, Output]]:
         except ImportError:
             continue
         except RuntimeError as error:
+            if source is ours:
+                raise
             # Kernels of others refuse some shapes; that must not end the table.
             print(f"  {source.__name__} cannot: {str(error).splitlines()[0]}", file=sys.stderr)
 

@@ -56,11 +56,11 @@ def make_random_model(architecture: str, folder: Path, *, seed: int = 7, **overr
     model.get_output_embeddings().weight.data.normal_(0.0, 2.0)
     model.generation_config.eos_token_id = config.eos_token_id
     model.save_pretrained(folder)
-    _byte_tokenizer().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
-def _byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Return a tokenizer with one token for each byte, after <bos> and <eos>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate(["<bos>", "<eos>", *alphabet])}

@@ -185,7 +185,7 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no
         pytest.param("cuda", True, id="cuda, graphs", marks=ON_GPU),
     ],
 )
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral"])
 def test_decode_steps_in_fixed_memory(
     architecture, device, has_graphs, tiny_model, expected, monkeypatch
 ) -> None:

