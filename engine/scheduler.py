@@ -71,7 +71,7 @@ class Schedule:
         swap_out: (block, host block) to copy to host memory.
         swap_in: (host block, block) to copy back.
         copies: (block, block) to copy before the second is written.
-        lent: cached blocks that are held until they have been copied.
+        lent: cached blocks that are held until all have been copied.
         promotions: (host block, block) to copy from the prefix cache in host memory.
         promoted: whose tables these are, and up to which block they are full then.
         sequences: what to compute.
@@ -451,8 +451,7 @@ class Scheduler:
         self._swap_space.step_done()
         for sequence, num_full in schedule.promoted:
             self._seal_blocks(sequence, num_full)
-        for block_id in schedule.lent:
-            self.pool.free([block_id])
+        self.pool.free(schedule.lent)
 
     def _take_from_host(self, sequence: Sequence, max_blocks: int) -> list[int]:
         """Return the host blocks that go on where a sequence's table ends, and count them as computed.
@@ -464,10 +463,29 @@ class Scheduler:
         first = len(sequence.block_table)
         max_tokens = min(sequence.num_tokens - 1, sequence.max_cached_tokens)
         wanted = sequence.block_hashes[first : max_tokens // self.config.block_size][:max_blocks]
-        host_ids = self._tiers.lend(wanted[: self._tiers.num_on_host(wanted)])
         self._tiers.counts.hits["pool"] += first
+        num_held = self._tiers.num_on_host(wanted)
+        if not num_held or not self._hold_dropped(sequence, max_blocks):
+            return []
+        host_ids = self._tiers.lend(wanted[:num_held])
         self._count_cached(sequence, len(host_ids) * self.config.block_size)
         return host_ids
+
+    def _hold_dropped(self, sequence: Sequence, num_new_blocks: int) -> bool:
+        """Reference what a window has dropped of a cached prefix until the step's blocks have been moved.
+
+        Those that come from host memory follow it, and could not be sealed if it were evicted for them.
+
+        Returns:
+            False, and no references, if the new blocks would not fit then.
+        """
+        dropped = self.pool.look_up(sequence.block_hashes[: sequence.num_dropped_blocks])
+        self.pool.share(dropped)
+        if num_new_blocks > self.pool.num_allocatable:
+            self.pool.free(dropped)
+            return False
+        self._next.lent += dropped
+        return True
 
     def _is_loading(self, group: SequenceGroup) -> bool:
         """Whether blocks of a group's prompt are still read from disk; the first time they begin to be."""
