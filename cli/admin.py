@@ -96,7 +96,7 @@ def clear_cache(
     context: typer.Context,
     worker_ids: Annotated[list[str] | None, typer.Argument(help="Which workers; by default all.")] = None,
 ) -> None:
-    """Forget cached KV blocks that no request uses."""
+    """Forget cached KV blocks that no request uses: in the pool, in host memory and on disk."""
     with _router(context) as router:
         cleared = router.clear_caches(worker_ids or ())
     for worker_id, num_blocks in sorted(cleared.items()):

@@ -142,6 +142,20 @@ class CacheTiers:
             if each in self._tree:
                 self._gone(each)
 
+    def clear(self) -> int:
+        """Drop what is below the pool; return how many blocks were there alone. Only between steps."""
+        num_held = len(self._tree)
+        for each in list(self.host):
+            if each in self._tree:
+                self._gone(each)
+        for each in list(self.disk or ()):
+            assert self.disk is not None
+            if self._is_above_disk(each):
+                self.disk.discard(each)
+            elif each in self._tree:
+                self._gone(each)
+        return num_held - len(self._tree)
+
     def _add(self, block_hash: bytes, parent_hash: bytes | None) -> bool:
         is_new = self._tree.add(block_hash, parent_hash)
         if is_new and self._listener:

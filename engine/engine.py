@@ -323,6 +323,12 @@ class Engine:
         self.pins.unpin(name)
         self._grant_blocks()
 
+    def clear_cache(self) -> int:
+        """Forget the blocks that no request uses, in all tiers; return how many."""
+        num_cached = self.pool.counts.cached
+        self.pool.clear_cache()
+        return num_cached + (self.tiers.clear() if self.tiers is not None else 0)
+
     def stop(self, sequence: Sequence) -> None:
         """End one sequence that a step has just advanced; the others of its request go on."""
         if not sequence.status.is_finished:

@@ -310,8 +310,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def ClearCache(
         self, request: worker_pb2.ClearCacheRequest, context: Any
     ) -> worker_pb2.ClearCacheResponse:
-        """Forget what no request uses."""
-        return worker_pb2.ClearCacheResponse(num_blocks=await self._engine.call(clear_cache))
+        """Forget what no request uses, in all tiers."""
+        return worker_pb2.ClearCacheResponse(num_blocks=await self._engine.call(Engine.clear_cache))
 
     async def SetLogLevel(
         self, request: worker_pb2.SetLogLevelRequest, context: Any
@@ -396,13 +396,6 @@ async def _prompt_logprobs(sequence: Sequence) -> list[inference_pb2.TokenLogpro
     if not sequence.prompt_logprobs:
         return []
     return await asyncio.to_thread(lambda: list(map(logprobs_to_proto, sequence.prompt_logprobs)))
-
-
-def clear_cache(engine: Engine) -> int:
-    """Forget an engine's unused blocks and return how many they were; runs in its thread."""
-    num_cached = engine.pool.counts.cached
-    engine.pool.clear_cache()
-    return num_cached
 
 
 def load(engine: Engine) -> worker_pb2.GetLoadResponse:

@@ -341,7 +341,7 @@ def _warm_up(engine: Engine) -> None:
     engine.add(prompt)
     while not engine.is_idle:
         engine.step()
-    engine.pool.clear_cache()
+    engine.pool.clear_cache()  # not the tiers: a disk's blocks outlive the worker
 
 
 def _capture_decode_steps(engine: Engine) -> None:

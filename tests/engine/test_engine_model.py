@@ -112,7 +112,7 @@ class Tiers(NamedTuple):
     """Host memory and a disk below the pool."""
 
     host: HostCache
-    disk: DiskCache
+    disk: DiskCache | None
 
 
 class Fortune:
@@ -362,20 +362,44 @@ class TieredEngineMachine(EngineMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.later = Later()
         self.disk = open_disk(Path(self.folder.name), self.later)
-        tiers = Tiers(HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU)), self.disk)
-        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, tiers)
+        self.host = HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU))
+        self.lent: tuple[list[int], list[int]] = [], []
+        tiers = Tiers(self.host, self.disk)
+        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, tiers, guesses=True)
         self.num_advanced = 0
 
     @rule(prompt=prompts)
     def lend(self, prompt: list[int]) -> None:
         """Pin a prompt's blocks, bringing them into the pool, and compare them with its tokens."""
+        self.unpin()
+        prompt, _ = self.adapt(prompt, SamplingParams())
         sequence = Sequence("pin", list(prompt), len(prompt), SamplingParams(), b"root")
         sequence.extend_hashes(BLOCK_SIZE, hash_block)
-        block_ids = self.engine.pin("pin", sequence.block_hashes)
+        self.lent = self.engine.pin("pin", sequence.block_hashes), prompt
         self.engine.check_conservation()
+
+    @rule()
+    def unpin(self) -> None:
+        """Compare what is pinned with its tokens still, and let it go."""
+        block_ids, prompt = self.lent
         held = [int(t) for b in block_ids for t in self.engine.memory.blocks[b, 0, 0, 0, :, 0]]
         assert held == prompt[: len(held)]
+        self.lent = [], []
         self.engine.unpin("pin")
+
+    @rule()
+    def clear_cache(self) -> None:
+        """Forget what no request uses, in all tiers."""
+        self.engine.clear_cache()
+        assert self.engine.pool.counts.cached == 0
+        assert not len(self.disk)
+        assert not len(self.host)
+
+    @rule(target=EngineMachine.requests, prompt=prompts, params=many_params)
+    def receive(self, prompt: list[int], params: SamplingParams) -> str:
+        """Take a prompt while nothing is pinned, since a pin may be what a long one waits for."""
+        self.unpin()
+        return super().receive(prompt, params)
 
     def advance(self) -> None:
         self.num_advanced += 1
@@ -384,6 +408,7 @@ class TieredEngineMachine(EngineMachine):
         super().advance()
 
     def teardown(self) -> None:
+        self.unpin()
         super().teardown()
         self.disk.close()
         self.folder.cleanup()
@@ -426,3 +451,17 @@ def test_a_working_set_larger_than_the_pool_comes_back_from_every_tier(tmp_path:
     assert all(hits[tier] >= 3 for tier in ("pool", "host", "disk")), hits
     assert hits.total() == 5 * 8  # five blocks of each prompt, of all but its first time
     disk.close()
+
+
+def test_blocks_from_host_memory_do_not_push_out_what_they_follow() -> None:
+    """What a window drops of a cached prefix would be evicted for the blocks that go on after it."""
+    engine = make_engine(8, 0, "recompute", 6, Tiers(HostCache(KvMemory(SHAPE, 16, CPU)), None))
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    beginning = random.Random(0).choices(range(2, VOCAB_SIZE), k=32)
+    for prompt in ([*beginning[:8], 2], [*beginning, 3], [*beginning, 4]):
+        engine.add(Sequence("r", list(prompt), len(prompt), params, b"root"))
+        outputs: Outputs = {}
+        while not engine.is_idle:
+            collect(engine, outputs)
+            engine.check_conservation()
+        assert outputs["r", 0] == alone(tuple(prompt), params, 6)[0]
