@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -195,13 +195,14 @@ class Scheduler:
             if group not in self.running:
                 continue
             wanted = self._wanted(group, budget)
-            if self._num_missing(wanted) > self.pool.num_allocatable:
+            num_drafted = group.num_drafted_tokens
+            if num_drafted and self._num_missing(wanted) > self.pool.num_allocatable:
                 group.drop_drafts()  # nobody is preempted for a guess
-                wanted = self._wanted(group, budget)
+                wanted, num_drafted = self._wanted(group, budget), 0
             if wanted and self._make_room(group, wanted):
                 self._append(wanted)
                 step.sequences += wanted
-                self._draft_budget -= group.num_drafted_tokens
+                self._draft_budget -= num_drafted
                 budget -= sum(each.num_scheduled_tokens for each in wanted)
         if self.num_preemptions == num_preemptions:  # else admitting would only preempt again
             self._admit_waiting(budget)
@@ -232,40 +233,43 @@ class Scheduler:
 
         Beams advance together: all of their last tokens in one step, or none.
         """
-        started = list(self._started(group))
-        beams = group.sequences if group.beam is not None and group.is_forked else []
-        is_together = all(s.num_tokens - s.num_computed_tokens == 1 for s in beams)
-        if is_together and len(beams) > budget:
-            return []
-        num_kept_back = 0 if is_together else 1
+        started = self._started(group)
+        num_kept_back = 0
+        if group.beam is not None and group.is_forked:
+            if any(s.num_tokens - s.num_computed_tokens > 1 for s in group.sequences):
+                num_kept_back = 1
+            elif len(group.sequences) > budget:
+                return []
         draft_budget = self._draft_budget
         wanted = []
         for sequence in started:
-            num_missing = sequence.num_tokens - sequence.num_computed_tokens - num_kept_back
-            num_tokens = min(num_missing, budget, sequence.max_step_tokens(self.config.block_size))
-            del sequence.draft_token_ids[max(0, min(draft_budget, budget - num_tokens)) :]
-            draft_budget -= len(sequence.draft_token_ids)
-            num_tokens += len(sequence.draft_token_ids)
+            num_tokens = min(sequence.max_step_tokens(self.config.block_size), budget)
+            if num_kept_back:
+                num_tokens = min(num_tokens, sequence.num_tokens - sequence.num_computed_tokens - 1)
+            if sequence.draft_token_ids:
+                del sequence.draft_token_ids[max(0, min(draft_budget, budget - num_tokens)) :]
+                draft_budget -= len(sequence.draft_token_ids)
+                num_tokens += len(sequence.draft_token_ids)
             if num_tokens > 0:
                 wanted.append(ScheduledSequence(sequence, num_tokens))
                 budget -= num_tokens
         return wanted
 
-    def _started(self, group: SequenceGroup) -> Iterator[Sequence]:
-        """Yield the sequences of a group that can be computed.
+    def _started(self, group: SequenceGroup) -> list[Sequence]:
+        """Return the sequences of a group that can be computed.
 
         Those that compute everything again wait for the first to seal what they share with it, or each would
         compute the prompt and hold blocks of its own for it.
         """
         first, *others = group.sequences
-        yield first
-        shared = first.num_prompt_tokens // self.config.block_size
+        started = [first]
         for sequence in others:
             if not sequence.block_table:
-                if first.num_sealed_blocks < shared:
+                if first.num_sealed_blocks < first.num_prompt_tokens // self.config.block_size:
                     continue
                 self.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
-            yield sequence
+            started.append(sequence)
+        return started
 
     def _make_room(self, group: SequenceGroup, wanted: list[ScheduledSequence]) -> bool:
         """Preempt newer groups until there are blocks for the wanted tokens."""
@@ -287,19 +291,23 @@ class Scheduler:
                 sequence.block_table[sequence.num_computed_tokens // self.config.block_size] = own
                 self._next.copies.append((shared, own))
             num_needed = self._blocks_for(sequence.num_computed_tokens + num_tokens)
-            sequence.block_table += self.pool.allocate(max(0, num_needed - len(sequence.block_table)))
+            if num_needed > len(sequence.block_table):
+                sequence.block_table += self.pool.allocate(num_needed - len(sequence.block_table))
 
     def _num_missing(self, wanted: list[ScheduledSequence]) -> int:
         """Return how many blocks the wanted tokens take, copies of shared blocks included."""
-        num_new, writers = 0, Counter[int]()
+        num_new = 0
+        shared_blocks = []
         for sequence, num_tokens in wanted:
             num_needed = self._blocks_for(sequence.num_computed_tokens + num_tokens)
             num_new += max(0, num_needed - len(sequence.block_table))
             if (shared := self._shared_block(sequence)) is not None:
-                writers[shared] += 1
+                shared_blocks.append(shared)
+        if not shared_blocks:
+            return num_new
         # The last of a block's owners may keep it.
-        copies = (min(count, self.pool.ref_cnt(block) - 1) for block, count in writers.items())
-        return num_new + sum(copies)
+        writers = Counter(shared_blocks)
+        return num_new + sum(min(count, self.pool.ref_cnt(block) - 1) for block, count in writers.items())
 
     def _shared_block(self, sequence: Sequence) -> int | None:
         """Return the block that the sequence writes next, if others read it."""

@@ -266,10 +266,11 @@ class Sequence:
         computed again must see what they saw first.
         """
         num_computed = self.num_computed_tokens
+        num_missing = self.num_tokens - num_computed
         if self.params.kv_budget_tokens is None or self.stops_after_prefill:
-            return self.num_tokens - num_computed
+            return num_missing
         num_left = self.num_prompt_tokens - num_computed
-        return num_left if num_left > 0 else block_size - num_computed % block_size
+        return num_left if num_left > 0 else min(num_missing, block_size - num_computed % block_size)
 
     def positions_to_score(self, num_new_tokens: int) -> range:
         """Return which of the next tokens' logits give logprobs of the prompt that are wanted still."""
