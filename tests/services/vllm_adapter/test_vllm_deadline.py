@@ -1,0 +1,72 @@
+"""An engine that never answers, behind a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from quire.kvtransfer.layout import KvLayout
+from quire.protos import worker_pb2
+from quire.services.grpc_server import grpc_server
+from quire.services.vllm_adapter.servicer import vllm_service
+from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.servicer import WorkerServicer
+
+WAIT_SECONDS = 20.0
+
+
+class Silent:
+    """Takes requests and says nothing; remembers that it was told to stop."""
+
+    def __init__(self) -> None:
+        self.has_ended = asyncio.Event()
+
+    async def Decode(
+        self, request: worker_pb2.DecodeRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
+        try:
+            yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
+            await asyncio.Event().wait()
+        finally:
+            self.has_ended.set()
+
+
+async def test_a_request_that_takes_too_long_ends_although_its_caller_set_no_deadline(
+    model_folder: Path,
+) -> None:
+    worker = Silent()
+    identity = WorkerIdentity(
+        worker_id="w",
+        role="decode",
+        epoch="e",
+        model="tiny",
+        model_path=str(model_folder),
+        layout=KvLayout(1, 1, 4, 8, "float32", "digest"),
+        num_blocks=8,
+        max_model_len=64,
+        vocab_size=320,
+        eos_token_ids=frozenset({1}),
+        request_timeout_seconds=0.2,
+        cluster_secret=b"",
+    )
+    service = vllm_service(cast(WorkerServicer, worker), identity, 8, lambda: "127.0.0.1:1")
+    request = vllm.GenerateRequest(request_id="r", tokenized=vllm.TokenizedInput(input_ids=[5]))
+    async with (
+        grpc_server([service], registry=CollectorRegistry()) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(WAIT_SECONDS):
+                async for _ in VllmEngineStub(channel).Generate(request):
+                    pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "0.2 s" in str(caught.value.details())
+        await asyncio.wait_for(worker.has_ended.wait(), WAIT_SECONDS)
