@@ -160,6 +160,14 @@ class BadFileError(OSError):
     """A file that a setting names is missing, malformed or out of date: the message says which and how."""
 
 
+def cannot_listen(host: str, port: int, problem: object = "") -> OSError:
+    """Return the error of a server whose address cannot be bound."""
+    reason = f": {problem}" if problem else ""
+    return OSError(
+        f"cannot listen on {host}:{port}{reason}: is the port taken? Try another, or 0 for a free one"
+    )
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}…"
 

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry, Counter
 
-from quire.services.errors import Internal, ServiceError, to_status
+from quire.services.errors import Internal, ServiceError, cannot_listen, to_status
 from quire.services.log import get_logger
 from quire.services.request_intake import RequestIntake
 
@@ -308,7 +308,7 @@ def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Serve
         else:
             bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        raise cannot_listen(host, port, error) from error
     if not bound:
-        raise OSError(f"cannot listen on {host}:{port}: is the port taken? Try another, or 0 for a free one")
+        raise cannot_listen(host, port)
     return bound

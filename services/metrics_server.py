@@ -10,6 +10,8 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from quire.services.errors import cannot_listen
+
 STOP_POLL_SECONDS = 0.05
 
 
@@ -29,7 +31,11 @@ def metrics_server(registry: CollectorRegistry, host: str = "127.0.0.1", port: i
     """
     app = make_wsgi_app(registry)
     # prometheus_client's own start_http_server takes half a second to stop.
-    with make_server(host, port, app, ThreadingWSGIServer, handler_class=_QuietHandler) as server:
+    try:
+        listening = make_server(host, port, app, ThreadingWSGIServer, handler_class=_QuietHandler)
+    except OSError as error:
+        raise cannot_listen(host, port, error.strerror) from error
+    with listening as server:
         thread = Thread(target=server.serve_forever, args=(STOP_POLL_SECONDS,), name="metrics", daemon=True)
         thread.start()
         try:

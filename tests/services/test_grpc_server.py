@@ -215,6 +215,9 @@ def test_metrics_are_served_from_the_given_registry(registry: CollectorRegistry)
     Counter("tests_total", "Tests.", registry=registry).inc()
     with metrics_server(registry) as port:
         body = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
+        taken = pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}")
+        with taken, metrics_server(registry, port=port):
+            pass
     assert b"tests_total 1.0" in body
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CollectorRegistry, Counter
 
-from quire.services.errors import ServiceError
+from quire.services.errors import ServiceError, cannot_listen
 from quire.services.grpc_server import PUBLIC_MESSAGE_BYTES
 from quire.services.log import get_logger
 from quire.services.router.http.authorization import authorized
@@ -84,7 +85,10 @@ async def http_server(
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise cannot_listen(host, port, os.strerror(error.errno or 0)) from error
         yield HttpServer(runner, host)
     finally:
         await runner.cleanup()
