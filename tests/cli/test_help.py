@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import Result
+
+from quire.cli.main import make_app
 
 Quire = Callable[..., Result]
 
 VERBS = ["serve", "router", "prefill", "decode", "keys", "admin"]
-VERBS += ["generate", "chat", "health", "bench", "version"]
+VERBS += ["generate", "chat", "health", "bench", "simulate", "version"]
 
 
 def test_help_lists_every_verb_in_its_panel(quire: Quire) -> None:
@@ -38,6 +43,15 @@ def test_every_verb_has_help(quire: Quire, verb: str) -> None:
     result = quire(*verb.split(), "--help")
     assert result.exit_code == 0, result.output
     assert "Usage:" in result.output
+
+
+@pytest.mark.parametrize("verb", ["serve", "router", "prefill", "decode"])
+def test_the_readme_lists_every_setting(verb: str) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    command = typer.main.get_group(make_app()).commands[verb]
+    flags = {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")}
+    assert "--host" in flags
+    assert {flag for flag in flags if not re.search(rf"`{flag}\b", readme)} <= {"--help"}
 
 
 def test_settings_show_their_variable(quire: Quire) -> None:
