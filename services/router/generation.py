@@ -147,16 +147,6 @@ class GenerationRun:
                 if is_last:
                     return
 
-    def _offer_write_back(self) -> None:
-        """Let the prompt's prefill worker copy what a single answer has added."""
-        plan, write_backs = self._plan, self._cluster.write_backs
-        if write_backs is None or plan is None or plan.prefill is None or len(self._answers) > 1:
-            return
-        prompt = self._request.prompt_token_ids
-        scope = worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt)
-        tokens = prompt + self._answers[0].token_ids
-        write_backs.offer(plan.decode, plan.prefill, tokens, len(prompt), scope)
-
     async def _serve(self, part: Part) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Yield the messages of a part's answers, over as many attempts as it takes."""
         while not part.is_finished:
@@ -202,6 +192,51 @@ class GenerationRun:
                     computed()
                     yield output
 
+    async def _choose(self, part: Part) -> Plan:
+        cluster, token_ids = self._cluster, part.token_ids
+        start = cluster.clock()
+        block_hashes, held_tokens = await cluster.prefixes.look_up(token_ids, self._scope)
+        looked_up = cluster.clock()
+        self._phases.record(Phase.LOOKUP, start, looked_up)
+        # The logprob of the prompt's last token would be lost where P computes the prompt without it.
+        is_scored = not part.is_single and self._request.num_prompt_logprobs is not None
+        must_be_local = is_scored or part.num_prefilled_tokens == 0
+        placement = cluster.planner.place(
+            Prompt(len(token_ids), block_hashes, held_tokens, must_be_local),
+            self._states("prefill"),
+            self._states("decode"),
+        )
+        if placement is None:
+            raise Unavailable(
+                "no decode worker is alive; start one, or try again",
+                reason="NO_DECODE_WORKER",
+                metadata={"tokens_emitted": str(self._num_emitted)},
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+        self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
+        self._account_choice(part, placement)
+        workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.live(role)}
+        return Plan(
+            workers[placement.decode.worker_id],
+            workers[placement.prefill.worker_id] if placement.prefill else None,
+            placement,
+            pull_source(placement.pull, workers[placement.pull.worker_id]) if placement.pull else None,
+        )
+
+    def _states(self, role: str) -> list[WorkerState]:
+        workers = self._cluster.workers
+        return [
+            WorkerState(
+                worker.worker_id,
+                worker.info.num_blocks,
+                owed_tokens=worker.owed_tokens,
+                kept_tokens=worker.kept_tokens,
+                num_requests=worker.num_requests,
+                is_shunned=workers.is_shunned(worker) or worker.worker_id in self._shunned,
+            )
+            for worker in workers.live(role)
+        ]
+
     async def _run(
         self, legs: Legs, plan: Plan, part: Part
     ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
@@ -230,6 +265,23 @@ class GenerationRun:
                     return
         async for output in self._decoded(legs, plan, part, early):
             yield output
+
+    def _sequence(self, part: Part) -> worker_pb2.Sequence:
+        request = self._request
+        return worker_pb2.Sequence(
+            request_id=part.sequence_id,
+            attempt=part.attempt,
+            token_ids=part.token_ids,
+            num_output_tokens=len(part.output_token_ids),
+            sampling=part.sampling,
+            stopping=request.stopping,
+            format=request.format,
+            # The best answers are found by the logprobs of their tokens.
+            logprobs=0 if request.num_logprobs is None and request.num_best else request.num_logprobs,
+            cache_scope=worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt),
+            # The first message brings them, and with it the first token.
+            prompt_logprobs=request.num_prompt_logprobs if self._is_first_message else None,
+        )
 
     async def _accepted(self, legs: Legs, plan: Plan) -> worker_pb2.Accepted:
         """Return what D promised."""
@@ -309,77 +361,15 @@ class GenerationRun:
         except TimeoutError:
             return
 
-    async def _choose(self, part: Part) -> Plan:
-        cluster, token_ids = self._cluster, part.token_ids
-        start = cluster.clock()
-        block_hashes, held_tokens = await cluster.prefixes.look_up(token_ids, self._scope)
-        looked_up = cluster.clock()
-        self._phases.record(Phase.LOOKUP, start, looked_up)
-        # The logprob of the prompt's last token would be lost where P computes the prompt without it.
-        is_scored = not part.is_single and self._request.num_prompt_logprobs is not None
-        must_be_local = is_scored or part.num_prefilled_tokens == 0
-        placement = cluster.planner.place(
-            Prompt(len(token_ids), block_hashes, held_tokens, must_be_local),
-            self._states("prefill"),
-            self._states("decode"),
-        )
-        if placement is None:
-            raise Unavailable(
-                "no decode worker is alive; start one, or try again",
-                reason="NO_DECODE_WORKER",
-                metadata={"tokens_emitted": str(self._num_emitted)},
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
-        self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
-        self._account_choice(part, placement)
-        workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.live(role)}
-        return Plan(
-            workers[placement.decode.worker_id],
-            workers[placement.prefill.worker_id] if placement.prefill else None,
-            placement,
-            pull_source(placement.pull, workers[placement.pull.worker_id]) if placement.pull else None,
-        )
-
-    def _states(self, role: str) -> list[WorkerState]:
-        workers = self._cluster.workers
-        return [
-            WorkerState(
-                worker.worker_id,
-                worker.info.num_blocks,
-                owed_tokens=worker.owed_tokens,
-                kept_tokens=worker.kept_tokens,
-                num_requests=worker.num_requests,
-                is_shunned=workers.is_shunned(worker) or worker.worker_id in self._shunned,
-            )
-            for worker in workers.live(role)
-        ]
-
-    @property
-    def _num_emitted(self) -> int:
-        return sum(len(answer.token_ids) for answer in self._answers)
-
-    def _sequence(self, part: Part) -> worker_pb2.Sequence:
-        request = self._request
-        return worker_pb2.Sequence(
-            request_id=part.sequence_id,
-            attempt=part.attempt,
-            token_ids=part.token_ids,
-            num_output_tokens=len(part.output_token_ids),
-            sampling=part.sampling,
-            stopping=request.stopping,
-            format=request.format,
-            # The best answers are found by the logprobs of their tokens.
-            logprobs=0 if request.num_logprobs is None and request.num_best else request.num_logprobs,
-            cache_scope=worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt),
-            # The first message brings them, and with it the first token.
-            prompt_logprobs=request.num_prompt_logprobs if self._is_first_message else None,
-        )
-
-    def _remaining_seconds(self) -> float:
-        remaining = self._deadline - self._cluster.clock()
-        if remaining <= 0:
-            raise deadline_exceeded(self._num_emitted)
-        return remaining
+    def _offer_write_back(self) -> None:
+        """Let the prompt's prefill worker copy what a single answer has added."""
+        plan, write_backs = self._plan, self._cluster.write_backs
+        if write_backs is None or plan is None or plan.prefill is None or len(self._answers) > 1:
+            return
+        prompt = self._request.prompt_token_ids
+        scope = worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt)
+        tokens = prompt + self._answers[0].token_ids
+        write_backs.offer(plan.decode, plan.prefill, tokens, len(prompt), scope)
 
     def _account_failure(self, part: Part, failure: LegFailed) -> None:
         """Prepare the next attempt, or raise the client's error."""
@@ -405,6 +395,16 @@ class GenerationRun:
         # Answers that were lost together, and go on apart, count once.
         self.usage.retries = max(self.usage.retries, part.attempt)
         metrics.retries.labels(worker.info.role, failure.code.name.lower()).inc()
+
+    @property
+    def _num_emitted(self) -> int:
+        return sum(len(answer.token_ids) for answer in self._answers)
+
+    def _remaining_seconds(self) -> float:
+        remaining = self._deadline - self._cluster.clock()
+        if remaining <= 0:
+            raise deadline_exceeded(self._num_emitted)
+        return remaining
 
     def _account_choice(self, part: Part, placement: Placement) -> None:
         decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
