@@ -96,11 +96,15 @@ def _logprobs(
     logits: torch.Tensor, token_ids: list[int], sequences: list[Sequence]
 ) -> list[TokenLogprobs | None]:
     result: list[TokenLogprobs | None] = [None] * len(sequences)
+    rows_by_num_top: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        num_top = sequence.params.num_logprobs
-        if num_top is None:
-            continue
-        [result[row]] = rank_tokens(logits[row : row + 1], [token_ids[row]], num_top)
+        if (num_top := sequence.params.num_logprobs) is not None:
+            rows_by_num_top.setdefault(num_top, []).append(row)
+    # Together, since the host waits for a GPU each time.
+    for num_top, rows in rows_by_num_top.items():
+        ranked = rank_tokens(logits[rows], [token_ids[row] for row in rows], num_top)
+        for row, logprobs in zip(rows, ranked, strict=True):
+            result[row] = logprobs
     return result
 
 
