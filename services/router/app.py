@@ -43,7 +43,7 @@ from quire.services.router.policy import Blocks, Policy
 from quire.services.router.served_model import load_served_model
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.slo import SloTargets
-from quire.services.router.sources import open_sources
+from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
 from quire.services.router.workers import POLL_SECONDS, WorkerSet
 from quire.services.router.write_back import WriteBacks
@@ -181,15 +181,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             join_wait_seconds=config.join_wait_seconds,
             tracer=tracer,
         )
-        sources = await stack.enter_async_context(
-            open_sources(
-                config.redis_url,
-                config.worker_addresses,
-                config.cluster_secret,
-                metrics.registry,
-                asks_index=config.placing.policy is not Policy.APPROX,
-            )
-        )
+        sources = await stack.enter_async_context(_open_sources(config, metrics))
         connect = grpc.aio.insecure_channel if cluster_tls is None else cluster_tls.connect
         workers = WorkerSet(
             sources.membership, expected_fingerprint=sources.expected_fingerprint, connect=connect
@@ -197,18 +189,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         stack.push_async_callback(workers.close)
         spawn = await stack.enter_async_context(_background())
         metrics_port = stack.enter_context(metrics_server(metrics.registry, config.host, config.metrics_port))
-        server = await stack.enter_async_context(
-            grpc_server(
-                [Service(pb_grpc.add_GenerationServiceServicer_to_server, servicer, SERVICE_NAME)],
-                host=config.host,
-                port=config.port,
-                max_message_bytes=PUBLIC_MESSAGE_BYTES,
-                registry=metrics.registry,
-                grace_seconds=config.grace_seconds,
-                credentials=None if config.public_tls is None else server_credentials(config.public_tls),
-                interceptors=[RequireTenant(authenticator)],
-            )
-        )
+        server = await stack.enter_async_context(_grpc_server(config, servicer, metrics, authenticator))
         admin = await stack.enter_async_context(
             admin_server(workers, config.admin_host, config.admin_port, cluster_tls)
         )
@@ -258,6 +239,31 @@ async def _authenticator(api_keys_file: Path | None) -> AsyncIterator[Authentica
         yield keys
     finally:
         await _cancel(following)
+
+
+def _open_sources(config: RouterConfig, metrics: RouterMetrics) -> AbstractAsyncContextManager[Sources]:
+    return open_sources(
+        config.redis_url,
+        config.worker_addresses,
+        config.cluster_secret,
+        metrics.registry,
+        asks_index=config.placing.policy is not Policy.APPROX,
+    )
+
+
+def _grpc_server(
+    config: RouterConfig, servicer: GenerationServicer, metrics: RouterMetrics, authenticator: Authenticator
+) -> AbstractAsyncContextManager[GrpcServer]:
+    return grpc_server(
+        [Service(pb_grpc.add_GenerationServiceServicer_to_server, servicer, SERVICE_NAME)],
+        host=config.host,
+        port=config.port,
+        max_message_bytes=PUBLIC_MESSAGE_BYTES,
+        registry=metrics.registry,
+        grace_seconds=config.grace_seconds,
+        credentials=None if config.public_tls is None else server_credentials(config.public_tls),
+        interceptors=[RequireTenant(authenticator)],
+    )
 
 
 def _http_server(
