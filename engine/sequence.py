@@ -247,9 +247,13 @@ class Sequence:
     @property
     def max_cached_tokens(self) -> int:
         """Most tokens of a held prefix that it may use: logits of cached tokens are gone."""
+        limit = self.num_exact_tokens
+        if self.params.kv_budget_tokens is not None:
+            # Computing the prompt's last token decides what is kept, before any other is computed again.
+            limit -= 1
         num_scored = len(self.prompt_logprobs)
         needs_no_more = self.params.num_prompt_logprobs is None or num_scored == self.num_prompt_tokens - 1
-        return self.num_exact_tokens if needs_no_more else min(self.num_exact_tokens, num_scored)
+        return limit if needs_no_more else min(limit, num_scored)
 
     @property
     def num_exact_tokens(self) -> int:

@@ -141,6 +141,21 @@ def test_preempted_requests_go_on_as_before(model: LoadedModel, preemption: str)
     assert engine.scheduler.preemptions[preemption == "recompute"] > 0
 
 
+def test_a_request_is_cut_again_though_its_whole_prompt_is_cached(model: LoadedModel) -> None:
+    """Its prompt ends with a block, so that nothing of it would have to be computed again."""
+    length = 7 * BLOCK_SIZE
+    [alone] = run(make_engine(model), make_request("r", length))
+    engine = make_engine(model)
+    request = make_request("r", length)
+    engine.add(request)
+    while request.num_tokens < length + 2:
+        engine.step()
+    [group] = engine.scheduler.running
+    engine.scheduler._preempt(group)
+    run(engine)
+    assert request.token_ids[length:] == alone
+
+
 def test_a_transferred_prompt_is_cut_where_it_arrives(model: LoadedModel) -> None:
     [alone] = run(make_engine(model), make_request("r"))
     prefill, decode = make_engine(model), make_engine(model)
@@ -151,7 +166,7 @@ def test_a_transferred_prompt_is_cut_where_it_arrives(model: LoadedModel) -> Non
     while not there.status.is_finished:
         prefill.step()
     assert NO_BLOCK not in there.block_table
-    decode.reserve("r", lambda: None)
+    decode.reserve("r", lambda _: None)
     for source, target in zip(there.block_table, here.block_table, strict=True):
         decode.memory.write(target, prefill.memory.read(source))
     decode.admit("r", there.token_ids[-1])
