@@ -36,6 +36,9 @@ from quire.engine.speculation import Speculator, Wanted
 from quire.engine.swap_cost import SwapCost
 from quire.engine.swap_space import SwapSpace
 
+OnSettled = Callable[[bool], None]
+"""Is told whether the blocks were given."""
+
 
 class RequestTooLongError(ValueError):
     """A request can never fit into this worker; the message names the limit."""
@@ -139,7 +142,7 @@ class Engine:
         self._clock = clock
         self.max_model_len = longest_sequence(model, memory, max_model_len)
         """Most tokens of a sequence."""
-        self._waiting_for_blocks: dict[str, Callable[[], None]] = {}
+        self._waiting_for_blocks: dict[str, OnSettled] = {}
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -241,26 +244,40 @@ class Engine:
                 f"this worker has {self.pool.num_blocks}: ask for fewer sequences or a lower max_tokens"
             )
 
-    def reserve(self, request_id: str, on_reserved: Callable[[], None]) -> None:
-        """Call back, at once or later, when an accepted sequence has blocks for its whole prompt.
+    def reserve(self, request_id: str, on_settled: OnSettled) -> None:
+        """Call back with True, at once or later, when an accepted sequence has blocks for its whole prompt.
 
-        All or nothing and first come first served, so no two transfers can each wait for the other's blocks.
+        All or nothing and first come first served. Requests that wait may hold cached prefixes. Where these
+        alone are in the way, the newest of them ends, and is called back with False: another worker may have
+        room.
 
         Raises:
             KeyError: the request has ended.
         """
         self.groups[request_id]
-        self._waiting_for_blocks[request_id] = on_reserved
+        self._waiting_for_blocks[request_id] = on_settled
         self._grant_blocks()
 
     def _grant_blocks(self) -> None:
-        for request_id, on_reserved in list(self._waiting_for_blocks.items()):
+        while self._waiting_for_blocks:
+            request_id, on_settled = next(iter(self._waiting_for_blocks.items()))
             try:
                 self.scheduler.reserve(self.groups[request_id].prompt)
             except NoFreeBlocksError:
-                return
-            del self._waiting_for_blocks[request_id]
-            on_reserved()
+                if self._others_give_back():
+                    return
+                request_id, on_settled = self._waiting_for_blocks.popitem()
+                self.scheduler.discard(self.groups.pop(request_id), SequenceStatus.FINISHED_ABORTED)
+                on_settled(False)
+            else:
+                del self._waiting_for_blocks[request_id]
+                on_settled(True)
+
+    def _others_give_back(self) -> bool:
+        """Whether anything but the requests that wait for blocks holds some."""
+        waiting = (self.groups[request_id].prompt for request_id in self._waiting_for_blocks)
+        held = {block_id for prompt in waiting for block_id in prompt.held_blocks}
+        return self.pool.counts.used > len(held)
 
     def admit(self, request_id: str, first_token_id: int | None) -> SequenceUpdate:
         """Start decoding an accepted request whose prompt's blocks have all been written.

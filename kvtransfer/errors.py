@@ -59,6 +59,12 @@ class ProtocolError(TransferError):
     reason = "protocol"
 
 
+class NoBlocksError(TransferError):
+    """The receiver has no blocks for the push, and cannot have any while it waits."""
+
+    reason = "no_blocks"
+
+
 class DigestMismatchError(TransferError):
     """A block's bytes, or its hash, are not what the sender meant to send."""
 

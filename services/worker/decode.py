@@ -12,6 +12,7 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import Sequence
 from quire.kvtransfer.errors import (
     DigestMismatchError,
+    NoBlocksError,
     ProtocolError,
     StaleAttemptError,
     UnknownTicketError,
@@ -86,6 +87,9 @@ class Tickets:
         promise.is_claimed = True
         try:
             await self._allocate(promise)
+        except NoBlocksError as error:
+            promise.fail(str(error))
+            raise
         except BaseException:
             promise.fail("the sender went away while it waited for credit")
             raise
@@ -93,19 +97,22 @@ class Tickets:
 
     async def _allocate(self, promise: Promise) -> None:
         loop = asyncio.get_running_loop()
-        allocated: asyncio.Future[None] = loop.create_future()
+        allocated: asyncio.Future[bool] = loop.create_future()
 
-        def settle() -> None:
+        def settle(is_allocated: bool) -> None:
             if not allocated.done():
-                allocated.set_result(None)
+                allocated.set_result(is_allocated)
 
         engine_id = promise.sequence.request_id
 
-        def on_reserved() -> None:
-            loop.call_soon_threadsafe(settle)
+        def on_settled(is_allocated: bool) -> None:
+            loop.call_soon_threadsafe(settle, is_allocated)
 
-        await self._engine.call(lambda e: e.reserve(engine_id, on_reserved))
-        await allocated
+        await self._engine.call(lambda e: e.reserve(engine_id, on_settled))
+        if not await allocated:
+            raise NoBlocksError(
+                "requests that wait for each other's blocks fill the pool; this one gives way"
+            )
 
 
 class PromisedBlocks:

@@ -238,7 +238,8 @@ class EngineMachine(RuleBasedStateMachine):
         first_block = self.engine.accept(sequence)
         self.wanted[name] = (prompt, params)
 
-        def on_reserved() -> None:
+        def on_settled(is_reserved: bool) -> None:
+            assert is_reserved, "nobody else waits for blocks"
             for position in range(first_block * BLOCK_SIZE, num_transferred_tokens(sequence)):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self.engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
@@ -246,7 +247,7 @@ class EngineMachine(RuleBasedStateMachine):
             pending.append(name)
 
         pending: list[str] = []
-        self.engine.reserve(name, on_reserved)
+        self.engine.reserve(name, on_settled)
         while not pending and not self.engine.is_idle:
             self.advance()
         if pending:

@@ -77,7 +77,7 @@ def test_a_request_waits_until_its_first_step(engine: Engine, clock: Clock) -> N
 def test_an_accepted_request_is_queued_when_its_blocks_are_there(engine: Engine, clock: Clock) -> None:
     sequence = prompt("a")
     engine.accept(sequence)
-    engine.reserve("a", lambda: None)
+    engine.reserve("a", lambda _: None)
     clock.now = 4.0
     engine.admit("a", 5)
     clock.now = 6.0
@@ -88,7 +88,7 @@ def test_an_accepted_request_is_queued_when_its_blocks_are_there(engine: Engine,
 def test_blocks_wait_for_an_older_request(engine: Engine) -> None:
     for name in ("a", "b", "c"):
         engine.accept(prompt(name))
-        engine.reserve(name, lambda: None)
+        engine.reserve(name, lambda _: None)
     assert engine.num_waiting_for_blocks == 1
     engine.abort("a")
     assert engine.num_waiting_for_blocks == 0

@@ -1,0 +1,84 @@
+"""Transfers with cached prefixes that wait for each other's blocks: the newest gives way to the oldest."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import SamplingParams, Sequence
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 8
+
+
+class Runner:
+    """Computes nothing: token 5 is always the most probable."""
+
+    def move_blocks(self, schedule: Any) -> None:
+        pass
+
+    def prepare(self, scheduled: list[Any]) -> list[Any]:
+        return scheduled
+
+    def forward(self, scheduled: list[Any]) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.full((len(scheduled),), 5), 8).float()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
+    memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, torch.float32), NUM_BLOCKS, torch.device("cpu"))
+    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64)
+    engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens))
+    engine.runner = Runner()  # type: ignore[assignment]
+    return engine
+
+
+def prompt(name: str, token: int, num_blocks: int) -> Sequence:
+    length = num_blocks * BLOCK_SIZE
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    return Sequence(name, [token] * length, length, params, b"")
+
+
+def run(engine: Engine) -> None:
+    while not engine.is_idle:
+        engine.step()
+
+
+def test_the_newest_gives_way_to_the_oldest(engine: Engine) -> None:
+    for token in (2, 3):
+        engine.add(prompt(f"cache {token}", token, 3))
+        run(engine)
+    settled: dict[str, bool] = {}
+    assert engine.accept(prompt("old", 2, 6)) == 3
+    assert engine.accept(prompt("new", 3, 6)) == 3
+    engine.reserve("old", lambda given: settled.update(old=given))
+    # Six of eight blocks are held, and each of the two wants three more.
+    assert not settled
+    engine.reserve("new", lambda given: settled.update(new=given))
+    assert settled == {"new": False, "old": True}
+    engine.admit("old", 5)
+    run(engine)
+    engine.check_conservation()
+    assert engine.pool.counts.used == 0
+    assert not engine.groups
+
+
+def test_nobody_gives_way_while_another_request_will_give_blocks_back(engine: Engine) -> None:
+    engine.add(prompt("cache", 2, 3))
+    run(engine)
+    engine.add(prompt("running", 3, 4))
+    engine.step()
+    settled: list[bool] = []
+    assert engine.accept(prompt("waiting", 2, 6)) == 3
+    engine.reserve("waiting", settled.append)
+    assert not settled
+    run(engine)
+    assert settled == [True]
+    engine.abort("waiting")
+    engine.check_conservation()
