@@ -276,7 +276,7 @@ def drawn_cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any], float]:
     return case, options, tolerance
 
 
-@settings(max_examples=50 if IS_INTERPRETED else 25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(drawn_cases())
 def test_drawn_steps_equal_the_reference(drawn: tuple[Case, dict[str, Any], float]) -> None:
     case, options, tolerance = drawn

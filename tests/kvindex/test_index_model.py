@@ -149,7 +149,12 @@ class World:
 
 
 # The fixtures hold no state of an example: each example makes a backend of its own.
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(history=st.lists(events, max_size=40), stride=st.sampled_from([1, 1, 2, 3, 4]))
 def test_the_index_equals_a_model(history: list[Event], stride: int, make_backend: Any, record: Any) -> None:
     async def live() -> None:
