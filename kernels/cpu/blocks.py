@@ -29,14 +29,15 @@ def write_kv(
         _write(_bits(key), _bits(value), _bits(kv_layer), slots)
         return
     per_magnitude = np.float32(KV_FORMATS[kv_layer.dtype].scale_per_magnitude)
-    quantize = _quantize_int8 if kv_layer.dtype == torch.int8 else _quantize_e4m3
+    is_integer = kv_layer.dtype == torch.int8
     for place, vectors in enumerate((key, value)):
-        quantize(
+        _quantize(
             vectors.float().numpy(),
             _bits(kv_layer)[:, place],
             kv_scales.numpy()[:, place],
             slots,
             per_magnitude,
+            is_integer,
         )
 
 
@@ -76,10 +77,15 @@ def _write(key: Array, value: Array, kv_layer: Array, slot_mapping: Array) -> No
 
 
 @njit(cache=True, nogil=True)
-def _quantize_int8(
-    vectors: Array, stored: Array, scales: Array, slot_mapping: Array, per_magnitude: np.float32
+def _quantize(
+    vectors: Array,
+    stored: Array,
+    scales: Array,
+    slot_mapping: Array,
+    per_magnitude: np.float32,
+    is_integer: bool,
 ) -> None:
-    """Write ``[num_tokens, heads, head_dim]`` into int8 ``[num_blocks, heads, block_size, head_dim]``."""
+    """Write ``[num_tokens, heads, head_dim]`` into 8-bit ``[num_blocks, heads, block_size, head_dim]``."""
     block_size = stored.shape[2]
     for token in range(slot_mapping.shape[0]):
         if slot_mapping[token] < 0:
@@ -88,24 +94,8 @@ def _quantize_int8(
         for head in range(stored.shape[1]):
             scale = _scale(vectors[token, head], scales, block, head, offset, per_magnitude)
             for d in range(stored.shape[3]):
-                x = min(max(vectors[token, head, d] / scale, np.float32(-127.0)), np.float32(127.0))
-                stored[block, head, offset, d] = np.int8(np.rint(x))
-
-
-@njit(cache=True, nogil=True)
-def _quantize_e4m3(
-    vectors: Array, stored: Array, scales: Array, slot_mapping: Array, per_magnitude: np.float32
-) -> None:
-    """Write ``[num_tokens, heads, head_dim]`` as e4m3 into ``[num_blocks, heads, block_size, head_dim]``."""
-    block_size = stored.shape[2]
-    for token in range(slot_mapping.shape[0]):
-        if slot_mapping[token] < 0:
-            continue
-        block, offset = slot_mapping[token] // block_size, slot_mapping[token] % block_size
-        for head in range(stored.shape[1]):
-            scale = _scale(vectors[token, head], scales, block, head, offset, per_magnitude)
-            for d in range(stored.shape[3]):
-                stored[block, head, offset, d] = _e4m3(np.float32(vectors[token, head, d] / scale))
+                x = np.float32(vectors[token, head, d] / scale)
+                stored[block, head, offset, d] = _int8(x) if is_integer else _e4m3(x)
 
 
 @njit(cache=True, nogil=True)
@@ -120,6 +110,12 @@ def _scale(
         scales[block, head] = max(magnitude, _LOWEST) * per_magnitude
     scale: np.float32 = scales[block, head]
     return scale
+
+
+@njit(cache=True, nogil=True)
+def _int8(x: np.float32) -> np.int8:
+    """Round to int8, half to even and saturating."""
+    return np.int8(np.rint(min(max(x, np.float32(-127.0)), np.float32(127.0))))
 
 
 @njit(cache=True, nogil=True)

@@ -10,22 +10,14 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from quire.engine.decode_graphs import CudaCapture
-from quire.engine.disk_cache import DiskCache
-from quire.engine.engine import Engine, longest_sequence
+from quire.engine.engine import longest_sequence
 from quire.engine.engine_thread import EngineThread
-from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence
-from quire.engine.speculation import Speculator
-from quire.engine.speculators import make_speculator
 from quire.engine.structured_output import GrammarCompiler
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
@@ -51,6 +43,7 @@ from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.worker.app import RunningWorker, WorkerConfig
 from quire.services.worker.borrow import PrefixPuller
 from quire.services.worker.decode import Tickets
+from quire.services.worker.engine_setup import allocate_blocks, build_engine, open_disk_cache
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.lend import PoolSource
 from quire.services.worker.metrics import (
@@ -62,12 +55,6 @@ from quire.services.worker.metrics import (
 )
 from quire.services.worker.servicer import WorkerServicer
 from quire.tokenization.tokenizer import load_model_files
-
-DEFAULT_KV_BYTES = 256 << 20
-"""Size of a pool on the CPU, unless it is given: 16k tokens of the largest model one would run there."""
-
-GPU_KV_SHARE = 0.8
-"""Of a GPU's memory that is free once the model is loaded; the rest is for the forward pass."""
 
 WORKER_SERVICE = "quire.v1.WorkerService"
 KV_SERVICE = "quire.v1.KvTransferService"
@@ -87,44 +74,20 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
     keep_freed_buffers()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = await asyncio.to_thread(load_model, config.model_path, config.dtype, device)
-    memory = _allocate(config, model, device)
+    memory = allocate_blocks(config, model, device)
     identity = _identify(config, worker_id, model, memory)
     registry = CollectorRegistry()
     steps, transfers = StepMetrics(registry), TransferMetrics(registry)
     async with AsyncExitStack() as stack:
         publisher = _publisher(config, registry, stack)
-        limits = SchedulerConfig(
-            config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.preemption
-        )
-        host_cache = _host_cache(config, memory)
-        disk_cache = await asyncio.to_thread(_disk_cache, config, memory, identity)
+        disk_cache = await asyncio.to_thread(open_disk_cache, config, memory, identity)
         if disk_cache is not None:
             stack.push_async_callback(asyncio.to_thread, disk_cache.close)
-        engine = Engine(
-            model,
-            memory,
-            limits,
-            block_hash,
-            publisher,
-            identity.max_model_len,
-            _swap_memory(config, memory),
-            speculator=await asyncio.to_thread(_make_speculator, config, model, memory, limits),
-            host_cache=host_cache,
-            disk_cache=disk_cache,
-        )
-        await asyncio.to_thread(_warm_up, engine)
-        if device.type == "cuda" and config.role == "decode":
-            await asyncio.to_thread(_capture_decode_steps, engine)
+        engine = await asyncio.to_thread(build_engine, config, model, memory, identity, publisher, disk_cache)
         thread = EngineThread(engine, steps.stepped)
         thread.start()
         stack.push_async_callback(thread.stop)
-        registry.register(EngineCollector(partial(ask_for_snapshot, thread)))
-        ProcessCollector(registry=registry)
-        CacheInfo(registry).describe(
-            block_size=memory.shape.block_size,
-            num_blocks=memory.num_blocks,
-            block_bytes=memory.shape.block_bytes,
-        )
+        _describe(registry, thread, memory)
         await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(registry)))
         tracer = await stack.enter_async_context(
             open_tracer(
@@ -170,15 +133,7 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         )
         sweeping = asyncio.create_task(leases.sweep_forever())
         stack.callback(sweeping.cancel)
-        services = [
-            Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, WORKER_SERVICE),
-            Service(kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, KV_SERVICE),
-            Service(
-                kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server,
-                KvPullServicer(leases, pulls),
-                PULL_SERVICE,
-            ),
-        ]
+        services = _services(servicer, receiver, KvPullServicer(leases, pulls))
         if config.vllm_grpc:
             # Needs an extra.
             from quire.services.vllm_adapter.servicer import vllm_service
@@ -227,63 +182,31 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         await serve_until_signal(server, drain)
 
 
+def _describe(registry: CollectorRegistry, thread: EngineThread, memory: KvMemory) -> None:
+    """Let the metrics tell of the process, the engine and its blocks, as they are when they are asked for."""
+    registry.register(EngineCollector(partial(ask_for_snapshot, thread)))
+    ProcessCollector(registry=registry)
+    CacheInfo(registry).describe(
+        block_size=memory.shape.block_size,
+        num_blocks=memory.num_blocks,
+        block_bytes=memory.shape.block_bytes,
+    )
+
+
+def _services(
+    servicer: WorkerServicer, receiver: KvTransferServicer, lender: KvPullServicer
+) -> list[Service]:
+    return [
+        Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, WORKER_SERVICE),
+        Service(kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, KV_SERVICE),
+        Service(kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server, lender, PULL_SERVICE),
+    ]
+
+
 def _reachable_address(config: WorkerConfig, server: GrpcServer) -> str:
     if config.redis_url is not None and config.host in WILDCARDS:
         return address_towards(config.redis_url, server.port)
     return server.address
-
-
-def _allocate(config: WorkerConfig, model: LoadedModel, device: torch.device) -> KvMemory:
-    shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
-    num_bytes = config.kv_memory_bytes or _default_kv_bytes(device)
-    num_blocks = config.num_blocks or num_bytes // shape.block_bytes
-    if num_blocks < 2:
-        raise ValueError(f"one KV block takes {shape.block_bytes} bytes; --kv-memory must hold two at least")
-    return KvMemory(shape, num_blocks, device)
-
-
-def _default_kv_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return DEFAULT_KV_BYTES
-    num_free, _ = torch.cuda.mem_get_info(device)
-    return int(num_free * GPU_KV_SHARE)
-
-
-def _swap_memory(config: WorkerConfig, memory: KvMemory) -> KvMemory | None:
-    num_blocks = config.swap_memory_bytes // memory.shape.block_bytes
-    is_pinned = memory.device.type == "cuda"
-    return (
-        KvMemory(memory.shape, num_blocks, torch.device("cpu"), is_pinned=is_pinned) if num_blocks else None
-    )
-
-
-def _make_speculator(
-    config: WorkerConfig, model: LoadedModel, memory: KvMemory, limits: SchedulerConfig
-) -> Speculator | None:
-    if config.role == "prefill":  # it draws one token of each request: there is nothing to guess
-        return None
-    return make_speculator(
-        config.speculation_config, config.model_path, model, memory, limits, block_hash, config.dtype
-    )
-
-
-def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:
-    if not config.host_cache_bytes:
-        return None
-    num_blocks = config.host_cache_bytes // memory.shape.block_bytes
-    if num_blocks < 2:
-        raise ValueError(
-            f"one KV block takes {memory.shape.block_bytes} bytes; --host-cache must hold two at least"
-        )
-    host = torch.device("cpu")
-    return HostCache(KvMemory(memory.shape, num_blocks, host, is_pinned=memory.blocks.is_cuda))
-
-
-def _disk_cache(config: WorkerConfig, memory: KvMemory, identity: WorkerIdentity) -> DiskCache | None:
-    if config.disk_cache is None:
-        return None
-    folder, num_bytes = config.disk_cache
-    return DiskCache(Path(folder), num_bytes, memory.shape.block_bytes, identity.fingerprint)
 
 
 def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: KvMemory) -> WorkerIdentity:
@@ -329,26 +252,3 @@ def _publisher(
     )
     beat_seconds = config.lease_ttl_seconds / 3
     return BlockPublisher(lease, ledger, asyncio.get_running_loop(), beat_seconds)
-
-
-def _warm_up(engine: Engine) -> None:
-    """Run one prompt, a draft model's part too, so that no request waits for a kernel to be compiled."""
-    engine.memory.copy_within([(0, 1)])
-    length = min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 3)
-    prompt = Sequence(
-        "warm-up", [0] * length, length, SamplingParams(max_tokens=3, ignore_eos=True), b"warm-up"
-    )
-    engine.add(prompt)
-    while not engine.is_idle:
-        engine.step()
-    engine.pool.clear_cache()  # not the tiers: a disk's blocks outlive the worker
-
-
-def _capture_decode_steps(engine: Engine) -> None:
-    """Hold decode steps in CUDA graphs; a model that cannot be captured runs without."""
-    max_num_seqs = engine.scheduler.config.max_num_seqs
-    try:
-        engine.runner.capture_decode_steps(CudaCapture(), max_num_seqs, engine.max_model_len)
-    except Exception as error:  # whatever foreign model code raises
-        torch.cuda.empty_cache()
-        _log.warning("decode_steps_not_captured", error=f"{type(error).__name__}: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,3 +26,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[architecture]
 
     return get
+
+
+class ConstantRunner:
+    """Computes nothing: token 5 is always the most probable."""
+
+    def move_blocks(self, schedule: Any) -> None:
+        pass
+
+    def prepare(self, scheduled: list[Any]) -> list[Any]:
+        return scheduled
+
+    def forward(self, scheduled: list[Any]) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.full((len(scheduled),), 5), 8).float()
+
+
+@pytest.fixture
+def constant_runner() -> ConstantRunner:
+    return ConstantRunner()

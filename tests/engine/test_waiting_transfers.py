@@ -16,26 +16,13 @@ from quire.engine.sequence import SamplingParams, Sequence
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 
 
-class Runner:
-    """Computes nothing: token 5 is always the most probable."""
-
-    def move_blocks(self, schedule: Any) -> None:
-        pass
-
-    def prepare(self, scheduled: list[Any]) -> list[Any]:
-        return scheduled
-
-    def forward(self, scheduled: list[Any]) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.full((len(scheduled),), 5), 8).float()
-
-
 @pytest.fixture
-def engine() -> Engine:
+def engine(constant_runner: Any) -> Engine:
     model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
     memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, torch.float32), NUM_BLOCKS, torch.device("cpu"))
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64)
     engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens))
-    engine.runner = Runner()  # type: ignore[assignment]
+    engine.runner = constant_runner
     return engine
 
 

@@ -1,0 +1,143 @@
+"""Builds a worker's engine from its settings: block pool, tiers below it, guesses, warm-up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from quire.engine.block_pool import BlockListener
+from quire.engine.decode_graphs import CudaCapture
+from quire.engine.disk_cache import DiskCache
+from quire.engine.engine import Engine
+from quire.engine.host_cache import HostCache
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.speculation import Speculator
+from quire.engine.speculators import make_speculator
+from quire.kvindex.block_hash import block_hash
+from quire.services.log import get_logger
+from quire.services.worker.app import WorkerConfig
+from quire.services.worker.identity import WorkerIdentity
+
+DEFAULT_KV_BYTES = 256 << 20
+"""Size of a pool on the CPU, unless it is given: 16k tokens of the largest model one would run there."""
+
+GPU_KV_SHARE = 0.8
+"""Of a GPU's memory that is free once the model is loaded; the rest is for the forward pass."""
+
+_log = get_logger("worker")
+
+
+def allocate_blocks(config: WorkerConfig, model: LoadedModel, device: torch.device) -> KvMemory:
+    """Allocate the block pool's memory.
+
+    Raises:
+        ValueError: it would hold fewer than two blocks.
+    """
+    shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
+    num_bytes = config.kv_memory_bytes or _default_kv_bytes(device)
+    num_blocks = config.num_blocks or num_bytes // shape.block_bytes
+    if num_blocks < 2:
+        raise ValueError(f"one KV block takes {shape.block_bytes} bytes; --kv-memory must hold two at least")
+    return KvMemory(shape, num_blocks, device)
+
+
+def _default_kv_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return DEFAULT_KV_BYTES
+    num_free, _ = torch.cuda.mem_get_info(device)
+    return int(num_free * GPU_KV_SHARE)
+
+
+def open_disk_cache(config: WorkerConfig, memory: KvMemory, identity: WorkerIdentity) -> DiskCache | None:
+    """Open the folder of evicted blocks, if there is one; reads what an earlier worker left."""
+    if config.disk_cache is None:
+        return None
+    folder, num_bytes = config.disk_cache
+    return DiskCache(Path(folder), num_bytes, memory.shape.block_bytes, identity.fingerprint)
+
+
+def build_engine(
+    config: WorkerConfig,
+    model: LoadedModel,
+    memory: KvMemory,
+    identity: WorkerIdentity,
+    listener: BlockListener | None,
+    disk_cache: DiskCache | None,
+) -> Engine:
+    """Build an engine and compile all that its requests will run; takes seconds."""
+    limits = SchedulerConfig(
+        config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.preemption
+    )
+    engine = Engine(
+        model,
+        memory,
+        limits,
+        block_hash,
+        listener,
+        identity.max_model_len,
+        _swap_memory(config, memory),
+        speculator=_make_speculator(config, model, memory, limits),
+        host_cache=_host_cache(config, memory),
+        disk_cache=disk_cache,
+    )
+    _warm_up(engine)
+    if memory.device.type == "cuda" and config.role == "decode":
+        _capture_decode_steps(engine)
+    return engine
+
+
+def _swap_memory(config: WorkerConfig, memory: KvMemory) -> KvMemory | None:
+    num_blocks = config.swap_memory_bytes // memory.shape.block_bytes
+    is_pinned = memory.device.type == "cuda"
+    return (
+        KvMemory(memory.shape, num_blocks, torch.device("cpu"), is_pinned=is_pinned) if num_blocks else None
+    )
+
+
+def _make_speculator(
+    config: WorkerConfig, model: LoadedModel, memory: KvMemory, limits: SchedulerConfig
+) -> Speculator | None:
+    if config.role == "prefill":  # it draws one token of each request: there is nothing to guess
+        return None
+    return make_speculator(
+        config.speculation_config, config.model_path, model, memory, limits, block_hash, config.dtype
+    )
+
+
+def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:
+    if not config.host_cache_bytes:
+        return None
+    num_blocks = config.host_cache_bytes // memory.shape.block_bytes
+    if num_blocks < 2:
+        raise ValueError(
+            f"one KV block takes {memory.shape.block_bytes} bytes; --host-cache must hold two at least"
+        )
+    host = torch.device("cpu")
+    return HostCache(KvMemory(memory.shape, num_blocks, host, is_pinned=memory.blocks.is_cuda))
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run one prompt, a draft model's part too, so that no request waits for a kernel to be compiled."""
+    engine.memory.copy_within([(0, 1)])
+    length = min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 3)
+    prompt = Sequence(
+        "warm-up", [0] * length, length, SamplingParams(max_tokens=3, ignore_eos=True), b"warm-up"
+    )
+    engine.add(prompt)
+    while not engine.is_idle:
+        engine.step()
+    engine.pool.clear_cache()  # not the tiers: a disk's blocks outlive the worker
+
+
+def _capture_decode_steps(engine: Engine) -> None:
+    """Hold decode steps in CUDA graphs; a model that cannot be captured runs without."""
+    max_num_seqs = engine.scheduler.config.max_num_seqs
+    try:
+        engine.runner.capture_decode_steps(CudaCapture(), max_num_seqs, engine.max_model_len)
+    except Exception as error:  # whatever foreign model code raises
+        torch.cuda.empty_cache()
+        _log.warning("decode_steps_not_captured", error=f"{type(error).__name__}: {error}")
