@@ -5,9 +5,10 @@ tokens times the query heads of the group, so that every key and value is read o
 the sequence's block table, a span of blocks at a time, with a running softmax (FlashAttention, Dao et al.,
 2022).
 
-Few rows, as in decode, are bound by memory: dot products straight from the blocks, with the next block
-prefetched. Many rows, as in prefill, are bound by arithmetic: keys are transposed and values widened into a
-tile that stays in the cache, and the work is two matrix products.
+Few rows, as in decode, are bound by memory: dot products straight from the blocks, and with each key a part
+of what is read next is prefetched; a block at a time would stall on the requests that a core can have open.
+Many rows, as in prefill, are bound by arithmetic: keys are transposed and values widened into a tile that
+stays in the cache, and the work is two matrix products.
 
 Either way a row's sums run in an order that its own position decides, not what else is in the tile; and which
 way it is depends on nothing that differs between a token alone and the same token behind a few others. So
@@ -54,7 +55,7 @@ STORAGE: dict[torch.dtype, Any] = {
 _SPAN = 64
 """Keys at a time, at least one block: a running softmax is updated once for all of them."""
 _MAX_ROWS = 256
-_FEW_TOKENS, _FEW_HEADS = 8, 8
+_FEW_TOKENS, _FEW_HEADS = 8, 12
 """More tokens, or as many query heads in a group, make matrix products pay for their tiles."""
 _MIN_THREADED_WORK = 1 << 16
 """Multiplications of a step below which waking threads costs more than it saves."""
@@ -205,17 +206,29 @@ def _write_rows(
 
 
 @compiled
-def _prefetch(address: int, num_bytes: int) -> None:
-    for line in range(0, num_bytes, _CACHE_LINE):
-        prefetch(address + line)
+def _prefetch(address: int, slot: int, vector_bytes: int) -> None:
+    for line in range(0, vector_bytes, _CACHE_LINE):
+        prefetch(address + slot * vector_bytes + line)
 
 
 @compiled
 def _dot_products(
-    query: Array, num_rows: int, keys: Array, scale: float, scores: Array, at: int, count: int, head_dim: int
+    query: Array,
+    num_rows: int,
+    keys: Array,
+    scale: float,
+    scores: Array,
+    at: int,
+    count: int,
+    head_dim: int,
+    values_at: int,
+    next_keys_at: int,
+    vector_bytes: int,
 ) -> None:
-    """Score the keys of one block, read as they are stored."""
+    """Score the keys of one block, read as they are stored; meanwhile its values and the next keys come."""
     for slot in range(count):
+        _prefetch(values_at, slot, vector_bytes)
+        _prefetch(next_keys_at, slot, vector_bytes)
         for row in range(num_rows):
             dot = np.float32(0.0)
             for d in range(head_dim):
@@ -260,9 +273,21 @@ def _add_values(
 
 
 @compiled
-def _unpack_keys(block_keys: Array, scale: float, keys: Array, at: int, count: int, head_dim: int) -> None:
-    """Put the keys of one block into their tile, transposed."""
+def _unpack_keys(
+    block_keys: Array,
+    scale: float,
+    keys: Array,
+    at: int,
+    count: int,
+    head_dim: int,
+    values_at: int,
+    next_keys_at: int,
+    vector_bytes: int,
+) -> None:
+    """Put the keys of one block into their tile, transposed; meanwhile its values and the next keys come."""
     for slot in range(count):
+        _prefetch(values_at, slot, vector_bytes)
+        _prefetch(next_keys_at, slot, vector_bytes)
         for d in range(head_dim):
             keys[d, at + slot] = widen(block_keys[slot, d]) * scale
 
@@ -357,7 +382,7 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
     max_rows = -(-_tile_tokens(group) * group // TILE_ROWS) * TILE_ROWS
     item_bytes = np.dtype(storage).itemsize
     is_scaled = item_bytes == 1
-    block_bytes = block_size * head_dim * item_bytes
+    vector_bytes = head_dim * item_bytes
     block_shape = (block_size, head_dim)
 
     def kernel(arguments: Any) -> None:
@@ -406,8 +431,9 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                     entry = at * span_blocks + index
                     block = np.int64(table[entry])
                     key_at = head_at + block_stride * block
+                    value_at = key_at + value_offset
                     block_keys = carray(pointer(key_at, storage), block_shape)
-                    block_values = carray(pointer(key_at + value_offset, storage), block_shape)
+                    block_values = carray(pointer(value_at, storage), block_shape)
                     slot = index * block_size
                     count = min(block_size, num_keys - slot)
                     key_scale = value_scale = np.float32(1.0)
@@ -416,13 +442,34 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                         key_scale = carray(pointer(scale_at, np.float32), (1,))[0]
                         value_scale_at = scale_at + 4 * args.scale_value_offset
                         value_scale = carray(pointer(value_scale_at, np.float32), (1,))[0]
+                    next_entry = min(entry + 1, last_position // block_size)
+                    next_key_at = head_at + block_stride * np.int64(table[next_entry])
                     if has_few_rows:
-                        _prefetch(key_at + value_offset, block_bytes)
-                        if entry < last_position // block_size:
-                            _prefetch(head_at + block_stride * np.int64(table[entry + 1]), block_bytes)
-                        _dot_products(query, num_rows, block_keys, key_scale, scores, slot, count, head_dim)
+                        _dot_products(
+                            query,
+                            num_rows,
+                            block_keys,
+                            key_scale,
+                            scores,
+                            slot,
+                            count,
+                            head_dim,
+                            value_at,
+                            next_key_at,
+                            vector_bytes,
+                        )
                     else:
-                        _unpack_keys(block_keys, key_scale, keys, slot, count, head_dim)
+                        _unpack_keys(
+                            block_keys,
+                            key_scale,
+                            keys,
+                            slot,
+                            count,
+                            head_dim,
+                            value_at,
+                            next_key_at,
+                            vector_bytes,
+                        )
                         _unpack_values(block_values, value_scale, values, slot, count, head_dim)
                 if not has_few_rows:
                     # Else a NaN of an earlier sequence, times a weight of zero, would be a NaN.
