@@ -60,6 +60,7 @@ class Variant(NamedTuple):
     block_size: int = 16
     head_dim: int = 0
     kv_format: str | None = None
+    has_bias: bool = False
     all_features: bool = False
     is_single: bool = False
     """One sequence of one split: Triton makes constants of arguments that are 1."""
@@ -123,6 +124,8 @@ def attention_kernel(config: AttentionConfig, variant: Variant) -> Compiled:
     }
     if kv_format:
         types["kv_scales"] = "*fp32"
+    if variant.has_bias:
+        types |= {"alibi_slopes": "*fp32"}
     if variant.all_features:
         types |= {"sinks": "*fp32", "alibi_slopes": "*fp32", "window": "i32", "softcap": "fp32"}
     ones = ("num_seqs", "num_slots", "stride_scale_value", "stride_scale_head") if variant.is_single else ()

@@ -12,7 +12,8 @@ table (PagedAttention, Kwon et al., 2023) some keys at a time with a running sof
     combine          merges the splits of a token (Flash-Decoding, Dao et al., 2023)
 
 Tiles and splits are cut by position, and a sequence's splits follow from its own length: what is computed for
-a token does not depend on the batch around it.
+a token does not depend on the batch around it. Arguments that change from step to step are not specialized:
+Triton would compile a kernel anew where one is 1 or a multiple of 16, while requests wait.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -77,8 +78,8 @@ def _attend(
 ):
     """Attend over the keys at ``first..last - 1`` and return the running softmax (peak, total, output).
 
-    ``first`` is a multiple of BLOCK_N. Without MASKED each row sees each key. Keys before ``lowest`` or from
-    ``last`` on are not even read: their slots may hold anything.
+    ``scale`` is above 0, ``first`` a multiple of BLOCK_N. Without MASKED each row sees each key. Keys before
+    ``lowest`` or from ``last`` on are not even read: their slots may hold anything.
     """
     for start in range(first, last, BLOCK_N):
         key_position = start + tl.arange(0, BLOCK_N)
@@ -97,23 +98,27 @@ def _attend(
         if key_scales is not None:
             key_scale = tl.load(key_scales + block * stride_scale_block, mask=is_known, other=0.0)
             logits *= key_scale[None, :]
-        if softcap is None:
-            logits *= scale * LOG2_E
-        else:
-            logits = _soft_cap(logits * scale, softcap) * LOG2_E
+        factor = scale * LOG2_E
+        if softcap is not None or slopes is not None:
+            logits *= scale
+            factor = LOG2_E
+        if softcap is not None:
+            logits = _soft_cap(logits, softcap)
         if slopes is not None:
             distance = key_position[None, :] - position[:, None]
-            logits += slopes[:, None] * LOG2_E * distance.to(tl.float32)
+            logits += slopes[:, None] * distance.to(tl.float32)
         if MASKED:
             is_seen = is_known[None, :] & (key_position[None, :] <= position[:, None])
             if window is not None:
                 is_seen = is_seen & (key_position[None, :] > position[:, None] - window)
             logits = tl.where(is_seen, logits, float("-inf"))
 
-        new_peak = tl.maximum(peak, tl.max(logits, axis=1))
+        new_peak = tl.maximum(peak, tl.max(logits, axis=1) * factor)
         # A row that has seen nothing yet has the peak -inf, and -inf - -inf is no number.
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-        weights = tl.exp2(logits - shift[:, None])
+        # Said to be one operation: the compiler would make it one without masks and not with them, and a
+        # token's last bits would change with the chunk that it is in.
+        weights = tl.exp2(tl.fma(logits, factor, -shift[:, None]))
         decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, axis=1)
         peak = new_peak
@@ -160,7 +165,7 @@ def _find_sequence(query_starts, tile, num_seqs, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "stride_table"])
 def prefill_kernel(
     output,
     query,
@@ -279,7 +284,7 @@ def _cut(length, window, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, B
     return lowest, first, split_tokens, tl.cdiv(length - first, split_tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "stride_table"])
 def decode_kernel(
     output,
     partial_outputs,
@@ -388,7 +393,7 @@ def decode_kernel(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def combine_kernel(
     output,
     partial_outputs,

@@ -98,7 +98,7 @@ def write_kv_kernel(
     tl.store(target + stride_value + d[None, :], v, mask=is_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_target_id", "stride_source_id"])
 def copy_rows_kernel(
     target,
     source,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -88,6 +89,24 @@ def test_blocks_are_copied_in_16_byte_words(arch: str) -> None:
 def test_attention_reads_blocks_asynchronously_in_16_byte_words(arch: str) -> None:
     row = configs.find_config("decode", arch, 16, 128, 16)
     assert "cp.async.cg.shared.global" in resources.attention_kernel(row, resources.PLAIN).ptx
+
+
+@ARCHES
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_weights_round_alike_with_masks_and_without(arch: str, has_bias: bool) -> None:
+    """A chunk's first key blocks are masked where a longer chunk's are not: bits must not tell."""
+    row = configs.find_config("prefill", arch, 32, 32, 16)
+    ptx = resources.attention_kernel(row, Variant(has_bias=has_bias)).ptx
+    computed_by, exponents = {}, []
+    for line in ptx.splitlines():
+        if found := re.match(r"\s*(\S+)\s+(%\w+), *(%\w+)", line):
+            operation, target, source = found.groups()
+            if operation.startswith("ex2"):
+                exponents.append(computed_by[source])
+            computed_by[target] = operation
+    half = len(exponents) // 2
+    assert half
+    assert exponents[:half] == exponents[half:], "the loops without masks and with them differ"
 
 
 def test_prefill_uses_the_tensor_cores_of_hopper() -> None:
