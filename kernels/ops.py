@@ -57,7 +57,7 @@ def _register(schema: str, shape: Callable[..., Any]) -> None:
 _register(
     "paged_attention(Tensor query, Tensor kv_layer, Tensor block_tables, Tensor query_starts, "
     "Tensor seq_lens, *, float scale, int? sliding_window=None, float? logit_softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, int? max_new_tokens=None) "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, SymInt? max_new_tokens=None) "
     "-> Tensor",
     lambda query, *_, **__: query.new_empty(query.shape),
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 from quire.kernels import ops, reference
 from quire.kernels.metadata import AttentionMetadata
@@ -313,3 +314,16 @@ def test_tokens_together_have_the_bits_of_tokens_alone(
             query = case.query[place : place + 1]
             alone = ops.paged_attention(query, case.kv_layer, one, scale=0.2, **options)  # type: ignore[arg-type]
             assert torch.equal(together[place : place + 1], alone), (group, cached, place)
+
+
+def test_compiled_code_serves_steps_of_all_sizes() -> None:
+    """torch.compile gives up after eight variants of a function: lengths must not make any."""
+    counter = CompileCounter()
+    attend = torch.compile(ops.paged_attention, backend=counter, dynamic=True)
+    for num_seqs, num_new in ((2, 1), (3, 1), (4, 1), (2, 7), (3, 9), (2, 12), (3, 2), (4, 3), (2, 5)):
+        case = make_case([(5, num_new)] * num_seqs)
+        ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
+        metadata = case.metadata._replace(max_new_tokens=num_new)
+        expected = ops.paged_attention(case.query, case.kv_layer, metadata, scale=0.2)
+        assert torch.equal(attend(case.query, case.kv_layer, metadata, scale=0.2), expected)
+    assert counter.frame_count <= 3, "one variant for each length"
