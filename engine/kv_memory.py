@@ -131,6 +131,7 @@ class KvMemory:
         """Copy whole blocks, given as (from, to), all at once."""
         if pairs:
             ops.copy_blocks(self._bytes, torch.tensor(pairs, device=self.device))
+            self._hold_others()
 
     def copy_out(self, host: KvMemory, pairs: Pairs) -> None:
         """Copy whole blocks, given as (block, block of the host), before they change."""
@@ -164,6 +165,12 @@ class KvMemory:
                     row.copy_(host._bytes[host_id], non_blocking=True)
             torch.cuda.current_stream().wait_stream(self._stream)
         ops.scatter_blocks(staging, block_ids.to(self.device), self._bytes)
+        self._hold_others()
+
+    def _hold_others(self) -> None:
+        """Let what is read and written beside the step from now on wait for the copies so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
 
     def _beside_the_step(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -71,6 +71,21 @@ def test_a_block_is_copied_with_all_that_belongs_to_it(dtype: torch.dtype, devic
     assert torch.equal(memory.vectors([0]), torch.zeros((1, 2, 2, 3, 4, 8), device=device))
 
 
+@DEVICES
+def test_what_came_from_the_host_can_be_read_at_once(device: torch.device) -> None:
+    """As a block that a peer asked for is, between two steps."""
+    shape = KvShape(4, 2, 16, 64, torch.float32)
+    memory = KvMemory(shape, 256, device)
+    host = KvMemory(shape, 256, CPU, is_pinned=device.type == "cuda")
+    host.blocks[:] = torch.arange(256)[:, None, None, None, None, None]
+    for _ in range(10):
+        memory.blocks.fill_(-1.0)
+        memory.copy_in(host, [(block_id, 255 - block_id) for block_id in range(256)])
+        assert memory.read(0) == host.read(255)
+        memory.copy_within([(0, 1)])
+        assert memory.read(1) == host.read(255)
+
+
 def test_a_payload_of_another_size_is_refused() -> None:
     memory = KvMemory(KvShape(1, 1, 4, 8, torch.int8), 2, CPU)
     with pytest.raises(ValueError, match="a block has"):
