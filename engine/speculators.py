@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 
 from quire.engine.draft_proposer import DraftProposer
@@ -22,40 +23,51 @@ class DraftModelError(ValueError):
     """A draft model does not go with the model; the message says why."""
 
 
-def make_speculator(
-    config: SpeculationConfig,
-    model_path: str,
-    model: LoadedModel,
-    memory: KvMemory,
-    limits: SchedulerConfig,
-    hash_block: HashBlock,
-    dtype: str,
-) -> Speculator | None:
-    """Return what guesses tokens for an engine; None if nothing does.
+def load_draft_model(
+    config: SpeculationConfig, model_path: str, model: LoadedModel, dtype: str, device: torch.device
+) -> LoadedModel | None:
+    """Load the model that guesses, if one does.
 
     Args:
         model_path: folder or hub id of the model that verifies.
         model: the same, loaded.
-        memory: its KV blocks: the draft model gets as many, so that it runs out no earlier.
-        limits: of the engine's steps.
-        hash_block: names full blocks.
-        dtype: of the draft model.
 
     Raises:
         DraftModelError: the draft model has another vocabulary.
         UnsupportedModelError: its architecture cannot run over paged blocks.
         OSError: there is no such model.
     """
-    if config.draft_model is not None:
-        check_same_tokens(config.draft_model, model_path)
-        device = memory.blocks.device
-        draft = load_model(config.draft_model, dtype, device)
-        if draft.vocab_size != model.vocab_size:
-            raise DraftModelError(
-                f"{config.draft_model} has logits for {draft.vocab_size} tokens, the model for "
-                f"{model.vocab_size}: choose a draft model of the same family"
-            )
-        draft_memory = KvMemory(draft.kv_shape(limits.block_size), memory.num_blocks, device)
+    if config.draft_model is None:
+        return None
+    check_same_tokens(config.draft_model, model_path)
+    draft = load_model(config.draft_model, dtype, device)
+    if draft.vocab_size != model.vocab_size:
+        raise DraftModelError(
+            f"{config.draft_model} has logits for {draft.vocab_size} tokens, the model for "
+            f"{model.vocab_size}: choose a draft model of the same family"
+        )
+    return draft
+
+
+def make_speculator(
+    config: SpeculationConfig,
+    draft: LoadedModel | None,
+    model: LoadedModel,
+    memory: KvMemory,
+    limits: SchedulerConfig,
+    hash_block: HashBlock,
+) -> Speculator | None:
+    """Return what guesses tokens for an engine; None if nothing does.
+
+    Args:
+        draft: the model that guesses, if one does.
+        model: the model that verifies.
+        memory: its KV blocks: the draft model gets as many, so that it runs out no earlier.
+        limits: of the engine's steps.
+        hash_block: names full blocks.
+    """
+    if draft is not None:
+        draft_memory = KvMemory(draft.kv_shape(limits.block_size), memory.num_blocks, memory.device)
         drafter = DraftProposer(draft, draft_memory, limits, hash_block, model.eos_token_ids)
         return Speculator(drafter, config.num_tokens)
     return Speculator(NgramProposer(), config.num_tokens) if config.kind == "ngram" else None

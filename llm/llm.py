@@ -16,7 +16,7 @@ from quire.engine.model_loader import DTYPES, KV_CACHE_DTYPES, load_model
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.speculation import SpeculationCounts
 from quire.engine.speculation_config import SpeculationConfig
-from quire.engine.speculators import make_speculator
+from quire.engine.speculators import load_draft_model, make_speculator
 from quire.engine.structured_output import BadFormatError, GrammarCompiler, GrammarMatcher
 from quire.kvindex.block_hash import block_hash
 from quire.llm.interrupt import uninterrupted
@@ -106,6 +106,7 @@ class LLM:
         self._chat_template = ChatTemplate.load(files)
         device = torch.device("cpu")
         loaded = load_model(source, dtype, device)
+        draft = load_draft_model(guessing, source, loaded, dtype, device)
         shape = loaded.kv_shape(block_size, kv_cache_dtype)
         if num_blocks is None:
             kv_memory_bytes = DEFAULT_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes
@@ -124,7 +125,7 @@ class LLM:
             block_hash,
             max_model_len=max_model_len,
             swap_memory=KvMemory(shape, num_swap_blocks, device) if num_swap_blocks else None,
-            speculator=make_speculator(guessing, source, loaded, memory, config, block_hash, dtype),
+            speculator=make_speculator(guessing, draft, loaded, memory, config, block_hash),
         )
         tokenizer_file = files.folder / "tokenizer.json"
         self._grammars = GrammarCompiler(

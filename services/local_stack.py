@@ -209,6 +209,7 @@ def _worker_configs(
             block_size=config.block_size,
             kv_memory_bytes=config.kv_memory_bytes,
             num_blocks=config.num_blocks,
+            num_sharing_gpu=len(roles),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             preemption=config.preemption,

@@ -51,6 +51,7 @@ class WorkerConfig:
         speculation: "ngram", "draft" or "off": how a decode worker guesses tokens.
         num_speculative_tokens: most guesses for one sequence in a step.
         draft_model: folder or hub id of the model that guesses.
+        num_sharing_gpu: workers on this worker's GPU, itself among them: each takes its part of the memory.
         swap_memory_bytes: host memory for the blocks of preempted requests.
         host_cache_bytes: host memory for blocks that the pool evicts.
         disk_cache: where blocks lie that the host memory evicts.
@@ -82,6 +83,7 @@ class WorkerConfig:
     block_size: int = 16
     kv_memory_bytes: int | None = None
     num_blocks: int | None = None
+    num_sharing_gpu: int = 1
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     preemption: str = "auto"

@@ -16,7 +16,7 @@ from quire.engine.model_loader import LoadedModel
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import SamplingParams, Sequence
 from quire.engine.speculation import Speculator
-from quire.engine.speculators import make_speculator
+from quire.engine.speculators import load_draft_model, make_speculator
 from quire.kvindex.block_hash import block_hash
 from quire.services.log import get_logger
 from quire.services.worker.app import WorkerConfig
@@ -26,30 +26,42 @@ DEFAULT_KV_BYTES = 256 << 20
 """Size of a pool on the CPU, unless it is given: 16k tokens of the largest model one would run there."""
 
 GPU_KV_SHARE = 0.8
-"""Of a GPU's memory that is free once the model is loaded; the rest is for the forward pass."""
+"""Of what a worker's part of a GPU has free once the model is loaded; the rest is for the forward pass."""
 
 _log = get_logger("worker")
 
 
-def allocate_blocks(config: WorkerConfig, model: LoadedModel, device: torch.device) -> KvMemory:
-    """Allocate the block pool's memory.
+def load_draft(config: WorkerConfig, model: LoadedModel, device: torch.device) -> LoadedModel | None:
+    """Load the model that guesses for a decode worker, if one does."""
+    if config.role == "prefill":  # it draws one token of each request: there is nothing to guess
+        return None
+    return load_draft_model(config.speculation_config, config.model_path, model, config.dtype, device)
+
+
+def allocate_blocks(
+    config: WorkerConfig, model: LoadedModel, draft: LoadedModel | None, device: torch.device
+) -> KvMemory:
+    """Allocate the block pool's memory; where it takes what a GPU has, it leaves room for the draft's blocks.
 
     Raises:
         ValueError: it would hold fewer than two blocks.
     """
     shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
-    num_bytes = config.kv_memory_bytes or _default_kv_bytes(device)
-    num_blocks = config.num_blocks or num_bytes // shape.block_bytes
+    if config.kv_memory_bytes or config.num_blocks or device.type == "cpu":
+        num_blocks = config.num_blocks or (config.kv_memory_bytes or DEFAULT_KV_BYTES) // shape.block_bytes
+    else:
+        draft_bytes = 0 if draft is None else draft.kv_shape(config.block_size).block_bytes
+        num_blocks = _gpu_kv_bytes(device, config.num_sharing_gpu) // (shape.block_bytes + draft_bytes)
     if num_blocks < 2:
         raise ValueError(f"one KV block takes {shape.block_bytes} bytes; --kv-memory must hold two at least")
     return KvMemory(shape, num_blocks, device)
 
 
-def _default_kv_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return DEFAULT_KV_BYTES
-    num_free, _ = torch.cuda.mem_get_info(device)
-    return int(num_free * GPU_KV_SHARE)
+def _gpu_kv_bytes(device: torch.device, num_sharing: int) -> int:
+    num_free, num_bytes = torch.cuda.mem_get_info(device)
+    # What is free now may be what a worker that starts beside this one will take.
+    num_ours = num_bytes // num_sharing - torch.cuda.memory_reserved(device)
+    return int(max(0, min(num_free, num_ours)) * GPU_KV_SHARE)
 
 
 def open_disk_cache(config: WorkerConfig, memory: KvMemory, identity: WorkerIdentity) -> DiskCache | None:
@@ -63,6 +75,7 @@ def open_disk_cache(config: WorkerConfig, memory: KvMemory, identity: WorkerIden
 def build_engine(
     config: WorkerConfig,
     model: LoadedModel,
+    draft: LoadedModel | None,
     memory: KvMemory,
     identity: WorkerIdentity,
     listener: BlockListener | None,
@@ -80,7 +93,7 @@ def build_engine(
         listener,
         identity.max_model_len,
         _swap_memory(config, memory),
-        speculator=_make_speculator(config, model, memory, limits),
+        speculator=_make_speculator(config, draft, model, memory, limits),
         host_cache=_host_cache(config, memory),
         disk_cache=disk_cache,
     )
@@ -99,13 +112,15 @@ def _swap_memory(config: WorkerConfig, memory: KvMemory) -> KvMemory | None:
 
 
 def _make_speculator(
-    config: WorkerConfig, model: LoadedModel, memory: KvMemory, limits: SchedulerConfig
+    config: WorkerConfig,
+    draft: LoadedModel | None,
+    model: LoadedModel,
+    memory: KvMemory,
+    limits: SchedulerConfig,
 ) -> Speculator | None:
-    if config.role == "prefill":  # it draws one token of each request: there is nothing to guess
+    if config.role == "prefill":
         return None
-    return make_speculator(
-        config.speculation_config, config.model_path, model, memory, limits, block_hash, config.dtype
-    )
+    return make_speculator(config.speculation_config, draft, model, memory, limits, block_hash)
 
 
 def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:

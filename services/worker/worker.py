@@ -43,7 +43,7 @@ from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.worker.app import RunningWorker, WorkerConfig
 from quire.services.worker.borrow import PrefixPuller
 from quire.services.worker.decode import Tickets
-from quire.services.worker.engine_setup import allocate_blocks, build_engine, open_disk_cache
+from quire.services.worker.engine_setup import allocate_blocks, build_engine, load_draft, open_disk_cache
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.lend import PoolSource
 from quire.services.worker.metrics import (
@@ -74,7 +74,8 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
     keep_freed_buffers()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = await asyncio.to_thread(load_model, config.model_path, config.dtype, device)
-    memory = allocate_blocks(config, model, device)
+    draft = await asyncio.to_thread(load_draft, config, model, device)
+    memory = allocate_blocks(config, model, draft, device)
     identity = _identify(config, worker_id, model, memory)
     registry = CollectorRegistry()
     steps, transfers = StepMetrics(registry), TransferMetrics(registry)
@@ -83,7 +84,9 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         disk_cache = await asyncio.to_thread(open_disk_cache, config, memory, identity)
         if disk_cache is not None:
             stack.push_async_callback(asyncio.to_thread, disk_cache.close)
-        engine = await asyncio.to_thread(build_engine, config, model, memory, identity, publisher, disk_cache)
+        engine = await asyncio.to_thread(
+            build_engine, config, model, draft, memory, identity, publisher, disk_cache
+        )
         thread = EngineThread(engine, steps.stepped)
         thread.start()
         stack.push_async_callback(thread.stop)

@@ -23,7 +23,7 @@ from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import SamplingParams, Sequence, TokenLogprobs
 from quire.engine.speculation import Acceptance, Proposer, Speculator, StepCost, Wanted
 from quire.engine.speculation_config import SpeculationConfig
-from quire.engine.speculators import DraftModelError, check_same_tokens, make_speculator
+from quire.engine.speculators import DraftModelError, check_same_tokens, load_draft_model
 from quire.models.random_model import make_random_model
 
 BLOCK_SIZE = 16
@@ -286,10 +286,8 @@ def test_another_vocabulary_is_refused(
 ) -> None:
     other = make_random_model("llama", tmp_path / "other", vocab_size=400)
     model, config = load("llama"), SpeculationConfig("draft", 4, str(other))
-    memory = KvMemory(model.kv_shape(BLOCK_SIZE), 4, CPU)
-    limits = SchedulerConfig(BLOCK_SIZE, 4, 64)
     with pytest.raises(DraftModelError, match="has logits for 400 tokens, the model for 320"):
-        make_speculator(config, str(tiny_model("llama")), model, memory, limits, hash_block, "float32")
+        load_draft_model(config, str(tiny_model("llama")), model, "float32", CPU)
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"<bos>"', '"<begin>"'))
     with pytest.raises(DraftModelError, match="different vocabularies"):
