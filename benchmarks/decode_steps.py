@@ -1,6 +1,6 @@
 """The time of a decode step, by how it is launched: kernel by kernel, as a CUDA graph, compiled, and both.
 
-    python -m quire.benchmarks.decode_steps [--batches 1,8,64,256] [--context 1024]
+    python -m quire.benchmarks.decode_steps [--compiled] [--batches 1,8,64,256] [--context 1024]
 
 The model is a random Llama of 1.2 billion parameters in bfloat16. A step reads every weight and every key and
 value once: ``floor`` is the time that a device copy takes for as many bytes. The last line is JSON.
@@ -172,6 +172,7 @@ def main() -> None:
     )
     parser.add_argument("--batches", default="1,8,64,256")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--compiled", action="store_true", help="the ways with torch.compile alone")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device, and torch sees none: run it on a machine with a GPU.")
@@ -184,7 +185,8 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         device = torch.device("cuda")
         engine = make_engine(save_model(Path(folder)), device, max(batches), arguments.context)
-    rows = list(measure(engine, batches, arguments.context, bandwidth, CudaCapture))
+    ways = [way for way in WAYS if way.is_compiled == arguments.compiled]
+    rows = list(measure(engine, batches, arguments.context, bandwidth, CudaCapture, ways))
     result = {"benchmark": "decode_steps", "device": torch.cuda.get_device_name(), "rows": rows}
     print(json.dumps({**result, "copy_bytes_per_second": bandwidth}))
 

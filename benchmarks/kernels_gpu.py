@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quire.engine.decode_graphs import CudaCapture, Replay
 from quire.kernels.metadata import AttentionMetadata
 
 DEVICE = torch.device("cuda")
@@ -84,6 +85,15 @@ class Contender(NamedTuple):
     name: str
     run: Attention
     kv_bytes: int
+
+
+class Measurable(NamedTuple):
+    """A contender's step as a CUDA graph, and what it computed."""
+
+    name: str
+    replay: Replay
+    kv_bytes: int
+    output: Output
 
 
 def make_step(model: Model, num_seqs: int, new_tokens: int, seq_len: int) -> Step:
@@ -162,6 +172,8 @@ def flex(model: Model, step: Step) -> Iterator[Contender]:
             return q + cached >= k
 
         mask = create_block_mask(is_seen, None, None, step.new_tokens, step.seq_len, device=DEVICE)
+    # Each shape is compiled by itself, and after eight of them torch would no longer compile.
+    torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def run() -> Output:
@@ -198,15 +210,16 @@ def flashinfer(model: Model, step: Step) -> Iterator[Contender]:
 SOURCES = (ours, contiguous, flashinfer, flex)
 
 
-def contenders(model: Model, step: Step) -> Iterator[tuple[Contender, Output]]:
-    """Yield all implementations that are here, with what they compute."""
+def contenders(model: Model, step: Step) -> Iterator[Measurable]:
+    """Yield all implementations that are here."""
     for source in SOURCES:
         try:
-            for contender in source(model, step):
-                yield contender, contender.run()
+            for name, run, kv_bytes in source(model, step):
+                output = run()
+                yield Measurable(name, CudaCapture()(run), kv_bytes, output)
         except ImportError:
             continue
-        except RuntimeError as error:
+        except Exception as error:  # whatever foreign code raises
             if source is ours:
                 raise
             # Kernels of others refuse some shapes; that must not end the table.
@@ -214,7 +227,10 @@ def contenders(model: Model, step: Step) -> Iterator[tuple[Contender, Output]]:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Return the median time on the device, with the L2 cache cleared before each run."""
+    """Return the median time on the device, with the L2 cache cleared before each run.
+
+    Give it a CUDA graph's replay: to launch a kernel from Python takes longer than the short ones run.
+    """
     from triton.testing import do_bench
 
     return float(do_bench(run, warmup=50, rep=200, return_mode="median")) / 1e3
@@ -252,10 +268,10 @@ def decode_rows(model: Model, bandwidth: float) -> Iterator[dict[str, Any]]:
                 continue
             step = make_step(model, num_seqs, 1, context)
             reference: Output | None = None
-            for (name, run, kv_bytes), output in contenders(model, step):
+            for name, replay, kv_bytes, output in contenders(model, step):
                 reference = output if reference is None else reference
                 check(step, reference, output, name)
-                time = seconds(run)
+                time = seconds(replay)
                 share = kv_bytes / time / bandwidth
                 print(
                     f"decode  {num_seqs:4} x {context:6}  {name:16} {time * 1e6:10.1f} us "
@@ -280,12 +296,12 @@ def prefill_rows(model: Model) -> Iterator[dict[str, Any]]:
         pairs = num_seqs * (new_tokens * cached + new_tokens * (new_tokens + 1) / 2)
         work = 4 * pairs * model.num_heads * model.head_dim
         reference: Output | None = None
-        for (name, run, _), output in contenders(model, step):
+        for name, replay, _, output in contenders(model, step):
             if cached and name == "contiguous SDPA":
                 continue  # Its causal mask starts at the first key.
             reference = output if reference is None else reference
             check(step, reference, output, name)
-            time = seconds(run)
+            time = seconds(replay)
             print(
                 f"prefill {num_seqs:4} x {f'{cached}+{new_tokens}':>10}  {name:16} {time * 1e6:10.1f} us "
                 f"{work / time / TERA:8.1f} TFLOP/s"
@@ -319,7 +335,7 @@ def copy_rows(model: Model, bandwidth: float) -> Iterator[dict[str, Any]]:
             "scatter_blocks": partial(scatter_blocks, staging, ids, memory),
         }
         for name, run in kernels.items():
-            time = seconds(run)
+            time = seconds(CudaCapture()(run))
             share = 2 * staging.numel() * staging.itemsize / time / bandwidth
             print(
                 f"copy    {len(ids):4} blocks of {num_layers:2} layers  {name:16} {time * 1e6:10.1f} us "

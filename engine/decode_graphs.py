@@ -32,16 +32,18 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, function: Callable[[], None]) -> Replay:
-        """Run a function once, so that its kernels are compiled, and capture it.
+    def __call__(self, function: Callable[[], object]) -> Replay:
+        """Run a function, so that its kernels are compiled, and capture it.
 
         Raises:
-            RuntimeError: it waits for the device.
+            RuntimeError: it waits for the device, not only the first time.
         """
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), _refusing_to_wait():
+        with torch.cuda.stream(side):
             function()
+            with _refusing_to_wait():
+                function()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -74,7 +74,7 @@ def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         gpu.main(["kernel"])
     assert raised.value.code == 2
-    assert "there are tests, kernels, steps, stack" in capsys.readouterr().err
+    assert "there are tests, kernels, steps, compiled, stack" in capsys.readouterr().err
 
 
 def test_a_part_leaves_its_numbers(
@@ -85,6 +85,14 @@ def test_a_part_leaves_its_numbers(
     assert gpu.run_part("steps", tmp_path)["is_met"]
     assert json.loads((tmp_path / "steps.json").read_text()) == {"rows": rows}
     assert "met" in capsys.readouterr().out
+
+
+def test_a_part_that_raises_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Path) -> dict[str, Any]:
+        raise RuntimeError("decode-0 did not start")
+
+    monkeypatch.setitem(gpu.PARTS, "stack", fail)
+    assert gpu.run_part("stack", tmp_path) == {"error": "decode-0 did not start"}
 
 
 def test_a_part_that_fails_is_not_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
