@@ -62,8 +62,8 @@ class Variant(NamedTuple):
     kv_format: str | None = None
     has_bias: bool = False
     all_features: bool = False
-    is_single: bool = False
-    """One sequence of one split: Triton makes constants of arguments that are 1."""
+    has_one_kv_head: bool = False
+    """Triton makes constants of arguments that are 1, but for those that change from step to step."""
 
 
 PLAIN = Variant()
@@ -80,12 +80,12 @@ def compile_kernel(
 ) -> Compiled:
     """Compile a kernel for an architecture; arguments in neither mapping are None.
 
-    Pointers and strides are multiples of 16, as in every model, but for the strides of scales and ids.
+    Pointers and strides are multiples of 16, as in every model, but for strides of scales, tables and ids.
     """
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     given = {name: constants.get(name) for name in names if signature[name] == "constexpr"}
-    is_aligned = re.compile(r"stride_(?!scale|.*_id$)")
+    is_aligned = re.compile(r"stride_(?!scale|table|.*_id$)")
     aligned: dict[Any, Any] = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
@@ -128,7 +128,7 @@ def attention_kernel(config: AttentionConfig, variant: Variant) -> Compiled:
         types |= {"alibi_slopes": "*fp32"}
     if variant.all_features:
         types |= {"sinks": "*fp32", "alibi_slopes": "*fp32", "window": "i32", "softcap": "fp32"}
-    ones = ("num_seqs", "num_slots", "stride_scale_value", "stride_scale_head") if variant.is_single else ()
+    ones = ("stride_scale_value", "stride_scale_head") if variant.has_one_kv_head else ()
     types = {name: kind for name, kind in types.items() if name not in ones}
     constants = {
         **dict.fromkeys(ones, 1),

@@ -90,6 +90,7 @@ class KvMemory:
             scales = stored.view(torch.float32).view(num_blocks, shape.num_layers, 2, shape.num_kv_heads)
             self.scales = list(scales.unbind(1))
         self._stream = _new_stream(device) if device.type == "cuda" else None
+        self._hold_others()
 
     def vectors(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return what blocks hold: like ``blocks``, in float32."""

@@ -61,7 +61,7 @@ def test_other_kernels_fit(arch: str) -> None:
         Variant(group=8, block_size=128),
         Variant(head_dim=80),
         Variant(kv_format="int8"),
-        Variant(kv_format="e4m3", is_single=True),
+        Variant(kv_format="e4m3", has_one_kv_head=True),
     ],
     ids=str,
 )
