@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
+from quire.services.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.errors import NotFound, ServiceError, Unavailable
 from quire.services.grpc_server import GrpcServer, Service, grpc_server
 from quire.services.log import get_logger, set_level
@@ -137,7 +138,10 @@ async def _load(worker: Worker) -> pb.WorkerLoad | None:
 
 async def _ask(worker: Worker, method: Callable[..., Awaitable[Answer]], request: object) -> Answer:
     try:
-        return await method(request, timeout=CALL_SECONDS)
+        with closed_channel_errors():
+            return await method(request, timeout=CALL_SECONDS)
+    except ChannelClosedError as error:
+        raise Unavailable(f"worker {worker.worker_id} has left", reason="WORKER_FAILED") from error
     except grpc.aio.AioRpcError as error:
         raise Unavailable(
             f"worker {worker.worker_id} did not do it: {error.code().name}: {error.details()}",

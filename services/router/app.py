@@ -98,6 +98,11 @@ class RouterConfig:
     poll_seconds: float = POLL_SECONDS
     grace_seconds: float = 5.0
 
+    def __post_init__(self) -> None:
+        for address in self.worker_addresses:
+            if self.worker_addresses.count(address) > 1:
+                raise ValueError(f"--worker names {address} more than once: give each worker once")
+
 
 def has_http() -> bool:
     """Return whether the extra that the HTTP API needs is installed."""

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 import grpc
 
 from quire.protos import worker_pb2
+from quire.services.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.services.log import get_logger
 from quire.services.router.workers import Worker
 
 QUEUE_SIZE = 16
 """Messages that may wait for a slow client; then gRPC's flow control reaches the worker."""
 ABORT_SECONDS = 1.0
 
+_log = get_logger("router")
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
@@ -72,8 +75,11 @@ class Legs:
 
     async def _pump(self, worker: Worker, call: Any) -> None:
         try:
-            async for message in call:
-                await self._events.put(Event(worker, message))
+            with closed_channel_errors():
+                async for message in call:
+                    await self._events.put(Event(worker, message))
+            await self._events.put(Event(worker))
+        except ChannelClosedError:
             await self._events.put(Event(worker))
         except grpc.aio.AioRpcError as error:
             await self._events.put(Event(worker, error=error))
@@ -81,7 +87,8 @@ class Legs:
     async def _abort(self, worker: Worker) -> None:
         request = worker_pb2.AbortRequest(request_ids=[self._request_id], attempt=self._attempt)
         try:
-            await worker.stub.Abort(request, timeout=ABORT_SECONDS)
-        except grpc.aio.AioRpcError:
+            with closed_channel_errors():
+                await worker.stub.Abort(request, timeout=ABORT_SECONDS)
+        except (grpc.aio.AioRpcError, ChannelClosedError) as error:
             # A worker that does not answer notices the lost connection, or is dead.
-            return
+            _log.debug("abort_failed", worker=worker.worker_id, error=error)

@@ -133,6 +133,7 @@ class WorkerSet:
         self._refused: set[tuple[str, str]] = set()
         self._is_membership_lost = False
         self._closing: set[asyncio.Task[None]] = set()
+        self._refreshing = asyncio.Lock()
         self.reference: worker_pb2.GetWorkerInfoResponse | None = None
         """The description of the first worker that joined."""
 
@@ -178,11 +179,13 @@ class WorkerSet:
 
     async def refresh(self) -> None:
         """Bring the set up to date with the membership."""
-        members = await self._members()
-        addresses = {member.address for member in members}
-        for worker in [w for w in self._workers.values() if w.address not in addresses]:
-            self._leave(worker, "lease_ended")
-        await asyncio.gather(*(self._update(member) for member in members))
+        async with self._refreshing:
+            records: dict[str, list[Member]] = {}
+            for member in await self._members():
+                records.setdefault(member.address, []).append(member)
+            for worker in [w for w in self._workers.values() if w.address not in records]:
+                self._leave(worker, "lease_ended")
+            await asyncio.gather(*(self._update(address, found) for address, found in records.items()))
 
     async def close(self) -> None:
         """Close every channel."""
@@ -203,24 +206,27 @@ class WorkerSet:
         self._is_membership_lost = False
         return members
 
-    async def _update(self, member: Member) -> None:
-        worker = self._workers.get(member.address)
-        if worker is not None and worker.info.epoch == member.epoch:
+    async def _update(self, address: str, records: Sequence[Member]) -> None:
+        """Bring the worker at an address up to date; a worker that restarts has two records for a while."""
+        worker, member = self._workers.get(address), records[0]
+        if worker is not None and [worker.info.epoch] == [record.epoch for record in records]:
             self._set_draining(worker, member.is_draining)
             return
-        connection = worker.connection if worker is not None else Connection.to(member.address, self._connect)
+        connection = worker.connection if worker is not None else Connection.to(address, self._connect)
         probe = await self._probe(connection)
+        if probe is not None:
+            member = next((record for record in records if record.epoch == probe.info.epoch), member)
         if worker is not None and probe is not None and probe.info.epoch == worker.info.epoch:
             self._set_draining(worker, member.is_draining or probe.is_draining)
             return
         if worker is not None:
             self._leave(worker, "no_answer" if probe is None else "restarted")
-            connection = Connection.to(member.address, self._connect)
+            connection = Connection.to(address, self._connect)
         if probe is None or not probe.is_serving or not self._accepts(member, probe.info):
             await connection.channel.close(grace=None)
             return
         is_draining = member.is_draining or probe.is_draining
-        self._join(Worker(member.address, probe.info, connection, is_draining=is_draining))
+        self._join(Worker(address, probe.info, connection, is_draining=is_draining))
 
     async def _probe(self, connection: Connection) -> _Probe | None:
         try:
@@ -245,14 +251,7 @@ class WorkerSet:
         if info.role not in ("prefill", "decode"):
             return f"its role is {info.role!r}, neither prefill nor decode"
         if self.reference is not None:
-            for name in (
-                "model",
-                "max_model_len",
-                "vocab_size",
-                "layout",
-                "cache_descriptor",
-                "index_stride",
-            ):
+            for name in _MUST_BE_EQUAL:
                 ours, its = getattr(self.reference, name), getattr(info, name)
                 if ours != its:
                     return f"its {name} is {its!r}, the first worker's is {ours!r}"

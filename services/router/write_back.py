@@ -12,6 +12,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from quire.protos import worker_pb2
+from quire.services.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.log import get_logger
 from quire.services.router.legs import Spawn
 from quire.services.router.workers import Worker
@@ -29,7 +30,7 @@ class WriteBacks:
 
     def __init__(self, spawn: Spawn, registry: CollectorRegistry) -> None:
         self._spawn = spawn
-        self._num_under_way = 0
+        self.num_under_way = 0
         self._results = Counter(
             "quire_write_backs_total",
             "Answers whose blocks were to be copied to the prefill worker, by how it ended.",
@@ -54,10 +55,10 @@ class WriteBacks:
         num_blocks = (len(token_ids) - 1) // block_size
         if num_blocks <= num_prompt_tokens // block_size:
             return
-        if self._num_under_way >= MAX_UNDER_WAY:
+        if self.num_under_way >= MAX_UNDER_WAY:
             self._results.labels("dropped").inc()
             return
-        self._num_under_way += 1
+        self.num_under_way += 1
         source = worker_pb2.PullSource(
             address=decode.address,
             epoch=decode.info.epoch,
@@ -74,12 +75,13 @@ class WriteBacks:
 
     async def _copy(self, prefill: Worker, request: worker_pb2.WriteBackRequest) -> None:
         try:
-            response = await prefill.stub.WriteBack(request, timeout=2 * WAIT_SECONDS)
-        except grpc.aio.AioRpcError as error:
+            with closed_channel_errors():
+                response = await prefill.stub.WriteBack(request, timeout=2 * WAIT_SECONDS)
+        except (grpc.aio.AioRpcError, ChannelClosedError) as error:
             self._results.labels("failed").inc()
-            _log.debug("write_back_failed", worker=prefill.worker_id, code=error.code().name)
+            _log.debug("write_back_failed", worker=prefill.worker_id, error=error)
             return
         finally:
-            self._num_under_way -= 1
+            self.num_under_way -= 1
         self._results.labels(response.pulled.failure or "ok").inc()
         self._blocks.inc(response.pulled.num_blocks)

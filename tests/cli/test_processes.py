@@ -60,6 +60,12 @@ def test_workers_may_be_listed(
     assert [config.worker_addresses for config in router_configs] == [("a:1", "b:2"), ("c:3", "d:4")]
 
 
+def test_a_worker_listed_twice_is_a_usage_error(quire: Quire, router_configs: list[app.RouterConfig]) -> None:
+    result = quire("router", "--worker", "a:1", "--worker", "b:2", "--worker", "a:1")
+    assert (result.exit_code, router_configs) == (2, [])
+    assert "--worker names a:1 more than once" in result.stderr
+
+
 def test_how_requests_are_placed_is_a_setting(
     quire: Quire, router_configs: list[app.RouterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

