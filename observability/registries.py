@@ -17,7 +17,9 @@ from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.services.grpc_server import GrpcMetrics
 from quire.services.loop_lag import LoopLagMetrics
+from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.metrics import RouterMetrics
+from quire.services.router.write_back import WriteBackMetrics
 from quire.services.worker.metrics import (
     CacheInfo,
     EngineCollector,
@@ -68,10 +70,12 @@ class RecordingRegistry(CollectorRegistry):
 
 
 def router_registry() -> RecordingRegistry:
-    """Return what a router with an index reports."""
+    """Return what a router with everything switched on reports."""
     registry = RecordingRegistry()
     RouterMetrics(registry)
     IndexMetrics(registry, CircuitBreaker())
+    HttpMetrics(registry)
+    WriteBackMetrics(registry)
     _add_common(registry)
     return registry
 

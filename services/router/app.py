@@ -46,7 +46,7 @@ from quire.services.router.slo import SloTargets
 from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
 from quire.services.router.workers import POLL_SECONDS, WorkerSet
-from quire.services.router.write_back import WriteBacks
+from quire.services.router.write_back import WriteBackMetrics, WriteBacks
 from quire.services.tls import ClusterTls, TlsFiles, server_credentials
 from quire.services.tracing import open_tracer
 
@@ -211,7 +211,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             blocks = Blocks(layout.block_size, layout.block_bytes)
             planner = Planner(config.placing, blocks, time.monotonic, Random())
             workers.on_leave = planner.forget
-            write_backs = WriteBacks(spawn, metrics.registry) if config.write_back else None
+            write_backs = WriteBacks(spawn, WriteBackMetrics(metrics.registry)) if config.write_back else None
             prefixes = sources.prefixes(model)
             cluster.set_result(
                 Cluster(model, workers, prefixes, metrics, spawn, planner, write_backs=write_backs)

@@ -25,21 +25,30 @@ WAIT_SECONDS = 2.0
 _log = get_logger("router")
 
 
-class WriteBacks:
-    """Copies under way."""
+class WriteBackMetrics:
+    """What came of the copies."""
 
-    def __init__(self, spawn: Spawn, registry: CollectorRegistry) -> None:
-        self._spawn = spawn
-        self.num_under_way = 0
-        self._results = Counter(
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.results = Counter(
             "quire_write_backs_total",
             "Answers whose blocks were to be copied to the prefill worker, by how it ended.",
             ["result"],
             registry=registry,
         )
-        self._blocks = Counter(
+        self.blocks = Counter(
             "quire_write_back_blocks_total", "Blocks copied to prefill workers.", registry=registry
         )
+        for result in ("ok", "dropped", "failed"):
+            self.results.labels(result)
+
+
+class WriteBacks:
+    """Copies under way."""
+
+    def __init__(self, spawn: Spawn, metrics: WriteBackMetrics) -> None:
+        self._spawn = spawn
+        self._metrics = metrics
+        self.num_under_way = 0
 
     def offer(
         self,
@@ -56,7 +65,7 @@ class WriteBacks:
         if num_blocks <= num_prompt_tokens // block_size:
             return
         if self.num_under_way >= MAX_UNDER_WAY:
-            self._results.labels("dropped").inc()
+            self._metrics.results.labels("dropped").inc()
             return
         self.num_under_way += 1
         source = worker_pb2.PullSource(
@@ -78,10 +87,10 @@ class WriteBacks:
             with closed_channel_errors():
                 response = await prefill.stub.WriteBack(request, timeout=2 * WAIT_SECONDS)
         except (grpc.aio.AioRpcError, ChannelClosedError) as error:
-            self._results.labels("failed").inc()
+            self._metrics.results.labels("failed").inc()
             _log.debug("write_back_failed", worker=prefill.worker_id, error=error)
             return
         finally:
             self.num_under_way -= 1
-        self._results.labels(response.pulled.failure or "ok").inc()
-        self._blocks.inc(response.pulled.num_blocks)
+        self._metrics.results.labels(response.pulled.failure or "ok").inc()
+        self._metrics.blocks.inc(response.pulled.num_blocks)

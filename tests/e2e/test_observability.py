@@ -68,7 +68,8 @@ def test_one_request_is_one_trace_and_every_metric_is_documented(
     start_stack: StartStack, collector: Collector, e2e: Any
 ) -> None:
     base = free_ports(3)
-    with start_stack("llama", otlp_endpoint=collector.address, metrics_port=base) as stack:
+    everything: dict[str, Any] = {"otlp_endpoint": collector.address, "http_port": 0, "write_back": True}
+    with start_stack("llama", metrics_port=base, **everything) as stack:
         with grpc.insecure_channel(stack.address) as channel:
             generation = pb.Generation(
                 token_ids=pb.TokenIds(ids=e2e.make_prompt(100)),
@@ -79,6 +80,8 @@ def test_one_request_is_one_trace_and_every_metric_is_documented(
             answer = GenerationServiceStub(channel).Generate(
                 pb.GenerateRequest(generation=generation), metadata=[parent], timeout=60
             )
+        with urlopen(f"http://{stack.http_address}/health", timeout=10) as response:
+            assert response.status == 200
         assert answer.usage.blocks_shipped
         assert answer.usage.retries == 0
         check_documented(scraped(base), list(described(router_registry())))

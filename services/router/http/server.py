@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from quire.services.errors import ServiceError, cannot_listen
 from quire.services.grpc_server import PUBLIC_MESSAGE_BYTES
@@ -17,6 +17,7 @@ from quire.services.log import get_logger
 from quire.services.router.http.authorization import authorized
 from quire.services.router.http.bodies import json_response
 from quire.services.router.http.errors import HttpError, from_service_error, http_error
+from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.http.openapi import openapi_document
 from quire.services.router.http.routes import routes
 from quire.services.router.servicer import GenerationServicer
@@ -61,7 +62,11 @@ async def http_server(
     table = routes(servicer, registry)
     open_paths = {route.path for route in table if route.is_open}
     app = web.Application(
-        middlewares=[_errors(registry), _deadline(request_timeout_seconds), authorized(servicer, open_paths)],
+        middlewares=[
+            _errors(HttpMetrics(registry)),
+            _deadline(request_timeout_seconds),
+            authorized(servicer, open_paths),
+        ],
         client_max_size=PUBLIC_MESSAGE_BYTES,
     )
     for route in table:
@@ -99,14 +104,8 @@ async def _hide_versions(request: web.Request, response: web.StreamResponse) -> 
     response.headers["Server"] = "quire"
 
 
-def _errors(registry: CollectorRegistry) -> Middleware:
+def _errors(metrics: HttpMetrics) -> Middleware:
     """Turn errors into bodies that OpenAI's clients read, and count all answers."""
-    requests = Counter(
-        "quire_http_requests_total",
-        "Requests over HTTP that were answered, by route and status.",
-        ["route", "status"],
-        registry=registry,
-    )
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -117,7 +116,7 @@ def _errors(registry: CollectorRegistry) -> Middleware:
             return response
         finally:
             resource = request.match_info.route.resource
-            requests.labels(resource.canonical if resource else "unknown", str(status)).inc()
+            metrics.requests.labels(resource.canonical if resource else "unknown", str(status)).inc()
 
     return handle
 

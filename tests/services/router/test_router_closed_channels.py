@@ -15,7 +15,7 @@ from quire.services.grpc_server import Service, grpc_server
 from quire.services.router.admin import AdminServicer
 from quire.services.router.legs import Legs
 from quire.services.router.workers import Connection, StaticMembership, Worker, WorkerSet
-from quire.services.router.write_back import WriteBacks
+from quire.services.router.write_back import WriteBackMetrics, WriteBacks
 
 
 class SilentWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -83,7 +83,7 @@ async def test_a_write_back_whose_channel_is_closed_failed(
 ) -> None:
     servicer, worker, _ = silent
     registry = CollectorRegistry()
-    write_backs = WriteBacks(background.spawn, registry)
+    write_backs = WriteBacks(background.spawn, WriteBackMetrics(registry))
     if not is_under_way:
         await close(worker.connection)
     write_backs.offer(worker, worker, list(range(9)), 4, worker_pb2.CacheScope())
@@ -140,7 +140,7 @@ async def test_a_cancelled_request_is_cancelled_still(
     silent: tuple[SilentWorker, Worker, WorkerSet], background: Background
 ) -> None:
     servicer, worker, _ = silent
-    WriteBacks(background.spawn, CollectorRegistry()).offer(
+    WriteBacks(background.spawn, WriteBackMetrics(CollectorRegistry())).offer(
         worker, worker, list(range(9)), 4, worker_pb2.CacheScope()
     )
     await servicer.begun.wait()

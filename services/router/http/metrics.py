@@ -1,0 +1,17 @@
+"""What the HTTP server counts."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+
+
+class HttpMetrics:
+    """Counts of the requests that came over HTTP."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "quire_http_requests_total",
+            "Requests over HTTP that were answered, by route and status.",
+            ["route", "status"],
+            registry=registry,
+        )
