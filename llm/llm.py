@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch
 
 from quire.engine import sequence as engine_types
+from quire.engine.device import choose_device, default_num_blocks
 from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
-from quire.engine.kv_memory import KvMemory
+from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import DTYPES, KV_CACHE_DTYPES, load_model
 from quire.engine.scheduler import SchedulerConfig
@@ -29,7 +30,6 @@ from quire.models.bundled import demo_model_path
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
-DEFAULT_KV_BYTES = 256 << 20
 DEFAULT_SWAP_BYTES = 64 << 20
 
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
@@ -48,10 +48,11 @@ class LLM:
 
     Args:
         model: a folder or hub id; None is the bundled demo model.
+        device: "auto" (a GPU where there is one), "cpu" or "cuda".
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         kv_cache_dtype: "auto" (the model's dtype), "fp8" or "int8".
         block_size: tokens in a KV block.
-        kv_memory_bytes: size of the block pool; 256 MiB unless given.
+        kv_memory_bytes: size of the block pool; unless given, 256 MiB, and of a GPU 80 % of what is free.
         num_blocks: the same in blocks.
         swap_space_bytes: where requests wait that gave their blocks to others; 0 computes them again.
         max_num_seqs: most sequences in a step.
@@ -72,6 +73,7 @@ class LLM:
         self,
         model: str | None = None,
         *,
+        device: str = "auto",
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         block_size: int = 16,
@@ -88,43 +90,31 @@ class LLM:
     ) -> None:
         guessing = SpeculationConfig(speculation, num_speculative_tokens, draft_model)
         config = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
-        if dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}; got {dtype!r}")
-        if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
-            raise ValueError(
-                f"kv_cache_dtype must be auto, {', '.join(KV_CACHE_DTYPES)}; got {kv_cache_dtype!r}"
-            )
-        if num_blocks is not None and kv_memory_bytes is not None:
-            raise ValueError("give num_blocks or kv_memory_bytes, not both")
-        if swap_space_bytes < 0:
-            raise ValueError(f"swap_space_bytes must be at least 0; got {swap_space_bytes}")
+        place = choose_device(device)
+        _check_types(dtype, kv_cache_dtype)
+        _check_sizes(num_blocks, kv_memory_bytes, swap_space_bytes)
         if threads is not None:
             torch.set_num_threads(threads)
         source = model or str(demo_model_path())
         files = load_model_files(source)
         self.tokenizer = Tokenizer.load(files.folder)
         self._chat_template = ChatTemplate.load(files)
-        device = torch.device("cpu")
-        loaded = load_model(source, dtype, device)
-        draft = load_draft_model(guessing, source, loaded, dtype, device)
+        loaded = load_model(source, dtype, place)
+        draft = load_draft_model(guessing, source, loaded, dtype, place)
         shape = loaded.kv_shape(block_size, kv_cache_dtype)
-        if num_blocks is None:
-            kv_memory_bytes = DEFAULT_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes
+        if kv_memory_bytes is not None:
             num_blocks = kv_memory_bytes // shape.block_bytes
-        if num_blocks < 2:
-            raise ValueError(
-                f"the pool must hold two blocks of {shape.block_bytes} bytes at least: "
-                "raise num_blocks or kv_memory_bytes"
-            )
-        num_swap_blocks = swap_space_bytes // shape.block_bytes
-        memory = KvMemory(shape, num_blocks, device)
+        elif num_blocks is None:
+            draft_shape = None if draft is None else draft.kv_shape(block_size)
+            num_blocks = default_num_blocks(place, shape, draft_shape)
+        memory = _block_pool(shape, place, num_blocks)
         self._engine: Engine | None = Engine(
             loaded,
             memory,
             config,
             block_hash,
             max_model_len=max_model_len,
-            swap_memory=KvMemory(shape, num_swap_blocks, device) if num_swap_blocks else None,
+            swap_memory=_swap_space(memory, swap_space_bytes),
             speculator=make_speculator(guessing, draft, loaded, memory, config, block_hash),
         )
         tokenizer_file = files.folder / "tokenizer.json"
@@ -369,3 +359,34 @@ def _paired(prompts: list[Prompt], params: P | Sequence[P]) -> list[tuple[Prompt
     if len(each) != len(prompts):
         raise ValueError(f"there are {len(prompts)} prompts, but parameters for {len(each)}")
     return list(zip(prompts, each, strict=True))
+
+
+def _check_types(dtype: str, kv_cache_dtype: str) -> None:
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}; got {dtype!r}")
+    if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
+        raise ValueError(f"kv_cache_dtype must be auto, {', '.join(KV_CACHE_DTYPES)}; got {kv_cache_dtype!r}")
+
+
+def _check_sizes(num_blocks: int | None, kv_memory_bytes: int | None, swap_space_bytes: int) -> None:
+    if num_blocks is not None and kv_memory_bytes is not None:
+        raise ValueError("give num_blocks or kv_memory_bytes, not both")
+    if swap_space_bytes < 0:
+        raise ValueError(f"swap_space_bytes must be at least 0; got {swap_space_bytes}")
+
+
+def _block_pool(shape: KvShape, device: torch.device, num_blocks: int) -> KvMemory:
+    if num_blocks < 2:
+        raise ValueError(
+            f"the pool must hold two blocks of {shape.block_bytes} bytes at least: "
+            "raise num_blocks or kv_memory_bytes"
+        )
+    return KvMemory(shape, num_blocks, device)
+
+
+def _swap_space(memory: KvMemory, num_bytes: int) -> KvMemory | None:
+    num_blocks = num_bytes // memory.shape.block_bytes
+    is_pinned = memory.device.type == "cuda"
+    return (
+        KvMemory(memory.shape, num_blocks, torch.device("cpu"), is_pinned=is_pinned) if num_blocks else None
+    )

@@ -8,6 +8,7 @@ import torch
 
 from quire.engine.block_pool import BlockListener
 from quire.engine.decode_graphs import CudaCapture
+from quire.engine.device import default_num_blocks
 from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine
 from quire.engine.host_cache import HostCache
@@ -21,12 +22,6 @@ from quire.kvindex.block_hash import block_hash
 from quire.services.log import get_logger
 from quire.services.worker.app import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
-
-DEFAULT_KV_BYTES = 256 << 20
-"""Size of a pool on the CPU, unless it is given: 16k tokens of the largest model one would run there."""
-
-GPU_KV_SHARE = 0.8
-"""Of what a worker's part of a GPU has free once the model is loaded; the rest is for the forward pass."""
 
 _log = get_logger("worker")
 
@@ -47,21 +42,16 @@ def allocate_blocks(
         ValueError: it would hold fewer than two blocks.
     """
     shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
-    if config.kv_memory_bytes or config.num_blocks or device.type == "cpu":
-        num_blocks = config.num_blocks or (config.kv_memory_bytes or DEFAULT_KV_BYTES) // shape.block_bytes
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+    elif config.kv_memory_bytes is not None:
+        num_blocks = config.kv_memory_bytes // shape.block_bytes
     else:
-        draft_bytes = 0 if draft is None else draft.kv_shape(config.block_size).block_bytes
-        num_blocks = _gpu_kv_bytes(device, config.num_sharing_gpu) // (shape.block_bytes + draft_bytes)
+        draft_shape = None if draft is None else draft.kv_shape(config.block_size)
+        num_blocks = default_num_blocks(device, shape, draft_shape, config.num_sharing_gpu)
     if num_blocks < 2:
         raise ValueError(f"one KV block takes {shape.block_bytes} bytes; --kv-memory must hold two at least")
     return KvMemory(shape, num_blocks, device)
-
-
-def _gpu_kv_bytes(device: torch.device, num_sharing: int) -> int:
-    num_free, num_bytes = torch.cuda.mem_get_info(device)
-    # What is free now may be what a worker that starts beside this one will take.
-    num_ours = num_bytes // num_sharing - torch.cuda.memory_reserved(device)
-    return int(max(0, min(num_free, num_ours)) * GPU_KV_SHARE)
 
 
 def open_disk_cache(config: WorkerConfig, memory: KvMemory, identity: WorkerIdentity) -> DiskCache | None:

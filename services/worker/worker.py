@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from quire.engine.device import choose_device
 from quire.engine.engine import longest_sequence
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory
@@ -72,7 +73,7 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
     configure_logging(config.log_level, process=worker_id)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     keep_freed_buffers()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device()
     model = await asyncio.to_thread(load_model, config.model_path, config.dtype, device)
     draft = await asyncio.to_thread(load_draft, config, model, device)
     memory = allocate_blocks(config, model, draft, device)

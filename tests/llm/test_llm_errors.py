@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire.llm import LLM, BeamSearchParams, SamplingParams
+from quire.llm import llm as llm_module
 from quire.llm.interrupt import uninterrupted
 from quire.tokenization.errors import ChatTemplateError, MissingTokenizerError
 
@@ -83,6 +85,7 @@ def test_one_bad_request_is_refused_before_any_runs(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
         ({"dtype": "int4"}, "dtype must be auto, float32, bfloat16, float16; got 'int4'"),
         ({"num_blocks": 4, "kv_memory_bytes": 1 << 20}, "give num_blocks or kv_memory_bytes, not both"),
         ({"kv_memory_bytes": 1}, "the pool must hold two blocks of .* raise num_blocks or kv_memory_bytes"),
@@ -145,6 +148,22 @@ def test_ctrl_c_ends_all_requests_between_steps(tiny: LLM, monkeypatch: pytest.M
     monkeypatch.undo()
     assert tiny.generate("the code", GREEDY, use_tqdm=False)[0].outputs == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("device", "kind"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
+def test_a_model_is_loaded_where_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, device: str, kind: str
+) -> None:
+    class Loaded(Exception):
+        """Ends the start, for there may be no GPU."""
+
+    def load_model(source: str, dtype: str, device: torch.device) -> None:
+        raise Loaded(device.type)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(llm_module, "load_model", load_model)
+    with pytest.raises(Loaded, match=kind):
+        LLM(device=device)
 
 
 def test_the_second_ctrl_c_comes_through() -> None:

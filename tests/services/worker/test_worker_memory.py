@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.engine.device import GPU_KV_SHARE
 from quire.engine.model_loader import LoadedModel
 from quire.services.worker.app import WorkerConfig
-from quire.services.worker.engine_setup import GPU_KV_SHARE, allocate_blocks
+from quire.services.worker.engine_setup import allocate_blocks
 
 META = torch.device("meta")
 TOTAL, FREE, RESERVED = 80 << 30, 76 << 30, 3 << 30
