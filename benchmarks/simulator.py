@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.benchmarks.live_replay import LiveOutcome, measure_pulls, replay_live
+from quire.client import AsyncClient
 from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
 from quire.services.router.planner import PolicyConfig
 from quire.services.router.policy import Policy, Pulls
 from quire.simulator.calibrate import calibrate
-from quire.simulator.calibration import Calibration, save_calibration
+from quire.simulator.calibration import Calibration, write_calibration
 from quire.simulator.cluster import ClusterConfig, Outcome, replay
 from quire.simulator.figures import quantile
 from quire.simulator.trace import TraceRequest
@@ -65,7 +67,7 @@ def main() -> None:
         with local_stack(config) as stack:
             if calibration is None:
                 calibration = asyncio.run(_calibrate(stack, console))
-                save_calibration(calibration, RESULTS / "simulator.calibration.json")
+                write_calibration(RESULTS / "simulator.calibration.json", calibration)
             block_tokens = calibration.block_tokens
             requests = make_requests(
                 workload,
@@ -96,7 +98,7 @@ def main() -> None:
 async def _calibrate(stack: RunningStack, console: Console) -> Calibration:
     pull_speed = await measure_pulls(stack)
     return await calibrate(
-        stack.address,
+        partial(AsyncClient, stack.address),
         num_blocks=NUM_BLOCKS,
         max_num_seqs=MAX_NUM_SEQS,
         pull_speed=pull_speed,

@@ -35,6 +35,9 @@ def chat(
     address: options.Address = options.DEFAULT_ADDRESS,
     api_key: options.ApiKey = None,
     tls_ca: options.TlsCa = None,
+    tls_name: options.TlsName = None,
+    tls_client_cert: options.TlsClientCert = None,
+    tls_client_key: options.TlsClientKey = None,
     model: options.ServedModel = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
@@ -43,7 +46,7 @@ def chat(
     /reset forgets the conversation, /stats tells about the last answer, /quit or Ctrl-D ends.
     Ctrl-C stops the answer that is being written; at the prompt it ends the chat.
     """
-    from quire.client import Client, Tls
+    from quire.client import Client
 
     sampling: GenerationOptions = {
         "max_tokens": max_tokens,
@@ -58,7 +61,7 @@ def chat(
         "model": model,
     }
     is_interactive = sys.stdin.isatty()
-    tls = Tls(ca=tls_ca) if tls_ca else None
+    tls = options.client_tls(tls_ca, tls_name, tls_client_cert, tls_client_key)
     with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
         conversation = Conversation(client, sampling, address, system, with_stats=stats)
         if is_interactive:

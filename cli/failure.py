@@ -50,8 +50,11 @@ def describe(error: QuireError, address: str) -> str:
     if isinstance(error, Unavailable) and not error.metadata and error.reason == error.code.name:
         if "handshake" in error.message.lower():
             return (
-                f"no TLS with {address}: is --tls-ca the authority of its certificate, and the name its own?"
+                f"no TLS with {address}: is --tls-ca the authority of its certificate, "
+                "and the host, or --tls-name, its name? does it ask for --tls-client-cert?"
             )
+        if any(end in error.message for end in ("Socket closed", "Connection reset")):
+            return f"{address} hangs up: if its port is encrypted, name the authority with --tls-ca"
         return f"no server answers at {address}: start one with `quire serve`, or name another with --address"
     if error.retry_after is not None:
         return f"{error.message} (try again in {error.retry_after:g} s)"

@@ -49,11 +49,14 @@ def generate(
     address: options.Address = options.DEFAULT_ADDRESS,
     api_key: options.ApiKey = None,
     tls_ca: options.TlsCa = None,
+    tls_name: options.TlsName = None,
+    tls_client_cert: options.TlsClientCert = None,
+    tls_client_key: options.TlsClientKey = None,
     model: options.ServedModel = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
     """Continue one prompt and stream the answer to stdout; several come whole, each under its number."""
-    from quire.client import Client, QuireError, Tls
+    from quire.client import Client, QuireError
 
     text = _read_prompt(prompt)
     sampling: GenerationOptions = {
@@ -78,7 +81,7 @@ def generate(
         "model": model,
     }
     answers = Answers() if beam_width or (n or 1) > 1 else None
-    tls = Tls(ca=tls_ca) if tls_ca else None
+    tls = options.client_tls(tls_ca, tls_name, tls_client_cert, tls_client_key)
     with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
         try:
             show = answers.take if answers else lambda delta: _write(delta.text)

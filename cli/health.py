@@ -6,24 +6,37 @@ from typing import Annotated
 
 import typer
 
+from quire.cli import options
 from quire.cli.failure import fail
-from quire.cli.options import DEFAULT_ADDRESS
 
 
 def health(
     address: Annotated[
         str, typer.Argument(help="host:port of a router or a worker.", metavar="ADDRESS")
-    ] = DEFAULT_ADDRESS,
+    ] = options.DEFAULT_ADDRESS,
     timeout: Annotated[
         float, typer.Option("--timeout", help="How long to wait for the answer, in seconds.", min=0.001)
     ] = 3.0,
+    tls_ca: options.TlsCa = None,
+    tls_name: options.TlsName = None,
+    tls_client_cert: options.TlsClientCert = None,
+    tls_client_key: options.TlsClientKey = None,
 ) -> None:
-    """Ask a router or a worker whether it takes requests; the status is 0 if it does, else 1."""
+    """Ask a router or a worker whether it takes requests; the status is 0 if it does, else 1.
+
+    With TLS between router and workers, a worker asks for a certificate of the cluster and is named
+    quire-cluster.
+    """
     import grpc
     from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
     from grpc_health.v1.health_pb2_grpc import HealthStub
 
-    with grpc.insecure_channel(address) as channel:
+    tls = options.client_tls(tls_ca, tls_name, tls_client_cert, tls_client_key)
+    if tls is None:
+        opened = grpc.insecure_channel(address)
+    else:
+        opened = grpc.secure_channel(address, tls.credentials(), options=tls.options())
+    with opened as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from quire.client import Tls
 
 ENV_PREFIX = "QUIRE_"
 DEFAULT_ADDRESS = "127.0.0.1:8500"
@@ -21,6 +24,23 @@ def setting(flag: str, help: str, panel: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel=panel, envvar=variable(flag), **more)
 
 
+def client_tls(ca: Path | None, name: str | None, certificate: Path | None, key: Path | None) -> Tls | None:
+    """Return how a connection is encrypted; without an authority it is not.
+
+    Raises:
+        BadParameter: the options are not complete.
+    """
+    if ca is None:
+        if name or certificate or key:
+            raise typer.BadParameter("--tls-name, --tls-client-cert and --tls-client-key need --tls-ca")
+        return None
+    from quire.client import Tls
+
+    if (certificate is None) != (key is None):
+        raise typer.BadParameter("a client's certificate needs both --tls-client-cert and --tls-client-key")
+    return Tls(ca=ca, certificate=certificate, key=key, name=name)
+
+
 Address = Annotated[str, setting("--address", "host:port of the router's public gRPC.", "Connection")]
 Timeout = Annotated[
     float, setting("--timeout", "Deadline of an answer, in seconds.", "Connection", min=0.001)
@@ -33,11 +53,29 @@ TlsCa = Annotated[
     Path | None,
     setting(
         "--tls-ca",
-        "Encrypt, and trust this authority of the router's certificate.",
+        "Encrypt, and trust this authority of the server's certificate.",
         "Connection",
         exists=True,
         dir_okay=False,
     ),
+]
+TlsName = Annotated[
+    str | None,
+    setting("--tls-name", "Name in the server's certificate; by default the address's host.", "Connection"),
+]
+TlsClientCert = Annotated[
+    Path | None,
+    setting(
+        "--tls-client-cert",
+        "PEM certificate to show, where the server asks for one.",
+        "Connection",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+TlsClientKey = Annotated[
+    Path | None,
+    setting("--tls-client-key", "PEM key of that certificate.", "Connection", exists=True, dir_okay=False),
 ]
 ServedModel = Annotated[
     str | None, typer.Option("--model", help="Name of the served model.", rich_help_panel="Connection")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quire.cli import options
 from quire.cli.failure import describe, fail
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from quire.client import AsyncClient
     from quire.simulator.calibration import Calibration
     from quire.simulator.capacity import Trial
     from quire.simulator.cluster import ClusterConfig
@@ -109,42 +112,50 @@ def simulate(
     ] = 0.9,
     max_workers: Annotated[int, _option("--max-workers", "Most workers to try.", OBJECTIVE, min=2)] = 64,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the times to this file.")] = None,
+    api_key: options.ApiKey = None,
+    tls_ca: options.TlsCa = None,
+    tls_name: options.TlsName = None,
+    tls_client_cert: options.TlsClientCert = None,
+    tls_client_key: options.TlsClientKey = None,
 ) -> None:
     """Replay requests on a model of a cluster: compare policies, or find how many workers an objective takes.
 
     Ends with one line of JSON.
     """
     import json
-    from dataclasses import asdict
 
     from rich.console import Console
 
-    from quire.client import QuireError
+    from quire.client import AsyncClient, QuireError
     from quire.services.router.planner import PolicyConfig
     from quire.services.router.policy import Policy, Pulls
-    from quire.simulator.calibration import CalibrationError
+    from quire.simulator.calibration import (
+        CalibrationError,
+        demo_calibration,
+        load_calibration,
+        write_calibration,
+    )
     from quire.simulator.capacity import NotWithinReach
     from quire.simulator.cluster import ClusterConfig
     from quire.simulator.figures import Slo
-    from quire.simulator.trace import TraceError, read_trace, reusable_share, scaled, write_trace
-    from quire.simulator.workload import Workload, make_requests
+    from quire.simulator.trace import TraceError, read_trace, scaled, write_trace
 
     if find and plot is not None:
         raise typer.BadParameter("--plot compares policies on one cluster; leave out --find")
     try:
-        costs = _costs(calibration, calibrate, save_calibration, num_blocks, max_num_seqs)
+        if calibrate is not None:
+            tls = options.client_tls(tls_ca, tls_name, tls_client_cert, tls_client_key)
+            connect = partial(AsyncClient, calibrate, api_key=api_key, tls=tls)
+            costs = _measured(connect, num_blocks, max_num_seqs)
+        else:
+            costs = load_calibration(calibration) if calibration is not None else demo_calibration()
+        if save_calibration is not None:
+            write_calibration(save_calibration, costs)
         if trace is not None:
             requests = scaled(read_trace(trace)[:num_requests], speedup)
         else:
-            requests = make_requests(
-                Workload(workload),
-                num_requests,
-                rate,
-                seed,
-                input_tokens=input_len,
-                shared_tokens=min(shared_len, input_len),
-                output_tokens=output_len,
-                block_tokens=trace_block,
+            requests = _synthetic(
+                workload, num_requests, rate, seed, input_len, shared_len, output_len, trace_block
             )
         if save_trace is not None:
             write_trace(save_trace, requests)
@@ -172,12 +183,46 @@ def simulate(
         fail(str(error))
     trials = trials or _compare(configs, costs, requests, slo, plot)
     Console().print(_table(trials, slo))
-    summary = {
-        "simulate": "find" if find else "compare",
+    kind = "find" if find else "compare"
+    typer.echo(json.dumps({"simulate": kind, **_summary(requests, trace_block, slo, trials)}))
+
+
+def _synthetic(
+    shape: Shape,
+    num_requests: int,
+    rate: float,
+    seed: int,
+    input_len: int,
+    shared_len: int,
+    output_len: int,
+    block_tokens: int,
+) -> list[TraceRequest]:
+    from quire.simulator.workload import Workload, make_requests
+
+    return make_requests(
+        Workload(shape),
+        num_requests,
+        rate,
+        seed,
+        input_tokens=input_len,
+        shared_tokens=min(shared_len, input_len),
+        output_tokens=output_len,
+        block_tokens=block_tokens,
+    )
+
+
+def _summary(
+    requests: list[TraceRequest], block_tokens: int, slo: Slo, trials: dict[str, Trial]
+) -> dict[str, object]:
+    from dataclasses import asdict
+
+    from quire.simulator.trace import reusable_share
+
+    return {
         "num_requests": len(requests),
         "input_tokens": sum(r.input_tokens for r in requests) / len(requests),
         "output_tokens": sum(r.output_tokens for r in requests) / len(requests),
-        "reusable_share": round(reusable_share(requests, trace_block), 4),
+        "reusable_share": round(reusable_share(requests, block_tokens), 4),
         "slo": asdict(slo),
         "results": {
             name: {
@@ -188,25 +233,6 @@ def simulate(
             for name, trial in trials.items()
         },
     }
-    typer.echo(json.dumps(summary))
-
-
-def _costs(
-    calibration: Path | None,
-    address: str | None,
-    save_to: Path | None,
-    num_blocks: int,
-    max_num_seqs: int,
-) -> Calibration:
-    from quire.simulator.calibration import demo_calibration, load_calibration, save_calibration
-
-    if address is not None:
-        costs = _calibrate(address, num_blocks, max_num_seqs)
-    else:
-        costs = load_calibration(calibration) if calibration is not None else demo_calibration()
-    if save_to is not None:
-        save_calibration(costs, save_to)
-    return costs
 
 
 def _compare(
@@ -253,7 +279,7 @@ def _find(
     return trials
 
 
-def _calibrate(address: str, num_blocks: int, max_num_seqs: int) -> Calibration:
+def _measured(connect: Callable[[], AsyncClient], num_blocks: int, max_num_seqs: int) -> Calibration:
     import asyncio
 
     from quire.simulator.calibrate import calibrate
@@ -262,7 +288,7 @@ def _calibrate(address: str, num_blocks: int, max_num_seqs: int) -> Calibration:
         task = progress.add_task("calibrating", total=None)
         return asyncio.run(
             calibrate(
-                address,
+                connect,
                 num_blocks=num_blocks,
                 max_num_seqs=max_num_seqs,
                 on_step=lambda step: progress.update(task, advance=1, description=step),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
 
@@ -58,11 +58,11 @@ class AdminClient:
         self, address: str = "127.0.0.1:8503", *, timeout: float = 10.0, tls: Tls | None = None
     ) -> None:
         self._timeout = timeout
-        options = channel_options()
         if tls is None:
-            self._channel = grpc.insecure_channel(address, options=options)
+            self._channel = grpc.insecure_channel(address, options=channel_options())
         else:
-            options.append(("grpc.ssl_target_name_override", CLUSTER_NAME))
+            tls = replace(tls, name=CLUSTER_NAME)
+            options = [*channel_options(), *tls.options()]
             self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
         self._stub = AdminServiceStub(self._channel)
 

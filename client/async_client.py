@@ -40,7 +40,8 @@ class AsyncClient:
         if tls is None:
             self._channel = grpc.aio.insecure_channel(address, options=channel_options())
         else:
-            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=channel_options())
+            options = [*channel_options(), *tls.options()]
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=options)
         self._stub = GenerationServiceStub(self._channel)
 
     async def generate(

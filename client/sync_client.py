@@ -38,7 +38,8 @@ class Client:
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=channel_options())
         else:
-            self._channel = grpc.secure_channel(address, tls.credentials(), options=channel_options())
+            options = [*channel_options(), *tls.options()]
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
         self._stub = GenerationServiceStub(self._channel)
 
     def generate(

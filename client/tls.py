@@ -13,13 +13,19 @@ class Tls:
     """An encrypted connection, from PEM files.
 
     Attributes:
-        ca: authority of the router's certificate; by default those that the system trusts.
+        ca: authority of the router's certificate; by default the public ones.
         certificate: the client's own, where the router asks for one, with its ``key``.
+        name: in the router's certificate, where the address has another.
     """
 
     ca: Path | str | None = None
     certificate: Path | str | None = None
     key: Path | str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("a client's certificate and its key go together: give both")
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Read the files.
@@ -28,6 +34,10 @@ class Tls:
             OSError: one cannot be read.
         """
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
+
+    def options(self) -> list[tuple[str, str]]:
+        """Return the options of a channel that go with the credentials."""
+        return [] if self.name is None else [("grpc.ssl_target_name_override", self.name)]
 
 
 def bearer(api_key: str | None) -> tuple[tuple[str, str], ...]:

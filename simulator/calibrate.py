@@ -39,7 +39,7 @@ class _Timed(NamedTuple):
 
 
 async def calibrate(
-    address: str,
+    connect: Callable[[], AsyncClient],
     *,
     num_blocks: int,
     max_num_seqs: int,
@@ -50,6 +50,7 @@ async def calibrate(
     """Measure an idle cluster.
 
     Args:
+        connect: opens a client of the cluster.
         num_blocks: of a worker; the public API does not tell.
         max_num_seqs: of a worker.
         pull_speed: measured elsewhere, if at all.
@@ -59,7 +60,7 @@ async def calibrate(
         QuireError: the cluster does not answer.
         CalibrationError: what it answered cannot be used.
     """
-    async with AsyncClient(address) as client:
+    async with connect() as client:
         model = await client.model_info()
         rng = Random(time.time_ns() if seed is None else seed)
         probe = _Probe(client, model, rng)

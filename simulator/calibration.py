@@ -99,6 +99,6 @@ def demo_calibration() -> Calibration:
     return load_calibration(Path(__file__).with_name("demo.json"))
 
 
-def save_calibration(calibration: Calibration, path: Path) -> None:
+def write_calibration(path: Path, calibration: Calibration) -> None:
     """Write a calibration."""
     path.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")

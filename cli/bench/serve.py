@@ -56,6 +56,9 @@ def serve(
     address: options.Address = options.DEFAULT_ADDRESS,
     api_key: options.ApiKey = None,
     tls_ca: options.TlsCa = None,
+    tls_name: options.TlsName = None,
+    tls_client_cert: options.TlsClientCert = None,
+    tls_client_key: options.TlsClientKey = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
     """Put load on a running router; print a table of what its clients experience, then one line of JSON."""
@@ -66,7 +69,7 @@ def serve(
 
     from quire.cli.bench.report import to_json, to_table
     from quire.cli.bench.run import run_bench
-    from quire.client import AsyncClient, QuireError, Tls
+    from quire.client import AsyncClient, QuireError
 
     try:
         config = BenchConfig(
@@ -82,13 +85,8 @@ def serve(
             temperature=temperature,
             seed=seed,
         )
-        connect = partial(
-            AsyncClient,
-            address,
-            timeout=timeout,
-            api_key=api_key,
-            tls=Tls(ca=tls_ca) if tls_ca else None,
-        )
+        tls = options.client_tls(tls_ca, tls_name, tls_client_cert, tls_client_key)
+        connect = partial(AsyncClient, address, timeout=timeout, api_key=api_key, tls=tls)
         summary = asyncio.run(run_bench(config, connect))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

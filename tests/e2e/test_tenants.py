@@ -13,7 +13,9 @@ import grpc
 import pytest
 import redis
 import trustme
+from typer.testing import CliRunner
 
+from quire.cli.main import make_app
 from quire.client import AsyncClient, Tls, Unavailable
 from quire.client.admin import AdminClient
 from quire.kvindex.block_hash import CacheScope, block_hashes, root_hash
@@ -40,8 +42,14 @@ class Secured(NamedTuple):
     stack: RunningStack
     ca: Path
     keys: dict[str, str]
-    cluster: ClusterTls
+    files: TlsFiles
+    """Of the cluster."""
     index: redis.Redis
+
+    @property
+    def cluster(self) -> ClusterTls:
+        """How router and workers connect."""
+        return ClusterTls(self.files)
 
     @asynccontextmanager
     async def client(self, tenant: str) -> AsyncIterator[AsyncClient]:
@@ -103,7 +111,7 @@ def secured(
             redis.Redis.from_url(index.url) as reader,
         ):
             keys = {name: key.key for name, key in made.items()}
-            yield Secured(stack, public.authority, keys, ClusterTls(cluster), reader)
+            yield Secured(stack, public.authority, keys, cluster, reader)
 
 
 async def test_the_same_prompt_of_another_tenant_finds_nothing(
@@ -125,6 +133,25 @@ async def test_the_same_prompt_of_another_tenant_finds_nothing(
     assert first.usage.blocks_shipped == second.usage.blocks_shipped == NUM_FULL + 1
     assert second.usage.blocks_reused_on_decode == 0
     assert len(of_globex) == len(of_acme)
+
+
+def test_the_command_reaches_router_and_workers(secured: Secured) -> None:
+    def quire(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(make_app(), list(arguments))
+        return result.exit_code, result.stdout
+
+    router, worker = secured.stack.address, secured.stack.ready["decode-0"].address
+    public = ["--tls-ca", str(secured.ca), "--tls-name", "localhost"]
+    cluster = ["--tls-ca", str(secured.files.authority), "--tls-name", CLUSTER_NAME]
+    shown = ["--tls-client-cert", str(secured.files.certificate), "--tls-client-key", str(secured.files.key)]
+    assert quire("health", router, *public) == (0, "serving\n")
+    assert quire("health", worker, *cluster, *shown) == (0, "serving\n")
+    for refused in (["health", router], ["health", worker, *cluster]):
+        assert quire(*refused)[0] == 1
+    greedy = ["--temperature", "0", "--max-tokens", "4"]
+    asking = ["generate", "hello", "--address", router, *greedy, *public]
+    assert quire(*asking)[0] == 1
+    assert quire(*asking, "--api-key", secured.keys["acme"])[0] == 0
 
 
 async def test_a_salt_is_no_tenant_and_narrows_alone(secured: Secured, e2e: Any) -> None:

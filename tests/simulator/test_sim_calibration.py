@@ -13,7 +13,7 @@ from quire.simulator.calibration import (
     demo_calibration,
     interpolate,
     load_calibration,
-    save_calibration,
+    write_calibration,
 )
 
 
@@ -44,7 +44,7 @@ def test_a_traces_blocks_are_larger_and_fewer(calibration: Calibration) -> None:
 
 def test_a_calibration_survives_its_file(calibration: Calibration, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    save_calibration(calibration, path)
+    write_calibration(path, calibration)
     assert load_calibration(path) == calibration
 
 

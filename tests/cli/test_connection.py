@@ -1,0 +1,141 @@
+"""Verbs that speak to a router or a worker whose port is encrypted, and asks for a certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import grpc
+import pytest
+import trustme
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from typer.testing import Result
+
+from quire.cli.example import ask_example
+from quire.protos.inference_pb2_grpc import add_GenerationServiceServicer_to_server
+from quire.services.tls import TlsFiles, server_credentials
+
+Quire = Callable[..., Result]
+NAME = "quire.example"
+
+
+class Secured(NamedTuple):
+    """A server behind mutual TLS, and the options of verbs that reach it."""
+
+    address: str
+    options: dict[str, str]
+
+    def flags(self, *without: str) -> list[str]:
+        """Return the options as flags."""
+        return [part for flag, value in self.options.items() if flag not in without for part in (flag, value)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TlsFiles]:
+    """Return the files of a server and of its client; one authority has signed both."""
+    folder, ca = tmp_path_factory.mktemp("tls"), trustme.CA()
+    ca.cert_pem.write_to_path(str(folder / "ca.pem"))
+    ends = {}
+    for end, name in (("server", NAME), ("client", "client.example")):
+        issued = ca.issue_cert(name)
+        ends[end] = TlsFiles(folder / f"{end}.pem", folder / f"{end}.key", folder / "ca.pem")
+        issued.cert_chain_pems[0].write_to_path(str(ends[end].certificate))
+        issued.private_key_pem.write_to_path(str(ends[end].key))
+    return ends
+
+
+@pytest.fixture
+def secured(files: dict[str, TlsFiles], fake_generation: Any) -> Iterator[Secured]:
+    """Serve the fake router, and its health, to who shows a certificate."""
+    with ThreadPoolExecutor(4) as executor:
+        server = grpc.server(executor)
+        add_GenerationServiceServicer_to_server(fake_generation, server)
+        healthy = health.HealthServicer()
+        healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+        port = server.add_secure_port("127.0.0.1:0", server_credentials(files["server"]))
+        server.start()
+        client = files["client"]
+        yield Secured(
+            f"127.0.0.1:{port}",
+            {
+                "--tls-ca": str(client.authority),
+                "--tls-name": NAME,
+                "--tls-client-cert": str(client.certificate),
+                "--tls-client-key": str(client.key),
+            },
+        )
+        server.stop(None).wait()
+
+
+def arguments(verb: str, address: str) -> list[str]:
+    """Return the arguments of a short call."""
+    match verb:
+        case "health":
+            return ["health", address]
+        case "simulate":
+            return ["simulate", "--calibrate", address, "--max-num-seqs", "1", "--num-requests", "1"]
+        case "bench":
+            load = ["--num-requests", "1", "--num-warmups", "0", "--input-len", "8", "--output-len", "2"]
+            return ["bench", "serve", "--address", address, *load]
+        case _:
+            return [verb, *["Hi"][: verb == "generate"], "--address", address]
+
+
+@pytest.mark.parametrize("verb", ["health", "generate", "chat", "bench"])
+@pytest.mark.parametrize("is_by_variable", [False, True])
+def test_a_verb_shows_a_certificate_and_expects_a_name(
+    quire: Quire, secured: Secured, monkeypatch: pytest.MonkeyPatch, verb: str, is_by_variable: bool
+) -> None:
+    flags = secured.flags()
+    if is_by_variable:
+        flags = []
+        for flag, value in secured.options.items():
+            monkeypatch.setenv("QUIRE_" + flag.removeprefix("--").replace("-", "_").upper(), value)
+    result = quire(*arguments(verb, secured.address), *flags, stdin="Hi\n")
+    assert result.exit_code == 0, result.output
+    assert {"health": "serving", "bench": '"num_requests": 1'}.get(verb, "Blue is é🙂.") in result.stdout
+
+
+@pytest.mark.parametrize("verb", ["health", "generate"])
+@pytest.mark.parametrize("absent", [["--tls-name"], ["--tls-client-cert", "--tls-client-key"]])
+def test_without_name_or_certificate_nobody_answers(
+    quire: Quire, secured: Secured, verb: str, absent: list[str]
+) -> None:
+    result = quire(*arguments(verb, secured.address), *secured.flags(*absent))
+    assert (result.exit_code, result.stderr[:6]) == (1, "error:")
+    assert secured.address in result.stderr
+
+
+def test_who_speaks_in_clear_is_told(quire: Quire, secured: Secured) -> None:
+    result = quire(*arguments("generate", secured.address))
+    assert result.exit_code == 1
+    assert f"{secured.address} hangs up" in result.stderr
+    assert "--tls-ca" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["health", "generate", "chat", "bench", "simulate"])
+@pytest.mark.parametrize(
+    ("absent", "problem"),
+    [
+        ("--tls-ca", "need --tls-ca"),
+        ("--tls-client-key", "needs both"),
+        ("--tls-client-cert", "needs both"),
+    ],
+)
+def test_half_of_it_is_a_usage_error(
+    quire: Quire, secured: Secured, verb: str, absent: str, problem: str
+) -> None:
+    result = quire(*arguments(verb, secured.address), *secured.flags(absent))
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
+def test_the_example_takes_the_variables(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag, value in secured.options.items():
+        monkeypatch.setenv("QUIRE_" + flag.removeprefix("--").replace("-", "_").upper(), value)
+    ask_example(secured.address)
+    assert "Blue is é🙂." in capsys.readouterr().out
