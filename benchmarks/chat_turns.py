@@ -25,6 +25,7 @@ from rich.table import Table
 from quire.client import AsyncClient, Message, Usage
 from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
 from quire.services.local_stack import LocalStackConfig, local_stack
+from quire.services.router.app import RouterConfig
 from quire.services.router.planner import PolicyConfig
 from quire.services.router.policy import Policy, Pulls
 
@@ -44,7 +45,9 @@ def main() -> None:
     console = Console()
     for pulls in (Pulls.ALWAYS, Pulls.MEASURED, Pulls.NEVER):
         placing = PolicyConfig(policy=Policy.RANDOM, pulls=pulls, local_prefill_tokens=0)
-        config = LocalStackConfig(port=0, num_prefill=2, num_decode=2, placing=placing, log_level="error")
+        config = LocalStackConfig(
+            num_prefill=2, num_decode=2, router=RouterConfig(port=0, placing=placing), log_level="error"
+        )
         with local_stack(config) as stack:
             results[pulls.value] = asyncio.run(_measure(stack.address, num_chats, pulls.value))
     console.print(_table(results))

@@ -133,15 +133,18 @@ def measure_stack(
 ) -> dict[str, Any]:
     """Return what the clients of one prefill and one decode worker experience under each load."""
     from quire.services.local_stack import LocalStackConfig, local_stack
+    from quire.services.router.app import RouterConfig
+    from quire.services.worker.app import WorkerConfig
 
-    config = LocalStackConfig(
+    worker = WorkerConfig(
+        role="decode",
         model=model,
-        port=0,
         dtype=dtype,
         kv_memory_bytes=kv_bytes,
         max_num_seqs=max(loads),
         max_num_batched_tokens=4096,
     )
+    config = LocalStackConfig(router=RouterConfig(port=0), worker=worker)
     call = "from quire.cli.main import main; main()"
     rows = []
     with local_stack(config) as stack:

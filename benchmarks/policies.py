@@ -77,7 +77,11 @@ def main() -> None:
     secret = os.environ["QUIRE_CLUSTER_SECRET"] = secrets.token_hex(16)
     with RedisProcess() as redis:
         config = LocalStackConfig(
-            port=0, num_prefill=2, num_decode=2, redis_url=redis.worker_url, log_level="error"
+            num_prefill=2,
+            num_decode=2,
+            redis_url=redis.worker_url,
+            router=RouterConfig(port=0),
+            log_level="error",
         )
         with local_stack(config):
             base = RouterConfig(

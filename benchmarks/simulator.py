@@ -23,8 +23,10 @@ from rich.table import Table
 from quire.benchmarks.live_replay import LiveOutcome, measure_pulls, replay_live
 from quire.client import AsyncClient
 from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.services.router.app import RouterConfig
 from quire.services.router.planner import PolicyConfig
 from quire.services.router.policy import Policy, Pulls
+from quire.services.worker.app import WorkerConfig
 from quire.simulator.calibrate import calibrate
 from quire.simulator.calibration import Calibration, write_calibration
 from quire.simulator.cluster import ClusterConfig, Outcome, replay
@@ -56,12 +58,10 @@ def main() -> None:
         pulls = Pulls.MEASURED if policy is Policy.PRECISE else Pulls.NEVER
         placing = PolicyConfig(policy=policy, pulls=pulls)
         config = LocalStackConfig(
-            port=0,
             num_prefill=NUM_PREFILL,
             num_decode=NUM_DECODE,
-            num_blocks=NUM_BLOCKS,
-            max_num_seqs=MAX_NUM_SEQS,
-            placing=placing,
+            router=RouterConfig(port=0, placing=placing),
+            worker=WorkerConfig(role="decode", num_blocks=NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS),
             log_level="error",
         )
         with local_stack(config) as stack:

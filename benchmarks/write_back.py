@@ -23,6 +23,8 @@ from typing import NamedTuple
 from quire.client import AsyncClient
 from quire.models.random_model import make_random_model
 from quire.services.local_stack import LocalStackConfig, local_stack
+from quire.services.router.app import RouterConfig
+from quire.services.worker.app import WorkerConfig
 
 PROMPT_TOKENS, ANSWER_TOKENS, NEXT_TOKENS = 256, 192, 32
 PAUSE_SECONDS = 1.0
@@ -74,7 +76,9 @@ def measure(num_conversations: int) -> list[Row]:
         model = str(make_random_model("llama", Path(folder), **MODEL))
         for name, write_back in (("without", False), ("with write-back", True)):
             config = LocalStackConfig(
-                model=model, port=0, dtype="float32", log_level="error", threads=1, write_back=write_back
+                router=RouterConfig(port=0, write_back=write_back),
+                worker=WorkerConfig(role="decode", model=model, dtype="float32", threads=1),
+                log_level="error",
             )
             with local_stack(config) as stack:
                 rows.append(asyncio.run(converse(stack.address, name, num_conversations)))

@@ -11,6 +11,7 @@ import typer
 from quire.cli import options
 from quire.cli.answer import Answer, format_stats, stream_answer
 from quire.cli.failure import describe
+from quire.cli.spread import spread
 
 if TYPE_CHECKING:
     from quire.client import Client, GenerationOptions, Message
@@ -20,7 +21,9 @@ HELP = (
 )
 
 
+@spread
 def chat(
+    *,
     system: Annotated[str | None, typer.Option("--system", help="System message of the chat.")] = None,
     stats: options.Stats = False,
     max_tokens: options.MaxTokens = None,
@@ -34,10 +37,7 @@ def chat(
     seed: options.Seed = None,
     address: options.Address = options.DEFAULT_ADDRESS,
     api_key: options.ApiKey = None,
-    tls_ca: options.TlsCa = None,
-    tls_name: options.TlsName = None,
-    tls_client_cert: options.TlsClientCert = None,
-    tls_client_key: options.TlsClientKey = None,
+    encryption: options.ClientTls,
     model: options.ServedModel = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
@@ -61,7 +61,7 @@ def chat(
         "model": model,
     }
     is_interactive = sys.stdin.isatty()
-    tls = options.client_tls(tls_ca, tls_name, tls_client_cert, tls_client_key)
+    tls = encryption.files()
     with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
         conversation = Conversation(client, sampling, address, system, with_stats=stats)
         if is_interactive:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import typer
 
 from quire.cli.answer import format_stats, stream_answer
-from quire.cli.options import client_tls, variable
+from quire.cli.options import ClientTls, variable
 from quire.models import notes
 
 if TYPE_CHECKING:
@@ -33,24 +32,14 @@ def ask_example(address: str) -> None:
     _write(f"\n> {messages[-1]['content']}\n")
     sampling: GenerationOptions = {"max_tokens": 64, "temperature": 0.0}
     try:
-        tls = client_tls(
-            _file("--tls-ca"), _given("--tls-name"), _file("--tls-client-cert"), _file("--tls-client-key")
-        )
-        with Client(address, api_key=_given("--api-key"), tls=tls) as client:
+        tls = ClientTls.from_environment().files()
+        with Client(address, api_key=os.environ.get(variable("--api-key")), tls=tls) as client:
             answer = stream_answer(client, messages, sampling, lambda delta: _write(delta.text))
     except (QuireError, OSError, typer.BadParameter) as error:
         typer.echo(f"the example failed: {error}", err=True)
         return
     _write(f"\n  {format_stats(answer)}\n\n")
     _write(f"Serving at {address}; Ctrl-C ends. Talk to it: quire chat --address {address}\n")
-
-
-def _given(flag: str) -> str | None:
-    return os.environ.get(variable(flag))
-
-
-def _file(flag: str) -> Path | None:
-    return Path(name) if (name := _given(flag)) else None
 
 
 def _write(text: str) -> None:

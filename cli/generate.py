@@ -11,6 +11,7 @@ import typer
 from quire.cli import options
 from quire.cli.answer import format_stats, stream_answer
 from quire.cli.failure import INTERRUPTED, describe, fail
+from quire.cli.spread import spread
 
 if TYPE_CHECKING:
     from quire.client import Delta, EarlyStopping, GenerationOptions, Message, Prompt
@@ -23,7 +24,9 @@ _EARLY_STOPPING: Mapping[str | None, EarlyStopping | None] = {
 }
 
 
+@spread
 def generate(
+    *,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; without it, stdin is read.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message of a chat.")] = False,
     system: Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")] = None,
@@ -48,10 +51,7 @@ def generate(
     regex: options.Regex = None,
     address: options.Address = options.DEFAULT_ADDRESS,
     api_key: options.ApiKey = None,
-    tls_ca: options.TlsCa = None,
-    tls_name: options.TlsName = None,
-    tls_client_cert: options.TlsClientCert = None,
-    tls_client_key: options.TlsClientKey = None,
+    encryption: options.ClientTls,
     model: options.ServedModel = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
@@ -81,7 +81,7 @@ def generate(
         "model": model,
     }
     answers = Answers() if beam_width or (n or 1) > 1 else None
-    tls = options.client_tls(tls_ca, tls_name, tls_client_cert, tls_client_key)
+    tls = encryption.files()
     with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
         try:
             show = answers.take if answers else lambda delta: _write(delta.text)

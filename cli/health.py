@@ -8,19 +8,19 @@ import typer
 
 from quire.cli import options
 from quire.cli.failure import fail
+from quire.cli.spread import spread
 
 
+@spread
 def health(
+    *,
     address: Annotated[
         str, typer.Argument(help="host:port of a router or a worker.", metavar="ADDRESS")
     ] = options.DEFAULT_ADDRESS,
     timeout: Annotated[
         float, typer.Option("--timeout", help="How long to wait for the answer, in seconds.", min=0.001)
     ] = 3.0,
-    tls_ca: options.TlsCa = None,
-    tls_name: options.TlsName = None,
-    tls_client_cert: options.TlsClientCert = None,
-    tls_client_key: options.TlsClientKey = None,
+    encryption: options.ClientTls,
 ) -> None:
     """Ask a router or a worker whether it takes requests; the status is 0 if it does, else 1.
 
@@ -31,7 +31,7 @@ def health(
     from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
     from grpc_health.v1.health_pb2_grpc import HealthStub
 
-    tls = options.client_tls(tls_ca, tls_name, tls_client_cert, tls_client_key)
+    tls = encryption.files()
     if tls is None:
         opened = grpc.insecure_channel(address)
     else:

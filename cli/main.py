@@ -37,12 +37,8 @@ def make_app() -> typer.Typer:
     )
     app.command(rich_help_panel=SERVE)(processes.serve)
     app.command(rich_help_panel=SERVE)(processes.router)
-    app.command(
-        "prefill", rich_help_panel=SERVE, help="Run a prefill worker: it fills KV blocks and ships them."
-    )(processes.worker_verb("prefill"))
-    app.command("decode", rich_help_panel=SERVE, help="Run a decode worker: it takes KV blocks and goes on.")(
-        processes.worker_verb("decode")
-    )
+    app.command(rich_help_panel=SERVE)(processes.prefill)
+    app.command(rich_help_panel=SERVE)(processes.decode)
     app.add_typer(keys.app, name="keys", rich_help_panel=OPERATE)
     app.add_typer(admin.app, name="admin", rich_help_panel=OPERATE)
     app.command(rich_help_panel=USE)(generate)

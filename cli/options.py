@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 
 ENV_PREFIX = "QUIRE_"
 DEFAULT_ADDRESS = "127.0.0.1:8500"
+CONNECTION = "Connection"
 
 
 def variable(flag: str) -> str:
@@ -24,61 +27,70 @@ def setting(flag: str, help: str, panel: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel=panel, envvar=variable(flag), **more)
 
 
-def client_tls(ca: Path | None, name: str | None, certificate: Path | None, key: Path | None) -> Tls | None:
-    """Return how a connection is encrypted; without an authority it is not.
-
-    Raises:
-        BadParameter: the options are not complete.
-    """
-    if ca is None:
-        if name or certificate or key:
-            raise typer.BadParameter("--tls-name, --tls-client-cert and --tls-client-key need --tls-ca")
-        return None
-    from quire.client import Tls
-
-    if (certificate is None) != (key is None):
-        raise typer.BadParameter("a client's certificate needs both --tls-client-cert and --tls-client-key")
-    return Tls(ca=ca, certificate=certificate, key=key, name=name)
+def _file(flag: str, help: str) -> Any:
+    return setting(flag, help, CONNECTION, exists=True, dir_okay=False)
 
 
-Address = Annotated[str, setting("--address", "host:port of the router's public gRPC.", "Connection")]
-Timeout = Annotated[
-    float, setting("--timeout", "Deadline of an answer, in seconds.", "Connection", min=0.001)
-]
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
+
+
+Address = Annotated[str, setting("--address", "host:port of the router's public gRPC.", CONNECTION)]
+Timeout = Annotated[float, setting("--timeout", "Deadline of an answer, in seconds.", CONNECTION, min=0.001)]
 ApiKey = Annotated[
     str | None,
-    setting("--api-key", "API key; better given by the variable.", "Connection", show_default=False),
+    setting("--api-key", "API key; better given by the variable.", CONNECTION, show_default=False),
 ]
-TlsCa = Annotated[
-    Path | None,
-    setting(
-        "--tls-ca",
-        "Encrypt, and trust this authority of the server's certificate.",
-        "Connection",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-TlsName = Annotated[
-    str | None,
-    setting("--tls-name", "Name in the server's certificate; by default the address's host.", "Connection"),
-]
-TlsClientCert = Annotated[
-    Path | None,
-    setting(
-        "--tls-client-cert",
-        "PEM certificate to show, where the server asks for one.",
-        "Connection",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-TlsClientKey = Annotated[
-    Path | None,
-    setting("--tls-client-key", "PEM key of that certificate.", "Connection", exists=True, dir_okay=False),
-]
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """How a connection to a router or a worker is encrypted."""
+
+    tls_ca: Annotated[
+        Path | None, _file("--tls-ca", "Encrypt, and trust this authority of the server's certificate.")
+    ] = None
+    tls_name: Annotated[
+        str | None,
+        setting("--tls-name", "Name in the server's certificate; by default the address's host.", CONNECTION),
+    ] = None
+    tls_client_cert: Annotated[
+        Path | None, _file("--tls-client-cert", "PEM certificate to show, where the server asks for one.")
+    ] = None
+    tls_client_key: Annotated[Path | None, _file("--tls-client-key", "PEM key of that certificate.")] = None
+
+    @classmethod
+    def from_environment(cls) -> ClientTls:
+        """Return what the variables of the options say."""
+        ca, name, cert, key = (
+            os.environ.get(variable(flag))
+            for flag in ("--tls-ca", "--tls-name", "--tls-client-cert", "--tls-client-key")
+        )
+        return cls(_path(ca), name, _path(cert), _path(key))
+
+    def files(self) -> Tls | None:
+        """Return what a client takes; without an authority nothing is encrypted.
+
+        Raises:
+            BadParameter: the options are not complete.
+        """
+        if self.tls_ca is None:
+            if self.tls_name or self.tls_client_cert or self.tls_client_key:
+                raise typer.BadParameter("--tls-name, --tls-client-cert and --tls-client-key need --tls-ca")
+            return None
+        if (self.tls_client_cert is None) != (self.tls_client_key is None):
+            raise typer.BadParameter(
+                "a client's certificate needs both --tls-client-cert and --tls-client-key"
+            )
+        from quire.client import Tls
+
+        return Tls(
+            ca=self.tls_ca, certificate=self.tls_client_cert, key=self.tls_client_key, name=self.tls_name
+        )
+
+
 ServedModel = Annotated[
-    str | None, typer.Option("--model", help="Name of the served model.", rich_help_panel="Connection")
+    str | None, typer.Option("--model", help="Name of the served model.", rich_help_panel=CONNECTION)
 ]
 
 MaxTokens = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,50 +18,62 @@ def _file(flag: str, help: str) -> Any:
     return setting(flag, help, SECURITY, exists=True, dir_okay=False)
 
 
-ApiKeysFile = Annotated[
-    Path | None,
-    _file("--api-keys", "File of API keys, see `quire keys`; without it nobody is asked for one."),
-]
-TlsCert = Annotated[Path | None, _file("--tls-cert", "PEM certificate of the public port, with its chain.")]
-TlsKey = Annotated[Path | None, _file("--tls-key", "PEM key of that certificate.")]
-TlsClientCa = Annotated[
-    Path | None, _file("--tls-client-ca", "Clients must show a certificate of this authority.")
-]
-ClusterCert = Annotated[
-    Path | None,
-    _file("--cluster-cert", "PEM certificate for connections of router and workers; names quire-cluster."),
-]
-ClusterKey = Annotated[Path | None, _file("--cluster-key", "PEM key of that certificate.")]
-ClusterCa = Annotated[
-    Path | None, _file("--cluster-ca", "Authority of the cluster's certificates, and of nothing else.")
-]
+@dataclass(frozen=True)
+class PublicSecurity:
+    """Who may call the public port, and its certificate."""
+
+    api_keys: Annotated[
+        Path | None,
+        _file("--api-keys", "File of API keys, see `quire keys`; without it nobody is asked for one."),
+    ] = None
+    tls_cert: Annotated[
+        Path | None, _file("--tls-cert", "PEM certificate of the public port, with its chain.")
+    ] = None
+    tls_key: Annotated[Path | None, _file("--tls-key", "PEM key of that certificate.")] = None
+    tls_client_ca: Annotated[
+        Path | None, _file("--tls-client-ca", "Clients must show a certificate of this authority.")
+    ] = None
+
+    def tls(self) -> TlsFiles | None:
+        """Return the files of the public port.
+
+        Raises:
+            ValueError: they are not complete.
+        """
+        from quire.services.tls import TlsFiles
+
+        if self.tls_cert is None and self.tls_key is None and self.tls_client_ca is None:
+            return None
+        if self.tls_cert is None or self.tls_key is None:
+            raise ValueError("TLS needs both --tls-cert and --tls-key")
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
 
 
-def public_tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> TlsFiles | None:
-    """Return the files of the public port.
+@dataclass(frozen=True)
+class ClusterSecurity:
+    """Certificates of the connections between router and workers."""
 
-    Raises:
-        ValueError: they are not complete.
-    """
-    from quire.services.tls import TlsFiles
+    cluster_cert: Annotated[
+        Path | None,
+        _file(
+            "--cluster-cert", "PEM certificate for connections of router and workers; names quire-cluster."
+        ),
+    ] = None
+    cluster_key: Annotated[Path | None, _file("--cluster-key", "PEM key of that certificate.")] = None
+    cluster_ca: Annotated[
+        Path | None, _file("--cluster-ca", "Authority of the cluster's certificates, and of nothing else.")
+    ] = None
 
-    if certificate is None and key is None and client_ca is None:
-        return None
-    if certificate is None or key is None:
-        raise ValueError("TLS needs both --tls-cert and --tls-key")
-    return TlsFiles(certificate, key, client_ca)
+    def tls(self) -> TlsFiles | None:
+        """Return the files of the connections within the cluster.
 
+        Raises:
+            ValueError: they are not complete.
+        """
+        from quire.services.tls import TlsFiles
 
-def cluster_tls(certificate: Path | None, key: Path | None, authority: Path | None) -> TlsFiles | None:
-    """Return the files of the connections within the cluster.
-
-    Raises:
-        ValueError: they are not complete.
-    """
-    from quire.services.tls import TlsFiles
-
-    if certificate is None and key is None and authority is None:
-        return None
-    if certificate is None or key is None or authority is None:
-        raise ValueError("TLS within the cluster needs --cluster-cert, --cluster-key and --cluster-ca")
-    return TlsFiles(certificate, key, authority)
+        if self.cluster_cert is None and self.cluster_key is None and self.cluster_ca is None:
+            return None
+        if self.cluster_cert is None or self.cluster_key is None or self.cluster_ca is None:
+            raise ValueError("TLS within the cluster needs --cluster-cert, --cluster-key and --cluster-ca")
+        return TlsFiles(self.cluster_cert, self.cluster_key, self.cluster_ca)

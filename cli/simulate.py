@@ -12,6 +12,7 @@ import typer
 
 from quire.cli import options
 from quire.cli.failure import describe, fail
+from quire.cli.spread import spread
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +49,9 @@ def _option(flag: str, help: str, panel: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel=panel, **more)
 
 
+@spread
 def simulate(
+    *,
     calibration: Annotated[
         Path | None,
         _option("--calibration", "File of measured costs; by default the demo model's.", CALIBRATION),
@@ -113,10 +116,7 @@ def simulate(
     max_workers: Annotated[int, _option("--max-workers", "Most workers to try.", OBJECTIVE, min=2)] = 64,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the times to this file.")] = None,
     api_key: options.ApiKey = None,
-    tls_ca: options.TlsCa = None,
-    tls_name: options.TlsName = None,
-    tls_client_cert: options.TlsClientCert = None,
-    tls_client_key: options.TlsClientKey = None,
+    encryption: options.ClientTls,
 ) -> None:
     """Replay requests on a model of a cluster: compare policies, or find how many workers an objective takes.
 
@@ -144,7 +144,7 @@ def simulate(
         raise typer.BadParameter("--plot compares policies on one cluster; leave out --find")
     try:
         if calibrate is not None:
-            tls = options.client_tls(tls_ca, tls_name, tls_client_cert, tls_client_key)
+            tls = encryption.files()
             connect = partial(AsyncClient, calibrate, api_key=api_key, tls=tls)
             costs = _measured(connect, num_blocks, max_num_seqs)
         else:

@@ -23,7 +23,9 @@ from quire.observability.load import put_load
 from quire.observability.ports import free_ports
 from quire.observability.prometheus import PrometheusClient, Series, find_prometheus, running_prometheus
 from quire.services.local_stack import LocalStackConfig, local_stack
+from quire.services.router.app import RouterConfig
 from quire.services.router.slo import SloTargets
+from quire.services.worker.app import WorkerConfig
 
 SCRAPE_SECONDS = 1.0
 WINDOW_SECONDS = 10
@@ -86,12 +88,8 @@ def live_run(binary: str, seconds: float) -> Iterator[LiveRun]:
     config = LocalStackConfig(
         num_prefill=2,
         num_decode=2,
-        port=0,
-        metrics_port=base,
-        num_blocks=64,
-        max_num_seqs=32,
-        max_num_batched_tokens=128,
-        slo=SloTargets(ttft_seconds=0.25, tpot_seconds=0.025),
+        router=RouterConfig(port=0, metrics_port=base, slo=SloTargets(ttft_seconds=0.25, tpot_seconds=0.025)),
+        worker=WorkerConfig(role="decode", num_blocks=64, max_num_seqs=32, max_num_batched_tokens=128),
         log_level="error",
     )
     addresses = [f"127.0.0.1:{base + index}" for index in range(NUM_WORKERS + 1)]

@@ -11,28 +11,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import grpc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from quire.engine.speculation_config import SpeculationConfig
 from quire.protos.admin_pb2 import ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.services.errors import ServiceError
 from quire.services.log import configure_logging, get_logger
 from quire.services.redis_process import RedisProcess, end_with_parent
 from quire.services.router.app import RouterAddresses, RouterConfig, RunningRouter, run_router
-from quire.services.router.planner import PolicyConfig
-from quire.services.router.slo import SloTargets
-from quire.services.tls import TlsFiles
-from quire.services.worker.app import DEFAULT_SWAP_BYTES, DiskFolder, RunningWorker, WorkerConfig, run_worker
+from quire.services.worker.app import RunningWorker, WorkerConfig, run_worker
 
 JOIN_SECONDS = 30.0
 JOIN_POLL_SECONDS = 0.05
@@ -42,51 +37,22 @@ _log = get_logger("stack")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStackConfig:
-    """What a local stack needs to know; ``WorkerConfig`` and ``RouterConfig`` explain what they share."""
+    """What a local stack needs to know."""
 
-    model: str | None = None
     num_prefill: int = 1
     num_decode: int = 1
-    host: str = "127.0.0.1"
-    port: int = 8500
-    http_port: int | None = None
     redis_url: str | None = field(default=None, repr=False)
-    metrics_port: int | None = None
-    """Port of the router's metrics; the workers' follow it. None takes free ones."""
-    served_model_name: str | None = None
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    max_model_len: int | None = None
-    block_size: int = 16
-    kv_memory_bytes: int | None = None
-    num_blocks: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    preemption: str = "auto"
-    swap_memory_bytes: int = DEFAULT_SWAP_BYTES
-    api_keys_file: Path | None = None
-    public_tls: TlsFiles | None = None
-    cluster_tls: TlsFiles | None = None
-    admin_port: int = 0
-    speculation: str = "off"
-    num_speculative_tokens: int = 4
-    draft_model: str | None = None
-    host_cache_bytes: int = 0
-    disk_cache: DiskFolder | None = None
-    index_stride: int = 1
-    write_back: bool = False
-    threads: int | None = None
-    vllm_grpc: bool = False
-    placing: PolicyConfig = field(default_factory=PolicyConfig)
-    slo: SloTargets = field(default_factory=SloTargets)
-    otlp_endpoint: str | None = None
+    """None runs a Redis."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """Of the router; Redis and secret are filled in. The workers' metrics ports follow its own."""
+    worker: WorkerConfig = field(default_factory=lambda: WorkerConfig(role="decode"))
+    """Of all workers; role, name, Redis, secret, processors and ports are filled in."""
     log_level: str = "warning"
     stop_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         if self.num_decode < 1:
             raise ValueError("--decode must be at least 1: decode workers generate the tokens")
-        SpeculationConfig(self.speculation, self.num_speculative_tokens, self.draft_model)
 
 
 class StackFailedError(RuntimeError):
@@ -147,25 +113,9 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
             redis = stack.enter_context(RedisProcess())
             router_redis, worker_redis = redis.router_url, redis.worker_url
         secret = os.environ.get("QUIRE_CLUSTER_SECRET", "").encode() or secrets.token_bytes(32)
-        worker_configs = _worker_configs(config, worker_redis, secret)
-        workers = stack.enter_context(_children(run_worker, worker_configs, config.stop_seconds))
-        router_config = RouterConfig(
-            host=config.host,
-            port=config.port,
-            http_port=config.http_port,
-            redis_url=router_redis,
-            cluster_secret=secret,
-            metrics_port=config.metrics_port or 0,
-            served_model_name=config.served_model_name,
-            api_keys_file=config.api_keys_file,
-            public_tls=config.public_tls,
-            cluster_tls=config.cluster_tls,
-            admin_port=config.admin_port,
-            write_back=config.write_back,
-            placing=config.placing,
-            slo=config.slo,
-            otlp_endpoint=config.otlp_endpoint,
-        )
+        configs = worker_configs(config, worker_redis, secret)
+        workers = stack.enter_context(_children(run_worker, configs, config.stop_seconds))
+        router_config = replace(config.router, redis_url=router_redis, cluster_secret=secret)
         routers = {"router": (router_config, config.log_level)}
         router = stack.enter_context(_children(_run_router, routers, config.stop_seconds))["router"]
         ready: dict[str, RunningWorker] = {}
@@ -183,51 +133,30 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
 # --- processes ----------------------------------------------------------------------------------------------
 
 
-def _worker_configs(
-    config: LocalStackConfig, redis_url: str | None, secret: bytes
-) -> dict[str, WorkerConfig]:
+def worker_configs(config: LocalStackConfig, redis_url: str | None, secret: bytes) -> dict[str, WorkerConfig]:
+    """Return each worker's configuration by its name."""
     roles: list[Literal["prefill", "decode"]] = []
     roles += ["prefill"] * config.num_prefill
     roles += ["decode"] * config.num_decode
     shares = divide_processors(sorted(os.sched_getaffinity(0)), len(roles))
+    metrics_port = config.router.metrics_port
     counts: dict[str, int] = {}
     configs = {}
     for index, (role, cpus) in enumerate(zip(roles, shares, strict=True)):
         name = f"{role}-{counts.get(role, 0)}"
         counts[role] = counts.get(role, 0) + 1
-        configs[name] = WorkerConfig(
+        configs[name] = replace(
+            config.worker,
             role=role,
             worker_id=name,
-            model=config.model,
-            host="127.0.0.1",
             redis_url=redis_url,
-            metrics_port=config.metrics_port + 1 + index if config.metrics_port else 0,
-            served_model_name=config.served_model_name,
-            dtype=config.dtype,
-            kv_cache_dtype=config.kv_cache_dtype,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            kv_memory_bytes=config.kv_memory_bytes,
-            num_blocks=config.num_blocks,
-            num_sharing_gpu=len(roles),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            preemption=config.preemption,
-            swap_memory_bytes=config.swap_memory_bytes,
-            speculation=config.speculation,
-            num_speculative_tokens=config.num_speculative_tokens,
-            draft_model=config.draft_model,
-            host_cache_bytes=config.host_cache_bytes,
-            disk_cache=config.disk_cache and config.disk_cache.of(name),
-            index_stride=config.index_stride,
-            cpus=tuple(cpus),
-            threads=config.threads,
             cluster_secret=secret,
+            metrics_port=metrics_port + 1 + index if metrics_port else 0,
+            disk_cache=config.worker.disk_cache and config.worker.disk_cache.of(name),
+            num_sharing_gpu=len(roles),
+            cpus=tuple(cpus),
             # The router ends too: there is nobody to notice.
             notice_seconds=0.0,
-            cluster_tls=config.cluster_tls,
-            vllm_grpc=config.vllm_grpc,
-            otlp_endpoint=config.otlp_endpoint,
             log_level=config.log_level,
         )
     return configs
@@ -356,12 +285,13 @@ def _progress(console: Console | None) -> Progress:
 def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStack) -> None:
     some = next(iter(stack.ready.values()))
     show = partial(console.print, soft_wrap=True)
-    kind = "gRPC" + ", TLS" * bool(config.public_tls) + ", API keys" * bool(config.api_keys_file)
+    has_tls, has_keys = config.router.public_tls is not None, config.router.api_keys_file is not None
+    kind = "gRPC" + ", TLS" * has_tls + ", API keys" * has_keys
     show(f"[bold]quire[/bold] serves [bold]{some.model}[/bold] at {stack.address} ({kind})")
     if stack.http_address is not None:
         show(f"  http       http://{stack.http_address}/v1 (OpenAI)")
     for name, worker in sorted(stack.ready.items()):
-        capacity = worker.num_blocks * config.block_size
+        capacity = worker.num_blocks * config.worker.block_size
         show(
             f"  {name:<10} {worker.address}  {worker.num_blocks} blocks = {capacity} tokens of KV, "
             f"metrics at :{worker.metrics_port}"

@@ -10,6 +10,7 @@ import typer
 from quire.cli import options
 from quire.cli.bench.config import BenchConfig, Dataset
 from quire.cli.failure import describe, fail
+from quire.cli.spread import spread
 
 
 def _load(flag: str, help: str, **more: Any) -> Any:
@@ -20,7 +21,9 @@ def _prompts(flag: str, help: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel="Prompts", **more)
 
 
+@spread
 def serve(
+    *,
     rate: Annotated[
         float | None, _load("--rate", "Open loop: this many requests a second, Poisson arrivals.", min=0.001)
     ] = None,
@@ -55,10 +58,7 @@ def serve(
     ] = None,
     address: options.Address = options.DEFAULT_ADDRESS,
     api_key: options.ApiKey = None,
-    tls_ca: options.TlsCa = None,
-    tls_name: options.TlsName = None,
-    tls_client_cert: options.TlsClientCert = None,
-    tls_client_key: options.TlsClientKey = None,
+    encryption: options.ClientTls,
     timeout: options.Timeout = 300.0,
 ) -> None:
     """Put load on a running router; print a table of what its clients experience, then one line of JSON."""
@@ -85,7 +85,7 @@ def serve(
             temperature=temperature,
             seed=seed,
         )
-        tls = options.client_tls(tls_ca, tls_name, tls_client_cert, tls_client_key)
+        tls = encryption.files()
         connect = partial(AsyncClient, address, timeout=timeout, api_key=api_key, tls=tls)
         summary = asyncio.run(run_bench(config, connect))
     except ValueError as error:

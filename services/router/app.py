@@ -66,7 +66,7 @@ class RouterConfig:
 
     host: str = "127.0.0.1"
     port: int = 8500
-    metrics_port: int = 8501
+    metrics_port: int = 0
     redis_url: str | None = field(default=None, repr=False)
     worker_addresses: tuple[str, ...] = ()
     http_port: int | None = None

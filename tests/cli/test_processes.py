@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,14 +77,15 @@ def test_how_requests_are_placed_is_a_setting(
     served: list[local_stack.LocalStackConfig] = []
     monkeypatch.setattr(local_stack, "run", lambda config, on_ready: served.append(config))
     quire("serve", "--policy", "random")
-    assert served[0].placing == PolicyConfig(policy=Policy.RANDOM)
+    assert served[0].router.placing == PolicyConfig(policy=Policy.RANDOM)
 
 
 def test_serve_asks_an_example_once_ready(
     quire: Quire, monkeypatch: pytest.MonkeyPatch, fake_generation: Any
 ) -> None:
     def run(config: local_stack.LocalStackConfig, on_ready: Callable[[str], None]) -> None:
-        assert (config.model, config.num_prefill, config.num_decode, config.port) == (None, 2, 3, 0)
+        assert (config.num_prefill, config.num_decode) == (2, 3)
+        assert (config.worker.model, config.router.port) == (None, 0)
         on_ready(fake_generation.address)
         for thread in threading.enumerate():
             if thread.name == "example":
@@ -108,6 +110,47 @@ def test_a_worker_gets_its_settings(quire: Quire, monkeypatch: pytest.MonkeyPatc
     assert (config.role, config.model, config.port) == (role, "some/model", 7100)
     assert (config.kv_memory_bytes, config.dtype, config.block_size) == (64 << 20, "float32", 16)
     assert config.cluster_secret == b"hush-hush"
+
+
+@pytest.mark.parametrize(
+    "guess", [["--speculation", "ngram"], ["--num-speculative-tokens", "2"], ["--draft-model", "x"]]
+)
+def test_prefill_workers_guess_nothing(quire: Quire, guess: list[str]) -> None:
+    result = quire("prefill", *guess)
+    assert result.exit_code == 2
+    assert "No such option" in result.stderr
+
+
+def test_decode_workers_and_stacks_guess(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[worker_app.WorkerConfig] = []
+    monkeypatch.setattr(worker_app, "run_worker", configs.append)
+    monkeypatch.setattr(local_stack, "run", lambda config, on_ready: configs.append(config.worker))
+    for verb in ("decode", "serve"):
+        quire(verb, "--speculation", "ngram", "--num-speculative-tokens", "2", "--block-size", "8")
+    guesses = [(each.speculation, each.num_speculative_tokens, each.block_size) for each in configs]
+    assert guesses == [("ngram", 2, 8)] * 2
+
+
+def test_workers_of_a_stack_differ_in_what_is_theirs(tmp_path: Path) -> None:
+    template = worker_app.WorkerConfig(
+        role="decode",
+        model="m",
+        host_cache_bytes=1,
+        disk_cache=worker_app.DiskFolder(str(tmp_path), 9),
+    )
+    config = local_stack.LocalStackConfig(
+        num_prefill=1, num_decode=2, router=app.RouterConfig(metrics_port=7000), worker=template
+    )
+    found = local_stack.worker_configs(config, "redis://r", b"secret")
+    assert list(found) == ["prefill-0", "decode-0", "decode-1"]
+    assert [each.role for each in found.values()] == ["prefill", "decode", "decode"]
+    assert [each.metrics_port for each in found.values()] == [7001, 7002, 7003]
+    assert {each.disk_cache and each.disk_cache.path for each in found.values()} == {
+        str(tmp_path / name) for name in found
+    }
+    assert {(each.model, each.redis_url, each.cluster_secret) for each in found.values()} == {
+        ("m", "redis://r", b"secret")
+    }
 
 
 def test_settings_that_contradict_each_other_are_a_usage_error(quire: Quire) -> None:
@@ -159,7 +202,7 @@ def test_a_bad_size_is_a_usage_error(quire: Quire) -> None:
 
 def test_serve_has_http_where_its_packages_are(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
     ports: list[int | None] = []
-    monkeypatch.setattr(local_stack, "run", lambda config, on_ready: ports.append(config.http_port))
+    monkeypatch.setattr(local_stack, "run", lambda config, on_ready: ports.append(config.router.http_port))
     quire("serve")
     quire("serve", "--http-port", "0")
     monkeypatch.setattr(app, "has_http", lambda: False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import fields
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,11 +20,16 @@ from quire.models.random_model import make_random_model
 from quire.protos import worker_pb2 as pb
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.services.router.app import RouterConfig
 from quire.services.router.planner import PolicyConfig
+from quire.services.worker.app import WorkerConfig
 
 # Threads that spin beside the workers' would slow both down many times over.
 torch.set_num_threads(1)
 
+OF_STACKS, OF_ROUTERS, OF_WORKERS = (
+    {field.name for field in fields(config)} for config in (LocalStackConfig, RouterConfig, WorkerConfig)
+)
 NUM_NEW = 64
 QUIET_SECONDS = 20.0
 
@@ -71,19 +77,23 @@ def start_stack(tiny_model: Callable[[str], Path]) -> Callable[..., AbstractCont
     """Return a function that starts a stack of an architecture's tiny model."""
 
     def start(architecture: str, **settings: Any) -> AbstractContextManager[RunningStack]:
-        model = str(tiny_model(architecture))
-        values = {
-            "model": model,
-            "port": 0,
-            "dtype": "float32",
-            "num_blocks": 2048,
-            "log_level": "error",
-            # The shortest prompts cross processes too.
-            "placing": PolicyConfig(local_prefill_tokens=0),
-        }
-        return local_stack(LocalStackConfig(**{**values, **settings}))
+        assert set(settings) <= OF_STACKS | OF_ROUTERS | OF_WORKERS
+        # The shortest prompts cross processes too.
+        router = {"port": 0, "placing": PolicyConfig(local_prefill_tokens=0)}
+        worker = {"role": "decode", "model": str(tiny_model(architecture)), "dtype": "float32"}
+        config = LocalStackConfig(
+            **_of(OF_STACKS, settings),
+            router=RouterConfig(**{**router, **_of(OF_ROUTERS, settings)}),
+            worker=WorkerConfig(**{**worker, "num_blocks": 2048, **_of(OF_WORKERS, settings)}),
+            log_level="error",
+        )
+        return local_stack(config)
 
     return start
+
+
+def _of(names: set[str], settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name in names}
 
 
 @pytest.fixture(scope="module")

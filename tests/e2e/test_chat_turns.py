@@ -42,7 +42,11 @@ async def stack(
     monkeypatch.setattr(guarded_index, "BUDGET_SECONDS", WAIT_SECONDS)
     with RedisProcess() as redis:
         config = LocalStackConfig(
-            port=0, num_prefill=request.param, num_decode=2, redis_url=redis.url, log_level="error"
+            num_prefill=request.param,
+            num_decode=2,
+            redis_url=redis.url,
+            router=RouterConfig(port=0),
+            log_level="error",
         )
         ours = RouterConfig(
             port=0,

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quire.models.bundled import demo_model_path
 from quire.models.notes import HELD_OUT_SEEDS, Example, held_out, question, sample_notes, text
 from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.services.router.app import RouterConfig
 
 NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 200, 20, 16
 NUM_CHATS, NUM_TURNS = 8, 8
@@ -46,7 +47,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def demo_stack() -> Iterator[RunningStack]:
-    with local_stack(LocalStackConfig(port=0, log_level="error")) as stack:
+    with local_stack(LocalStackConfig(router=RouterConfig(port=0), log_level="error")) as stack:
         yield stack
 
 

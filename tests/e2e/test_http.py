@@ -18,6 +18,8 @@ from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out
 from quire.protos import worker_pb2 as pb
 from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.services.router.app import RouterConfig
+from quire.services.worker.app import WorkerConfig
 
 # The demo's own form, and besides it tools, of which its own template knows nothing.
 TEMPLATE = """{{- bos_token -}}
@@ -40,7 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stack(model: Path) -> Iterator[RunningStack]:
     config = LocalStackConfig(
-        model=str(model), served_model_name="demo", port=0, http_port=0, dtype="float32", log_level="error"
+        router=RouterConfig(port=0, http_port=0, served_model_name="demo"),
+        worker=WorkerConfig(role="decode", model=str(model), served_model_name="demo", dtype="float32"),
+        log_level="error",
     )
     with local_stack(config) as running:
         yield running
