@@ -23,11 +23,12 @@ from typing import NamedTuple
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
+from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.frame import MESSAGE_BYTES, Frame
 from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.malloc import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.kvtransfer.push import BlockPush, ChannelPool, PushSummary
+from quire.kvtransfer.push import BlockPush, PushSummary
 from quire.kvtransfer.receiver import KvTransferServicer
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc

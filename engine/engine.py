@@ -19,10 +19,11 @@ from quire.engine.disk_cache import DiskCache
 from quire.engine.group import SequenceGroup
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
+from quire.engine.limits import MIN_BUDGET_BLOCKS
 from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import UNLIMITED, LoadedModel
 from quire.engine.model_runner import ModelRunner
-from quire.engine.paged_eviction import MIN_BUDGET_BLOCKS, PagedEviction
+from quire.engine.paged_eviction import PagedEviction
 from quire.engine.sampler import rank_tokens, sample
 from quire.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
 from quire.engine.sequence import (

@@ -18,9 +18,6 @@ from collections.abc import Callable
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import NO_BLOCK, Sequence
 
-MIN_BUDGET_BLOCKS = 3
-"""The block that is being filled, the newest full one, and one to choose."""
-
 Score = Callable[[KvMemory, list[int]], list[float]]
 """Returns how much each of a table's blocks matters, given in the order of their positions."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
 
+from quire.engine.limits import MAX_LOGIT_BIASES, MAX_SEQUENCES
 from quire.engine.logits_processing import LogitsRules
 
 NO_BLOCK = -1
@@ -22,13 +23,6 @@ NO_BLOCK = -1
 
 HashBlock = Callable[[bytes, list[int]], bytes]
 """Returns the hash of a full block from its parent's hash and its tokens."""
-
-
-MAX_SEQUENCES = 64
-"""Most sequences of one request."""
-
-MAX_LOGIT_BIASES = 1024
-"""Most tokens with a bias of one request."""
 
 
 class SequenceStatus(IntEnum):

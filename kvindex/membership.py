@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, fields
 
 logger = logging.getLogger("quire.kvindex")
 
+POLL_SECONDS = 1.0
+"""How often a router looks who holds a lease."""
+
 _KINDS = {"str": str, "bool": bool}
 
 

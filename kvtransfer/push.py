@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
 from time import perf_counter
@@ -19,21 +19,6 @@ from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
-
-CHANNEL_OPTIONS = [
-    # One message carries whole blocks; a 70B model's has 5 MiB, so the default of 4 MiB would refuse it.
-    ("grpc.max_receive_message_length", 256 << 20),
-    ("grpc.max_send_message_length", 256 << 20),
-    # Find a peer that vanished without closing its connection, also while no credit lets data flow.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # The default back-off grows to two minutes: a restarted receiver would stay unreachable as long.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-]
-
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -54,30 +39,6 @@ class PushSummary(NamedTuple):
     seconds: float
     credit_wait_seconds: float
     send_seconds: float
-
-
-class ChannelPool:
-    """One channel for each receiver, shared by all pushes.
-
-    Args:
-        connect: opens a channel; takes an address and options.
-    """
-
-    def __init__(self, connect: Callable[..., grpc.aio.Channel] = grpc.aio.insecure_channel) -> None:
-        self._connect = connect
-        self._channels: dict[str, grpc.aio.Channel] = {}
-
-    def get(self, address: str) -> grpc.aio.Channel:
-        """Return the channel to ``host:port``."""
-        if address not in self._channels:
-            self._channels[address] = self._connect(address, options=CHANNEL_OPTIONS)
-        return self._channels[address]
-
-    async def close(self) -> None:
-        """Close all channels."""
-        for channel in self._channels.values():
-            await channel.close(None)
-        self._channels.clear()
 
 
 class BlockPush:

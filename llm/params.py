@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine import sequence as engine
-from quire.engine.sequence import MAX_LOGIT_BIASES, MAX_SEQUENCES
+from quire.engine.limits import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SEQUENCES
 from quire.llm.structured import StructuredOutputsParams
-
-MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

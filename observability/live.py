@@ -22,6 +22,7 @@ from quire.observability.dashboard import Expression
 from quire.observability.load import put_load
 from quire.observability.ports import free_ports
 from quire.observability.prometheus import PrometheusClient, Series, find_prometheus, running_prometheus
+from quire.observability.references import references
 from quire.services.local_stack import LocalStackConfig, local_stack
 from quire.services.router.app import RouterConfig
 from quire.services.router.slo import SloTargets
@@ -81,6 +82,12 @@ def never_above_zero(run: LiveRun) -> Iterator[Expression]:
             yield expression
 
 
+def absent_series(run: LiveRun) -> list[str]:
+    """Return the series that alert rules ask for and nobody reports."""
+    asked = {s.text for rule in run.prometheus.rules() for s in references(rule["query"]).selectors}
+    return [text for text in sorted(asked) if not run.prometheus.query(text)]
+
+
 @contextmanager
 def live_run(binary: str, seconds: float) -> Iterator[LiveRun]:
     """Start everything, put load on it for about ``seconds``, and yield the Prometheus that watched."""
@@ -121,6 +128,8 @@ def main() -> None:
         for quiet in never_above_zero(run):
             print(f"always 0: {quiet.board}, {quiet.panel}")
         print(f"{len(expressions())} expressions, {len(found)} of them empty or NaN")
+        for text in absent_series(run):
+            print(f"alerts ask for what nobody reports: {text}")
         print(f"{len(rules)} alert rules, {len(failing)} of them failing; not inactive: {states}")
         if options.images:
             from quire.observability.preview import draw

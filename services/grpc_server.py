@@ -16,18 +16,17 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry, Counter
 
+from quire.kvtransfer.channels import MAX_MESSAGE_BYTES
 from quire.services.errors import Internal, ServiceError, cannot_listen, to_status
 from quire.services.log import get_logger
 from quire.services.request_intake import RequestIntake
 
-MIB = 1 << 20
-PUBLIC_MESSAGE_BYTES = 16 * MIB
-WORKER_MESSAGE_BYTES = 256 * MIB
+PUBLIC_MESSAGE_BYTES = 16 << 20
 MAX_CONCURRENT_STREAMS = 4096
 HANDSHAKE_SECONDS = 20.0
 
 _log = get_logger("grpc")
-ChannelOptions = list[tuple[str, int]]
+ServerOptions = list[tuple[str, int]]
 Drain = Callable[[], Awaitable[None]]
 
 
@@ -39,7 +38,7 @@ class Service(NamedTuple):
     full_name: str
 
 
-def server_options(max_message_bytes: int) -> ChannelOptions:
+def server_options(max_message_bytes: int) -> ServerOptions:
     """Return the options of a server."""
     return [
         # The default of 4 MiB refuses a long prompt, or a batch of KV blocks.
@@ -57,25 +56,6 @@ def server_options(max_message_bytes: int) -> ChannelOptions:
         ("grpc.keepalive_timeout_ms", 10_000),
         # With SO_REUSEPORT a second server on the same port starts happily and takes half of the calls.
         ("grpc.so_reuseport", 0),
-    ]
-
-
-def channel_options(max_message_bytes: int) -> ChannelOptions:
-    """Return the options of a channel to one of our servers."""
-    return [
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
-        # A peer whose machine vanished is noticed after 30 s, not when TCP gives up after 15 min.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        # Without this the core stops its pings after two when no data flows, as in a long prefill.
-        ("grpc.http2.max_pings_without_data", 0),
-        # The default back-off grows to two minutes: a restarted peer would stay unreachable as long.
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
-        # Retries are the router's, which knows what was already sent to the client.
-        ("grpc.enable_retries", 0),
     ]
 
 
@@ -132,7 +112,7 @@ async def grpc_server(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    max_message_bytes: int = WORKER_MESSAGE_BYTES,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
     registry: CollectorRegistry,
     grace_seconds: float = 5.0,
     credentials: grpc.ServerCredentials | None = None,

@@ -26,6 +26,8 @@ ALLOWED: Mapping[str, set[str]] = {
     "simulator": {"client", "kvindex", "services"},
     "cli": {"client", "models", "services", "simulator"},
 }
+# The engine, but for what a request may ask of it.
+ENGINE = {f"quire.engine.{path.stem}" for path in (ROOT / "engine").glob("*.py")} - {"quire.engine.limits"}
 # Modules, and what nothing that they reach may import.
 BANNED: Mapping[str, set[str]] = {
     "quire.kvindex": {"torch", "transformers", "numba"},
@@ -33,8 +35,8 @@ BANNED: Mapping[str, set[str]] = {
     "quire.client": {"torch", "transformers", "numba", "numpy"},
     "quire.tokenization": {"torch", "transformers", "numba", "grpc"},
     "quire.llm": {"grpc", "redis"},
-    "quire.simulator": {"torch", "transformers", "numba", "quire.engine", "quire.kernels"},
-    "quire.services.router": {"torch", "transformers", "numba", "quire.engine", "quire.kernels"},
+    "quire.simulator": {"torch", "transformers", "numba", *ENGINE, "quire.kernels"},
+    "quire.services.router": {"torch", "transformers", "numba", *ENGINE, "quire.kernels"},
 }
 Graph = Mapping[str, set[str]]
 

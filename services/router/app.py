@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from quire.kvindex.membership import POLL_SECONDS
 from quire.kvtransfer.layout import KvLayout
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
@@ -40,13 +41,13 @@ from quire.services.router.legs import Spawn
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.planner import Planner, PolicyConfig
 from quire.services.router.policy import Blocks, Policy
-from quire.services.router.served_model import load_served_model
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.slo import SloTargets
 from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
-from quire.services.router.workers import POLL_SECONDS, WorkerSet
+from quire.services.router.workers import WorkerSet
 from quire.services.router.write_back import WriteBackMetrics, WriteBacks
+from quire.services.served_model import load_served_model
 from quire.services.tls import ClusterTls, TlsFiles, server_credentials
 from quire.services.tracing import open_tracer
 

@@ -35,9 +35,10 @@ from quire.services.router.part import Part
 from quire.services.router.planner import Placement, Planner, Prompt, PullOutcome, WorkerState
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.pulls import pull_source
-from quire.services.router.validation import ServedModel, ValidRequest
 from quire.services.router.workers import Worker, WorkerSet
 from quire.services.router.write_back import WriteBacks
+from quire.services.served_model import ServedModel
+from quire.services.validation import ValidRequest
 
 MAX_RETRIES = 3
 RETRY_BACKOFF_SECONDS = 0.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.router.validation import ValidRequest
+from quire.services.validation import ValidRequest
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
 

@@ -20,8 +20,8 @@ from quire.services.router.generation import Cluster, GenerationRun
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.request_timer import RequestTimer, outcome_of
 from quire.services.router.tenants import Authenticator, Headers, Tenant
-from quire.services.router.validation import check_detokenized, encode_chat, encode_text, validate
 from quire.services.tracing import NoTracer, Span, Tracer
+from quire.services.validation import check_detokenized, encode_chat, encode_text, validate
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 

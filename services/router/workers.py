@@ -12,12 +12,11 @@ from typing import NamedTuple, Protocol
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quire.kvtransfer.channels import CHANNEL_OPTIONS
 from quire.protos import worker_pb2, worker_pb2_grpc
-from quire.services.grpc_server import WORKER_MESSAGE_BYTES, channel_options
 from quire.services.log import get_logger
 from quire.services.tls import Connect
 
-POLL_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 PENALTY_SECONDS = 2.0
 _MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor", "index_stride")
@@ -78,7 +77,8 @@ class Connection:
     @classmethod
     def to(cls, address: str, connect: Connect) -> Connection:
         """Return an unconnected channel; it connects with its first call."""
-        channel = connect(address, options=channel_options(WORKER_MESSAGE_BYTES))
+        # Retries are the router's, which knows what was already sent to the client.
+        channel = connect(address, options=[*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)])
         return cls(channel, worker_stub(channel), health_pb2_grpc.HealthStub(channel))
 
 

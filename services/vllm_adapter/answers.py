@@ -8,7 +8,7 @@ from typing import Any
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from quire.protos import inference_pb2, worker_pb2
-from quire.services.router.validation import ValidRequest
+from quire.services.validation import ValidRequest
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
 

@@ -23,8 +23,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 from quire.protos import worker_pb2
 from quire.services.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unimplemented
 from quire.services.grpc_server import Service
-from quire.services.router.served_model import load_served_model
-from quire.services.router.validation import ServedModel, ValidRequest, validate
+from quire.services.served_model import ServedModel, load_served_model
+from quire.services.validation import ValidRequest, validate
 from quire.services.vllm_adapter.answers import Answer
 from quire.services.vllm_adapter.hand_off import hand_off, pull_source
 from quire.services.vllm_adapter.requests import generation_from_proto

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from quire.engine.speculation_config import SpeculationConfig
+from quire.kvindex.membership import POLL_SECONDS
 from quire.models.bundled import demo_model_path
 from quire.services.grpc_server import end_on_sigterm
 from quire.services.open_files import raise_open_file_limit
-from quire.services.router.workers import POLL_SECONDS
 from quire.services.tls import TlsFiles
 from quire.services.worker.address import WILDCARDS
 from quire.services.worker.processors import num_processors

@@ -16,12 +16,12 @@ from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import HashBlock, Sequence
+from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import PullFailedError, TransferError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.pull import BlockPull
 from quire.kvtransfer.pull_metrics import PullMetrics
-from quire.kvtransfer.push import ChannelPool
 from quire.protos import worker_pb2
 from quire.services.log import get_logger
 

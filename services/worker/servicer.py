@@ -20,9 +20,10 @@ from quire.engine.structured_output import (
     StructuredOutputUnavailableError,
 )
 from quire.kvindex.block_hash import CacheScope
+from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.kvtransfer.push import BlockPush, ChannelPool
+from quire.kvtransfer.push import BlockPush
 from quire.protos import inference_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.services.errors import (
     Aborted,

@@ -25,13 +25,13 @@ from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import WorkerLease, publisher_client
+from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.lender import KvPullServicer
 from quire.kvtransfer.malloc import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pin import BlockLeases
 from quire.kvtransfer.pull_metrics import PullMetrics
-from quire.kvtransfer.push import ChannelPool
 from quire.kvtransfer.receiver import KvTransferServicer
 from quire.protos import kvtransfer_pb2_grpc, worker_pb2_grpc
 from quire.services.grpc_server import GrpcServer, Service, grpc_server, serve_until_signal

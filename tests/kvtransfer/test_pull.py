@@ -12,6 +12,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFailedError, UnknownLeaseError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout
@@ -19,7 +20,6 @@ from quire.kvtransfer.lender import KvPullServicer
 from quire.kvtransfer.pin import LEASE_SECONDS, BlockLeases
 from quire.kvtransfer.pull import BlockPull
 from quire.kvtransfer.pull_metrics import PullMetrics
-from quire.kvtransfer.push import ChannelPool
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 

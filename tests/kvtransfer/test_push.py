@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from quire.kvtransfer import frame as frames
+from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import (
     DigestMismatchError,
     ProtocolError,
@@ -28,7 +29,7 @@ from quire.kvtransfer.errors import (
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.kvtransfer.push import BlockPush, ChannelPool
+from quire.kvtransfer.push import BlockPush
 from quire.kvtransfer.receiver import KvTransferServicer
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc

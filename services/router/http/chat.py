@@ -31,7 +31,7 @@ from quire.services.router.http.streams import Tagged, run, send_events
 from quire.services.router.http.tools import CallReader, ToolUse
 from quire.services.router.http.usage import UsageCount
 from quire.services.router.servicer import GenerationServicer, collected
-from quire.services.router.validation import ServedModel
+from quire.services.served_model import ServedModel
 
 
 class ChatCompletions:

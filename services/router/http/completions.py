@@ -21,7 +21,7 @@ from quire.services.router.http.sampling_fields import answer_format, sampling_p
 from quire.services.router.http.streams import Tagged, run, send_events
 from quire.services.router.http.usage import UsageCount
 from quire.services.router.servicer import GenerationServicer, collected
-from quire.services.router.validation import ServedModel
+from quire.services.served_model import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

@@ -18,13 +18,8 @@ from quire.services.router.http.requests import DetokenizeRequest, TokenizeReque
 from quire.services.router.http.responses import Model, ModelList, Text, TokenizerInfo, Tokens
 from quire.services.router.http.tools import ToolUse
 from quire.services.router.servicer import GenerationServicer
-from quire.services.router.validation import (
-    ServedModel,
-    check_detokenized,
-    check_model,
-    check_size,
-    encode_chat,
-)
+from quire.services.served_model import ServedModel
+from quire.services.validation import check_detokenized, check_model, check_size, encode_chat
 
 
 class ModelRoutes:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict, Field
 
+from quire.engine.limits import MAX_SEQUENCES
 from quire.services.router.http.sampling_fields import (
     Body,
     GenerationFields,
@@ -13,7 +14,6 @@ from quire.services.router.http.sampling_fields import (
     LogprobCount,
     TokenId,
 )
-from quire.services.router.validation import MAX_ANSWERS
 
 MAX_PROMPTS = 256
 """Prompts of one request; each counts as a request of its own where the router admits them."""
@@ -29,7 +29,7 @@ class CompletionRequest(GenerationFields):
     prompt: str | Prompts | TokenIds | TokenIdPrompts
     logprobs: LogprobCount | None = None
     echo: bool | None = Field(None, description="Return the prompt before each answer.")
-    best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     suffix: None = None
     add_special_tokens: Literal[True] | None = None
 

@@ -7,15 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.engine.limits import MAX_LOGPROBS, MAX_SEQUENCES
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument
-from quire.services.router.validation import (
-    MAX_ANSWERS,
-    MAX_LOGPROBS,
-    MAX_STOP_STRING_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from quire.services.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 # The keys of a JSON object are strings, whatever they stand for.
@@ -89,7 +84,7 @@ class GenerationFields(Body):
     """What both ways of generating take."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     max_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -20,25 +20,9 @@ from quire.services.errors import Aborted, ServiceError
 from quire.services.grpc_server import GrpcServer, Service, grpc_server
 from quire.services.router.app import RouterConfig, RunningRouter, router
 from quire.services.router.planner import PolicyConfig
-from quire.services.router.validation import ServedModel
-from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.tokenizer import Tokenizer, load_model_files
+from quire.tokenization.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320
-
-
-@pytest.fixture
-def model(model_folder: Path, tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel(
-        name="tiny",
-        max_model_len=64,
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=frozenset({1}),
-        block_size=4,
-        cache_descriptor=b"tiny",
-        tokenizer=tokenizer,
-        chat_template=ChatTemplate.load(load_model_files(str(model_folder))),
-    )
 
 
 @dataclass

@@ -10,7 +10,8 @@ import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument, NotFound
-from quire.services.router.validation import MAX_PROMPT_BYTES, ServedModel, validate
+from quire.services.served_model import ServedModel
+from quire.services.validation import MAX_PROMPT_BYTES, validate
 
 
 def request(**fields: Any) -> pb.Generation:

@@ -1,11 +1,31 @@
-"""Loads the model that workers serve, as far as requests are checked and tokenized with it."""
+"""The model that workers serve, as far as requests are checked and tokenized with it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 from quire.protos import worker_pb2
-from quire.services.router.validation import ServedModel
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model behind the router: its limits, its tokenizer, its template."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    block_size: int
+    cache_descriptor: bytes
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    """``tokenizer_config.json``."""
+    index_stride: int = 1
 
 
 def load_served_model(

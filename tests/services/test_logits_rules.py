@@ -9,7 +9,8 @@ import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument
-from quire.services.router.validation import ServedModel, validate
+from quire.services.served_model import ServedModel
+from quire.services.validation import validate
 
 
 def request(**sampling: Any) -> pb.Generation:

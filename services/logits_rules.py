@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from quire.engine.limits import MAX_LOGIT_BIASES
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument
 from quire.tokenization.tokenizer import Tokenizer
 
-MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 256
 """In characters, or token ids."""

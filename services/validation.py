@@ -6,23 +6,20 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from quire.engine.limits import MAX_LOGPROBS, MAX_SEQUENCES, MIN_BUDGET_BLOCKS
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument, NotFound
-from quire.services.router.logits_rules import logits_rules
-from quire.tokenization.chat_template import ChatTemplate
+from quire.services.logits_rules import logits_rules
+from quire.services.served_model import ServedModel
 from quire.tokenization.errors import ChatTemplateError
-from quire.tokenization.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGPROBS = 20
-MAX_ANSWERS = 64
-MIN_KV_BUDGET_BLOCKS = 3
 MAX_PROMPT_BYTES = 8 << 20
 MAX_FORMAT_BYTES = 64 << 10
 MAX_CACHE_SALT_CHARS = 128
@@ -35,23 +32,6 @@ ROLES = ("system", "user", "assistant", "tool")
 T = TypeVar("T", dict[str, Any], list[Any])
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model behind the router: its limits, its tokenizer, its template."""
-
-    name: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    block_size: int
-    cache_descriptor: bytes
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
-    """``tokenizer_config.json``."""
-    index_stride: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,17 +240,17 @@ def _sampling(params: pb.SamplingParams, model: ServedModel) -> pb.SamplingParam
 
 
 def _check_answers(params: pb.SamplingParams) -> None:
-    if params.HasField("n") and not 1 <= params.n <= MAX_ANSWERS:
+    if params.HasField("n") and not 1 <= params.n <= MAX_SEQUENCES:
         raise InvalidArgument(
             "sampling.n",
-            f"must be from 1 to {MAX_ANSWERS}; got {params.n}",
-            metadata={"limit": str(MAX_ANSWERS)},
+            f"must be from 1 to {MAX_SEQUENCES}; got {params.n}",
+            metadata={"limit": str(MAX_SEQUENCES)},
         )
-    if params.HasField("best_of") and not max(params.n, 1) <= params.best_of <= MAX_ANSWERS:
+    if params.HasField("best_of") and not max(params.n, 1) <= params.best_of <= MAX_SEQUENCES:
         raise InvalidArgument(
             "sampling.best_of",
-            f"must be from n = {max(params.n, 1)} to {MAX_ANSWERS}; got {params.best_of}",
-            metadata={"limit": str(MAX_ANSWERS)},
+            f"must be from n = {max(params.n, 1)} to {MAX_SEQUENCES}; got {params.best_of}",
+            metadata={"limit": str(MAX_SEQUENCES)},
         )
     if not params.HasField("beam"):
         return
@@ -284,11 +264,11 @@ def _check_answers(params: pb.SamplingParams) -> None:
             "sampling.best_of",
             f"must be 1 with sampling.beam, which has its width; got {params.best_of}",
         )
-    if not 2 <= beam.width <= MAX_ANSWERS:
+    if not 2 <= beam.width <= MAX_SEQUENCES:
         raise InvalidArgument(
             "sampling.beam.width",
-            f"must be from 2 to {MAX_ANSWERS}; got {beam.width}",
-            metadata={"limit": str(MAX_ANSWERS)},
+            f"must be from 2 to {MAX_SEQUENCES}; got {beam.width}",
+            metadata={"limit": str(MAX_SEQUENCES)},
         )
     if not math.isfinite(beam.length_penalty):
         raise InvalidArgument("sampling.beam.length_penalty", f"must be finite; got {beam.length_penalty:g}")
@@ -303,11 +283,11 @@ def _check_budget(params: pb.SamplingParams, block_size: int) -> None:
     """Check what can be checked without the model, whose windows the workers know."""
     if not params.HasField("kv_budget_tokens"):
         return
-    field, least = "sampling.kv_budget_tokens", MIN_KV_BUDGET_BLOCKS * block_size
+    field, least = "sampling.kv_budget_tokens", MIN_BUDGET_BLOCKS * block_size
     if params.kv_budget_tokens < least:
         raise InvalidArgument(
             field,
-            f"must be at least {least}, {MIN_KV_BUDGET_BLOCKS} blocks; got {params.kv_budget_tokens}",
+            f"must be at least {least}, {MIN_BUDGET_BLOCKS} blocks; got {params.kv_budget_tokens}",
             metadata={"limit": str(least)},
         )
     if params.HasField("beam"):
