@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,9 +32,10 @@ from quire.services.router.merge import merged
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.output import OutputAssembler
 from quire.services.router.part import Part
-from quire.services.router.planner import Placement, Planner, Prompt, PullOutcome, WorkerState
+from quire.services.router.planner import Placement, Planner, Prompt, WorkerState
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.pulls import pull_source
+from quire.services.router.request_account import RequestAccount
 from quire.services.router.workers import Worker, WorkerSet
 from quire.services.router.write_back import WriteBacks
 from quire.services.served_model import ServedModel
@@ -113,10 +114,15 @@ class GenerationRun:
         self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
         self._shunned: set[str] = set()
         self._is_first_message = True
-        self._is_cache_counted = False
         self._plan: Plan | None = None
-        self._prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
-        self.usage = pb.Usage(prompt_tokens=len(request.prompt_token_ids))
+        self._account = RequestAccount(
+            cluster.metrics, cluster.planner, cluster.clock, len(request.prompt_token_ids)
+        )
+
+    @property
+    def usage(self) -> pb.Usage:
+        """What the request has cost until now."""
+        return self._account.usage
 
     async def stream(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Yield the answers' messages; each answer's last one carries its finish reason.
@@ -135,7 +141,7 @@ class GenerationRun:
                 if self._is_first_message:
                     self._is_first_message = False
                     response.request_id = request.request_id
-                    response.prompt_logprobs.extend(self._prompt_logprobs)
+                    response.prompt_logprobs.extend(self._account.prompt_logprobs)
                     response.prompt_tokens = len(request.prompt_token_ids)
                     if request.wants_prompt_token_ids:
                         response.prompt_token_ids.extend(request.prompt_token_ids)
@@ -168,7 +174,7 @@ class GenerationRun:
                         yield answer.respond(worker_pb2.SequenceOutput(finish_reason=reason))
                 if part.is_finished:
                     return
-                self._account_failure(part, failure)
+                self._give_up_attempt(part, failure)
             await asyncio.sleep(RETRY_BACKOFF_SECONDS * part.attempt)
             if part.must_split:
                 async with aclosing(merged(map(self._serve, part.split()))) as responses:
@@ -215,7 +221,7 @@ class GenerationRun:
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
         self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
-        self._account_choice(part, placement)
+        self._account.chosen(part, placement)
         workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.live(role)}
         return Plan(
             workers[placement.decode.worker_id],
@@ -290,19 +296,15 @@ class GenerationRun:
         message = _message(await legs.next())
         if not message.HasField("accepted"):
             raise LegFailed(plan.decode, None)
-        self._prompt_logprobs = message.prompt_logprobs
-        accepted: worker_pb2.Accepted = message.accepted
         if plan.prefill is None:
-            self._count_cached(accepted.num_cached_tokens)
-            self._count_pulled(accepted.pulled)
-            self._learn(plan, accepted, start)
-            num_held = accepted.num_cached_tokens // self._cluster.model.block_size
-            self.usage.blocks_reused_on_decode = max(0, num_held - accepted.pulled.num_blocks)
+            block_size = self._cluster.model.block_size
+            self._account.computed_by_decode(message, block_size, plan.placement, start)
         else:
             accepted_at = self._cluster.clock()
             self._phases.record(Phase.ACCEPT, start, accepted_at)
             self._cluster.planner.promised(accepted_at - start)
-            self.usage.blocks_reused_on_decode = accepted.num_held_blocks
+            self._account.accepted(message)
+        accepted: worker_pb2.Accepted = message.accepted
         return accepted
 
     async def _first_token(self, legs: Legs, plan: Plan, early: deque[Event]) -> worker_pb2.SequenceOutput:
@@ -318,9 +320,9 @@ class GenerationRun:
                 early.append(event)
                 continue
             message = _message(event)
-            self._count_prefill(message)
+            self._account.prefilled(message)
             if message.tokens:
-                self._learn(plan, message, start)
+                self._account.learn(plan.placement, message, start)
                 return worker_pb2.SequenceOutput(tokens=message.tokens, finish_reason=message.finish_reason)
 
     async def _decoded(
@@ -335,7 +337,7 @@ class GenerationRun:
                 if event.error is not None and not has_blocks:
                     raise LegFailed(event.worker, event.error)
                 if event.message is not None:
-                    self._count_prefill(event.message)
+                    self._account.prefilled(event.message)
                 continue
             message = _message(event)
             has_blocks = True
@@ -358,7 +360,7 @@ class GenerationRun:
                 while legs.num_running:
                     event = await legs.next()
                     if event.worker is plan.prefill and event.message is not None:
-                        self._count_prefill(event.message)
+                        self._account.prefilled(event.message)
         except TimeoutError:
             return
 
@@ -372,30 +374,16 @@ class GenerationRun:
         tokens = prompt + self._answers[0].token_ids
         write_backs.offer(plan.decode, plan.prefill, tokens, len(prompt), scope)
 
-    def _account_failure(self, part: Part, failure: LegFailed) -> None:
+    def _give_up_attempt(self, part: Part, failure: LegFailed) -> None:
         """Prepare the next attempt, or raise the client's error."""
-        metrics, worker, retries = self._cluster.metrics, failure.worker, part.attempt
-        is_last = not failure.is_retryable or retries >= MAX_RETRIES
-        _log.warning(
-            "attempt_failed",
-            request_id=part.sequence_id,
-            attempt=retries,
-            worker=worker.worker_id,
-            role=worker.info.role,
-            code=failure.code.name,
-            details=failure.details,
-            tokens_emitted=self._num_emitted,
-            is_last=is_last,
-        )
+        is_last = not failure.is_retryable or part.attempt >= MAX_RETRIES
+        self._account.failed(part, failure, self._num_emitted, is_last=is_last)
         if failure.is_unreachable:
-            self._cluster.workers.shun(worker)
+            self._cluster.workers.shun(failure.worker)
         if is_last:
-            raise to_service_error(failure, self._num_emitted, retries) from failure
-        self._shunned.add(worker.worker_id)
+            raise to_service_error(failure, self._num_emitted, part.attempt) from failure
+        self._shunned.add(failure.worker.worker_id)
         part.attempt += 1
-        # Answers that were lost together, and go on apart, count once.
-        self.usage.retries = max(self.usage.retries, part.attempt)
-        metrics.retries.labels(worker.info.role, failure.code.name.lower()).inc()
 
     @property
     def _num_emitted(self) -> int:
@@ -406,78 +394,6 @@ class GenerationRun:
         if remaining <= 0:
             raise deadline_exceeded(self._num_emitted)
         return remaining
-
-    def _account_choice(self, part: Part, placement: Placement) -> None:
-        decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
-        metrics = self._cluster.metrics
-        metrics.decisions.labels("decode", decode.reason).inc()
-        metrics.decisions.labels("prefill", prefill.reason if prefill else "none").inc()
-        if not part.attempt:
-            metrics.prompt_tokens_predicted.inc(estimate.cached_tokens)
-        _log.debug(
-            "request_dispatched",
-            request_id=part.sequence_id,
-            attempt=part.attempt,
-            decode=decode.worker_id,
-            decode_reason=decode.reason,
-            prefill=prefill.worker_id if prefill else "none",
-            prefill_reason=prefill.reason if prefill else "none",
-            prompt_tokens=placement.num_tokens,
-            cached_tokens=estimate.cached_tokens,
-            queue_seconds=estimate.queue_seconds,
-            compute_seconds=estimate.compute_seconds,
-            pull_from=estimate.pull.worker_id if estimate.pull else "none",
-            pull_blocks=estimate.pull.num_blocks if estimate.pull else 0,
-            pull_seconds=estimate.pull.pull_seconds if estimate.pull else 0.0,
-        )
-
-    def _count_prefill(self, message: worker_pb2.PrefillResponse) -> None:
-        if not message.HasField("pushed"):
-            self._prompt_logprobs = message.prompt_logprobs
-            self._count_cached(message.num_cached_tokens)
-            self._count_pulled(message.pulled)
-        if message.HasField("pushed"):
-            self.usage.blocks_shipped += message.pushed.num_blocks
-            self.usage.bytes_shipped += message.pushed.num_bytes
-
-    def _count_pulled(self, pulled: worker_pb2.PullSummary) -> None:
-        self.usage.blocks_pulled += pulled.num_blocks
-        self.usage.bytes_pulled += pulled.num_bytes
-
-    def _learn(
-        self, plan: Plan, message: worker_pb2.PrefillResponse | worker_pb2.Accepted, start: float
-    ) -> None:
-        """Compare what was expected with what came, and let the planner know."""
-        cluster, placement, pulled = self._cluster, plan.placement, message.pulled
-        if plan.pull_from is not None:
-            cluster.metrics.pulls.labels(pulled.failure or "ok").inc()
-        now = cluster.clock()
-        cluster.planner.computed(
-            placement,
-            message.num_cached_tokens,
-            now - start,
-            PullOutcome(pulled.num_bytes, pulled.seconds, bool(pulled.failure)),
-        )
-        taken = now - placement.sent_at
-        tokens, seconds = cluster.metrics.expected_tokens, cluster.metrics.expected_seconds
-        tokens.labels("expected").inc(placement.estimate.cached_tokens)
-        tokens.labels("found").inc(message.num_cached_tokens)
-        seconds.labels("expected").inc(placement.estimate.seconds)
-        seconds.labels("taken").inc(taken)
-        _log.debug(
-            "request_computed",
-            worker=placement.computing,
-            expected_cached_tokens=placement.estimate.cached_tokens,
-            cached_tokens=message.num_cached_tokens,
-            expected_seconds=placement.estimate.seconds,
-            seconds=taken,
-        )
-
-    def _count_cached(self, num_tokens: int) -> None:
-        # Later attempts find what the first one computed: only the first tells what was there before.
-        if not self._is_cache_counted:
-            self._is_cache_counted = True
-            self.usage.cached_prompt_tokens = min(num_tokens, self.usage.prompt_tokens)
 
 
 def _is_aborted(error: grpc.aio.AioRpcError) -> bool:

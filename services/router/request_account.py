@@ -1,0 +1,132 @@
+"""What one request cost and found: for its client, for the metrics, and for the planner to learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.protos import inference_pb2 as pb
+from quire.protos import worker_pb2
+from quire.services.log import get_logger
+from quire.services.router.failures import LegFailed
+from quire.services.router.metrics import RouterMetrics
+from quire.services.router.part import Part
+from quire.services.router.planner import Placement, Planner, PullOutcome
+
+_log = get_logger("router")
+
+
+class RequestAccount:
+    """Kept over all attempts of a request; ``usage`` is what its client is told."""
+
+    def __init__(
+        self, metrics: RouterMetrics, planner: Planner, clock: Callable[[], float], num_prompt_tokens: int
+    ) -> None:
+        self._metrics = metrics
+        self._planner = planner
+        self._clock = clock
+        self._is_cache_counted = False
+        self.usage = pb.Usage(prompt_tokens=num_prompt_tokens)
+        self.prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
+
+    def chosen(self, part: Part, placement: Placement) -> None:
+        """Count and log who was chosen, and why."""
+        decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
+        self._metrics.decisions.labels("decode", decode.reason).inc()
+        self._metrics.decisions.labels("prefill", prefill.reason if prefill else "none").inc()
+        if not part.attempt:
+            self._metrics.prompt_tokens_predicted.inc(estimate.cached_tokens)
+        _log.debug(
+            "request_dispatched",
+            request_id=part.sequence_id,
+            attempt=part.attempt,
+            decode=decode.worker_id,
+            decode_reason=decode.reason,
+            prefill=prefill.worker_id if prefill else "none",
+            prefill_reason=prefill.reason if prefill else "none",
+            prompt_tokens=placement.num_tokens,
+            cached_tokens=estimate.cached_tokens,
+            queue_seconds=estimate.queue_seconds,
+            compute_seconds=estimate.compute_seconds,
+            pull_from=estimate.pull.worker_id if estimate.pull else "none",
+            pull_blocks=estimate.pull.num_blocks if estimate.pull else 0,
+            pull_seconds=estimate.pull.pull_seconds if estimate.pull else 0.0,
+        )
+
+    def accepted(self, message: worker_pb2.DecodeResponse) -> None:
+        """Count what D holds of a prompt that P computes."""
+        self.prompt_logprobs = message.prompt_logprobs
+        self.usage.blocks_reused_on_decode = message.accepted.num_held_blocks
+
+    def computed_by_decode(
+        self, message: worker_pb2.DecodeResponse, block_size: int, placement: Placement, start: float
+    ) -> None:
+        """Count what D found of a prompt that it has computed itself since ``start``."""
+        accepted = message.accepted
+        self.prompt_logprobs = message.prompt_logprobs
+        self._found(accepted.num_cached_tokens, accepted.pulled)
+        num_held = accepted.num_cached_tokens // block_size
+        self.usage.blocks_reused_on_decode = max(0, num_held - accepted.pulled.num_blocks)
+        self.learn(placement, accepted, start)
+
+    def prefilled(self, message: worker_pb2.PrefillResponse) -> None:
+        """Count what P found, or what it has pushed."""
+        if message.HasField("pushed"):
+            self.usage.blocks_shipped += message.pushed.num_blocks
+            self.usage.bytes_shipped += message.pushed.num_bytes
+        else:
+            self.prompt_logprobs = message.prompt_logprobs
+            self._found(message.num_cached_tokens, message.pulled)
+
+    def learn(
+        self,
+        placement: Placement,
+        message: worker_pb2.PrefillResponse | worker_pb2.Accepted,
+        start: float,
+    ) -> None:
+        """Compare what was expected with what came since ``start``, and let the planner know."""
+        pulled, now = message.pulled, self._clock()
+        if placement.pull is not None:
+            self._metrics.pulls.labels(pulled.failure or "ok").inc()
+        outcome = PullOutcome(pulled.num_bytes, pulled.seconds, bool(pulled.failure))
+        self._planner.computed(placement, message.num_cached_tokens, now - start, outcome)
+        taken = now - placement.sent_at
+        tokens, seconds = self._metrics.expected_tokens, self._metrics.expected_seconds
+        tokens.labels("expected").inc(placement.estimate.cached_tokens)
+        tokens.labels("found").inc(message.num_cached_tokens)
+        seconds.labels("expected").inc(placement.estimate.seconds)
+        seconds.labels("taken").inc(taken)
+        _log.debug(
+            "request_computed",
+            worker=placement.computing,
+            expected_cached_tokens=placement.estimate.cached_tokens,
+            cached_tokens=message.num_cached_tokens,
+            expected_seconds=placement.estimate.seconds,
+            seconds=taken,
+        )
+
+    def failed(self, part: Part, failure: LegFailed, num_emitted: int, *, is_last: bool) -> None:
+        """Log a failed attempt; unless it is the last, count the next one."""
+        worker, code = failure.worker, failure.code.name
+        _log.warning(
+            "attempt_failed",
+            request_id=part.sequence_id,
+            attempt=part.attempt,
+            worker=worker.worker_id,
+            role=worker.info.role,
+            code=code,
+            details=failure.details,
+            tokens_emitted=num_emitted,
+            is_last=is_last,
+        )
+        if not is_last:
+            # Answers that were lost together, and go on apart, count once.
+            self.usage.retries = max(self.usage.retries, part.attempt + 1)
+            self._metrics.retries.labels(worker.info.role, code.lower()).inc()
+
+    def _found(self, num_cached_tokens: int, pulled: worker_pb2.PullSummary) -> None:
+        # Later attempts find what the first one computed: only the first tells what was there before.
+        if not self._is_cache_counted:
+            self._is_cache_counted = True
+            self.usage.cached_prompt_tokens = min(num_cached_tokens, self.usage.prompt_tokens)
+        self.usage.blocks_pulled += pulled.num_blocks
+        self.usage.bytes_pulled += pulled.num_bytes
