@@ -193,7 +193,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             sources.membership, expected_fingerprint=sources.expected_fingerprint, connect=connect
         )
         stack.push_async_callback(workers.close)
-        spawn = await stack.enter_async_context(_background())
+        spawn = await stack.enter_async_context(background())
         metrics_port = stack.enter_context(metrics_server(metrics.registry, config.host, config.metrics_port))
         server = await stack.enter_async_context(_grpc_server(config, servicer, metrics, authenticator))
         admin = await stack.enter_async_context(
@@ -205,18 +205,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         running = RunningRouter(server, http, metrics_port, admin.address, workers, metrics, asyncio.Event())
 
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
-            model = await asyncio.to_thread(
-                load_served_model, info, source=config.model, name=config.served_model_name
-            )
-            layout = KvLayout.from_proto(info.layout)
-            blocks = Blocks(layout.block_size, layout.block_bytes)
-            planner = Planner(config.placing, blocks, time.monotonic, Random())
-            workers.on_leave = planner.forget
-            write_backs = WriteBacks(spawn, WriteBackMetrics(metrics.registry)) if config.write_back else None
-            prefixes = sources.prefixes(model)
-            cluster.set_result(
-                Cluster(model, workers, prefixes, metrics, spawn, planner, write_backs=write_backs)
-            )
+            cluster.set_result(await _cluster(config, info, workers, sources, metrics, spawn))
 
         following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))
         stack.push_async_callback(_cancel, following)
@@ -231,6 +220,26 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             has_cluster_tls=cluster_tls is not None,
         )
         yield running
+
+
+async def _cluster(
+    config: RouterConfig,
+    info: worker_pb2.GetWorkerInfoResponse,
+    workers: WorkerSet,
+    sources: Sources,
+    metrics: RouterMetrics,
+    spawn: Spawn,
+) -> Cluster:
+    """Load the model that a worker describes, and what places its requests."""
+    model = await asyncio.to_thread(
+        load_served_model, info, source=config.model, name=config.served_model_name
+    )
+    layout = KvLayout.from_proto(info.layout)
+    blocks = Blocks(layout.block_size, layout.block_bytes)
+    planner = Planner(config.placing, blocks, time.monotonic, Random())
+    workers.on_leave = planner.forget
+    write_backs = WriteBacks(spawn, WriteBackMetrics(metrics.registry)) if config.write_back else None
+    return Cluster(model, workers, sources.prefixes(model), metrics, spawn, planner, write_backs=write_backs)
 
 
 @asynccontextmanager
@@ -315,18 +324,26 @@ async def _follow_workers(
 
 
 @asynccontextmanager
-async def _background() -> AsyncIterator[Spawn]:
-    """Yield a way to run short coroutines beyond their caller's end; they are awaited at the end."""
+async def background() -> AsyncIterator[Spawn]:
+    """Yield a way to run short coroutines beyond their caller's end; they are awaited at the end.
+
+    What fails is logged: nobody else would hear of it.
+    """
     tasks: set[asyncio.Task[None]] = set()
 
     def spawn(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        task.add_done_callback(ended)
         return task
 
+    def ended(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("background_failed", error=repr(error))
+
     yield spawn
-    await asyncio.gather(*tasks)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

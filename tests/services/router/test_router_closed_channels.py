@@ -13,6 +13,7 @@ from quire.protos import admin_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.services.errors import Unavailable
 from quire.services.grpc_server import Service, grpc_server
 from quire.services.router.admin import AdminServicer
+from quire.services.router.app import background
 from quire.services.router.legs import Legs
 from quire.services.router.workers import Connection, StaticMembership, Worker, WorkerSet
 from quire.services.router.write_back import WriteBackMetrics, WriteBacks
@@ -43,7 +44,7 @@ class SilentWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self._wait(request, context)
 
 
-class Background:
+class Spawned:
     """Tasks that run beyond their caller's end."""
 
     def __init__(self) -> None:
@@ -55,8 +56,8 @@ class Background:
 
 
 @pytest.fixture
-def background() -> Background:
-    return Background()
+def spawned() -> Spawned:
+    return Spawned()
 
 
 @pytest.fixture
@@ -79,28 +80,28 @@ async def close(connection: Connection) -> None:
 
 @pytest.mark.parametrize("is_under_way", [False, True])
 async def test_a_write_back_whose_channel_is_closed_failed(
-    silent: tuple[SilentWorker, Worker, WorkerSet], background: Background, is_under_way: bool
+    silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned, is_under_way: bool
 ) -> None:
     servicer, worker, _ = silent
     registry = CollectorRegistry()
-    write_backs = WriteBacks(background.spawn, WriteBackMetrics(registry))
+    write_backs = WriteBacks(spawned.spawn, WriteBackMetrics(registry))
     if not is_under_way:
         await close(worker.connection)
     write_backs.offer(worker, worker, list(range(9)), 4, worker_pb2.CacheScope())
     if is_under_way:
         await servicer.begun.wait()
         await close(worker.connection)
-    assert await asyncio.gather(*background.tasks, return_exceptions=True) == [None]
+    assert await asyncio.gather(*spawned.tasks, return_exceptions=True) == [None]
     assert registry.get_sample_value("quire_write_backs_total", {"result": "failed"}) == 1
     assert write_backs.num_under_way == 0
 
 
 @pytest.mark.parametrize("is_under_way", [False, True])
 async def test_an_abort_whose_channel_is_closed_is_done(
-    silent: tuple[SilentWorker, Worker, WorkerSet], background: Background, is_under_way: bool
+    silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned, is_under_way: bool
 ) -> None:
     servicer, worker, _ = silent
-    async with Legs("r", 0, background.spawn) as legs:
+    async with Legs("r", 0, spawned.spawn) as legs:
         legs.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
         await legs.next()
         await servicer.begun.wait()
@@ -108,14 +109,14 @@ async def test_an_abort_whose_channel_is_closed_is_done(
     if is_under_way:
         await servicer.begun.wait()
     await close(worker.connection)
-    assert await asyncio.gather(*background.tasks, return_exceptions=True) == [None]
+    assert await asyncio.gather(*spawned.tasks, return_exceptions=True) == [None]
 
 
 async def test_a_leg_whose_channel_is_closed_ends(
-    silent: tuple[SilentWorker, Worker, WorkerSet], background: Background
+    silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned
 ) -> None:
     servicer, worker, _ = silent
-    async with asyncio.timeout(10), Legs("r", 0, background.spawn) as legs:
+    async with asyncio.timeout(10), Legs("r", 0, spawned.spawn) as legs:
         legs.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
         await legs.next()
         await servicer.begun.wait()
@@ -137,14 +138,24 @@ async def test_an_operator_hears_that_the_worker_left(
 
 
 async def test_a_cancelled_request_is_cancelled_still(
-    silent: tuple[SilentWorker, Worker, WorkerSet], background: Background
+    silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned
 ) -> None:
     servicer, worker, _ = silent
-    WriteBacks(background.spawn, WriteBackMetrics(CollectorRegistry())).offer(
+    WriteBacks(spawned.spawn, WriteBackMetrics(CollectorRegistry())).offer(
         worker, worker, list(range(9)), 4, worker_pb2.CacheScope()
     )
     await servicer.begun.wait()
-    [copying] = background.tasks
+    [copying] = spawned.tasks
     copying.cancel()
     with pytest.raises(asyncio.CancelledError):
         await copying
+
+
+async def test_what_fails_in_the_background_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise OSError("lost")
+
+    async with background() as spawn:
+        failing = spawn(fail())
+    assert failing.done()
+    assert [record.getMessage() for record in caplog.records] == ["background_failed"]
