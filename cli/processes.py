@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -156,6 +155,8 @@ def router(
     log_level: LogLevel = "info",
 ) -> None:
     """Run a router: the public gRPC service in front of the workers."""
+    import asyncio
+
     from quire.services.log import configure_logging
     from quire.services.router.app import RouterConfig, run_router
 

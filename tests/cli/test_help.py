@@ -61,7 +61,7 @@ def test_settings_show_their_variable(quire: Quire) -> None:
 @pytest.mark.parametrize(
     ("arguments", "absent"),
     [
-        (["--help"], ["torch", "transformers", "numba", "grpc", "quire.client", "quire.services"]),
+        (["--help"], ["torch", "transformers", "numba", "grpc", "asyncio", "quire.client", "quire.services"]),
         (["generate", "--address", "127.0.0.1:1", "x"], ["torch", "transformers", "numba", "quire.services"]),
         (["health", "127.0.0.1:1"], ["torch", "transformers", "numba", "quire.client", "quire.services"]),
         (
