@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli import options
 from quire.cli.failure import describe, fail
+from quire.cli.simulate_options import CalibrationOptions, ClusterOptions, ObjectiveOptions, RequestOptions
 from quire.cli.spread import spread
 
 if TYPE_CHECKING:
@@ -24,96 +24,14 @@ if TYPE_CHECKING:
     from quire.simulator.figures import Slo
     from quire.simulator.trace import TraceRequest
 
-CALIBRATION, REQUESTS, CLUSTER, OBJECTIVE = "Calibration", "Requests", "Cluster", "Objective"
-
-
-class Shape(StrEnum):
-    """What synthetic requests look like."""
-
-    MOONCAKE = "mooncake"
-    CHAT = "chat"
-    SHARED = "shared"
-    UNIQUE = "unique"
-
-
-class PolicyName(StrEnum):
-    """What decides who serves a request."""
-
-    RANDOM = "random"
-    LOAD = "load"
-    APPROX = "approx"
-    PRECISE = "precise"
-
-
-def _option(flag: str, help: str, panel: str, **more: Any) -> Any:
-    return typer.Option(flag, help=help, rich_help_panel=panel, **more)
-
 
 @spread
 def simulate(
     *,
-    calibration: Annotated[
-        Path | None,
-        _option("--calibration", "File of measured costs; by default the demo model's.", CALIBRATION),
-    ] = None,
-    calibrate: Annotated[
-        str | None,
-        _option("--calibrate", "Measure the idle cluster there first.", CALIBRATION, metavar="ADDRESS"),
-    ] = None,
-    save_calibration: Annotated[
-        Path | None, _option("--save-calibration", "Write what was measured to this file.", CALIBRATION)
-    ] = None,
-    num_blocks: Annotated[
-        int, _option("--num-blocks", "Blocks of a worker; for --calibrate.", CALIBRATION, min=1)
-    ] = 8192,
-    max_num_seqs: Annotated[
-        int, _option("--max-num-seqs", "Most sequences in a step; for --calibrate.", CALIBRATION, min=1)
-    ] = 64,
-    trace: Annotated[
-        Path | None, _option("--trace", "Replay this file, in the format of Mooncake's traces.", REQUESTS)
-    ] = None,
-    trace_block: Annotated[
-        int, _option("--trace-block", "Tokens that a hash id of requests stands for.", REQUESTS, min=1)
-    ] = 512,
-    workload: Annotated[
-        Shape, _option("--workload", "Without a trace: shape of synthetic requests.", REQUESTS)
-    ] = Shape.MOONCAKE,
-    num_requests: Annotated[int, _option("--num-requests", "How many.", REQUESTS, min=1)] = 2000,
-    rate: Annotated[float, _option("--rate", "Requests a second.", REQUESTS, min=0.001)] = 6.56,
-    speedup: Annotated[
-        float, _option("--speedup", "Let a trace's requests come so much faster.", REQUESTS, min=0.001)
-    ] = 1.0,
-    input_len: Annotated[int, _option("--input-len", "Tokens of a prompt or turn.", REQUESTS, min=1)] = 1024,
-    shared_len: Annotated[int, _option("--shared-len", "Tokens of a shared prefix.", REQUESTS, min=0)] = 768,
-    output_len: Annotated[int, _option("--output-len", "Tokens of an answer.", REQUESTS, min=1)] = 64,
-    save_trace: Annotated[
-        Path | None, _option("--save-trace", "Write the requests to this file.", REQUESTS)
-    ] = None,
-    seed: Annotated[int, _option("--seed", "Same seed, same requests and choices.", REQUESTS)] = 0,
-    num_prefill: Annotated[int, _option("--prefill", "Prefill workers.", CLUSTER, min=0)] = 2,
-    num_decode: Annotated[int, _option("--decode", "Decode workers.", CLUSTER, min=1)] = 2,
-    policies: Annotated[
-        list[PolicyName] | None,
-        _option("--policy", "Policy; may be repeated to compare. By default all.", CLUSTER),
-    ] = None,
-    pulls: Annotated[
-        Literal["never", "measured", "always"], _option("--pulls", "When blocks are copied.", CLUSTER)
-    ] = "measured",
-    local_prefill_tokens: Annotated[
-        int, _option("--local-prefill-tokens", "As of the router.", CLUSTER, min=0)
-    ] = 64,
-    max_requests: Annotated[
-        int, _option("--max-requests", "More requests under way are refused.", CLUSTER, min=1)
-    ] = 1024,
-    find: Annotated[
-        bool, _option("--find", "Search for the smallest cluster that meets the objective.", OBJECTIVE)
-    ] = False,
-    ttft: Annotated[float, _option("--ttft", "Longest time to the first token, in s.", OBJECTIVE)] = 2.0,
-    tpot: Annotated[float, _option("--tpot", "Longest mean time of a token, in s.", OBJECTIVE)] = 0.1,
-    share: Annotated[
-        float, _option("--share", "Share of the requests that must be within both.", OBJECTIVE, min=0, max=1)
-    ] = 0.9,
-    max_workers: Annotated[int, _option("--max-workers", "Most workers to try.", OBJECTIVE, min=2)] = 64,
+    costs: CalibrationOptions,
+    requested: RequestOptions,
+    cluster: ClusterOptions,
+    objective: ObjectiveOptions,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the times to this file.")] = None,
     api_key: options.ApiKey = None,
     encryption: options.ClientTls,
@@ -127,88 +45,40 @@ def simulate(
     from rich.console import Console
 
     from quire.client import AsyncClient, QuireError
-    from quire.services.router.planner import PolicyConfig
-    from quire.services.router.policy import Policy, Pulls
-    from quire.simulator.calibration import (
-        CalibrationError,
-        demo_calibration,
-        load_calibration,
-        write_calibration,
-    )
+    from quire.simulator.calibration import CalibrationError
     from quire.simulator.capacity import NotWithinReach
-    from quire.simulator.cluster import ClusterConfig
-    from quire.simulator.figures import Slo
-    from quire.simulator.trace import TraceError, read_trace, scaled, write_trace
+    from quire.simulator.trace import TraceError
 
-    if find and plot is not None:
+    if objective.find and plot is not None:
         raise typer.BadParameter("--plot compares policies on one cluster; leave out --find")
     try:
-        if calibrate is not None:
-            tls = encryption.files()
-            connect = partial(AsyncClient, calibrate, api_key=api_key, tls=tls)
-            costs = _measured(connect, num_blocks, max_num_seqs)
+        connect = partial(AsyncClient, costs.calibrate or "", api_key=api_key, tls=encryption.files())
+        calibration = _calibration(costs, connect).scaled_blocks(requested.trace_block)
+        requests = requested.requests()
+        slo, configs = objective.slo(), cluster.configs(requested.seed)
+        if objective.find:
+            trials = _find(configs, calibration, requests, slo, objective.max_workers)
         else:
-            costs = load_calibration(calibration) if calibration is not None else demo_calibration()
-        if save_calibration is not None:
-            write_calibration(save_calibration, costs)
-        if trace is not None:
-            requests = scaled(read_trace(trace)[:num_requests], speedup)
-        else:
-            requests = _synthetic(
-                workload, num_requests, rate, seed, input_len, shared_len, output_len, trace_block
-            )
-        if save_trace is not None:
-            write_trace(save_trace, requests)
-    except (CalibrationError, TraceError, OSError) as error:
+            trials = _compare(configs, calibration, requests, slo, plot)
+    except (CalibrationError, TraceError, NotWithinReach, OSError) as error:
         fail(str(error))
     except QuireError as error:
-        fail(describe(error, calibrate or ""))
-    slo = Slo(ttft, tpot, share)
-    configs = {
-        name.value: ClusterConfig(
-            num_prefill=num_prefill,
-            num_decode=num_decode,
-            placing=PolicyConfig(
-                policy=Policy(name), pulls=Pulls(pulls), local_prefill_tokens=local_prefill_tokens
-            ),
-            max_requests=max_requests,
-            seed=seed,
-        )
-        for name in policies or PolicyName
-    }
-    costs = costs.scaled_blocks(trace_block)
-    try:
-        trials = _find(configs, costs, requests, slo, max_workers) if find else None
-    except NotWithinReach as error:
-        fail(str(error))
-    trials = trials or _compare(configs, costs, requests, slo, plot)
+        fail(describe(error, costs.calibrate or ""))
     Console().print(_table(trials, slo))
-    kind = "find" if find else "compare"
-    typer.echo(json.dumps({"simulate": kind, **_summary(requests, trace_block, slo, trials)}))
+    kind = "find" if objective.find else "compare"
+    typer.echo(json.dumps({"simulate": kind, **_summary(requests, requested.trace_block, slo, trials)}))
 
 
-def _synthetic(
-    shape: Shape,
-    num_requests: int,
-    rate: float,
-    seed: int,
-    input_len: int,
-    shared_len: int,
-    output_len: int,
-    block_tokens: int,
-) -> list[TraceRequest]:
-    from quire.simulator.workload import Workload, make_requests
+def _calibration(costs: CalibrationOptions, connect: Callable[[], AsyncClient]) -> Calibration:
+    from quire.simulator.calibration import demo_calibration, load_calibration, write_calibration
 
-    return make_requests(
-        Workload(shape),
-        num_requests,
-        rate,
-        seed,
-        input_tokens=input_len,
-        shared_tokens=min(shared_len, input_len),
-        output_tokens=output_len,
-        block_tokens=block_tokens,
-    )
+    if costs.calibrate is not None:
+        found = _measured(connect, costs.num_blocks, costs.max_num_seqs)
+    else:
+        found = load_calibration(costs.calibration) if costs.calibration else demo_calibration()
+    if costs.save_calibration is not None:
+        write_calibration(costs.save_calibration, found)
+    return found
 
 
 def _summary(

@@ -102,12 +102,8 @@ class LLM:
         loaded = load_model(source, dtype, place)
         draft = load_draft_model(guessing, source, loaded, dtype, place)
         shape = loaded.kv_shape(block_size, kv_cache_dtype)
-        if kv_memory_bytes is not None:
-            num_blocks = kv_memory_bytes // shape.block_bytes
-        elif num_blocks is None:
-            draft_shape = None if draft is None else draft.kv_shape(block_size)
-            num_blocks = default_num_blocks(place, shape, draft_shape)
-        memory = _block_pool(shape, place, num_blocks)
+        draft_shape = None if draft is None else draft.kv_shape(block_size)
+        memory = _block_pool(shape, draft_shape, place, num_blocks, kv_memory_bytes)
         self._engine: Engine | None = Engine(
             loaded,
             memory,
@@ -375,7 +371,17 @@ def _check_sizes(num_blocks: int | None, kv_memory_bytes: int | None, swap_space
         raise ValueError(f"swap_space_bytes must be at least 0; got {swap_space_bytes}")
 
 
-def _block_pool(shape: KvShape, device: torch.device, num_blocks: int) -> KvMemory:
+def _block_pool(
+    shape: KvShape,
+    draft_shape: KvShape | None,
+    device: torch.device,
+    num_blocks: int | None,
+    num_bytes: int | None,
+) -> KvMemory:
+    if num_bytes is not None:
+        num_blocks = num_bytes // shape.block_bytes
+    elif num_blocks is None:
+        num_blocks = default_num_blocks(device, shape, draft_shape)
     if num_blocks < 2:
         raise ValueError(
             f"the pool must hold two blocks of {shape.block_bytes} bytes at least: "

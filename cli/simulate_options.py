@@ -1,0 +1,183 @@
+"""The options of ``quire simulate``, and what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from quire.simulator.cluster import ClusterConfig
+    from quire.simulator.figures import Slo
+    from quire.simulator.trace import TraceRequest
+
+CALIBRATION, REQUESTS, CLUSTER, OBJECTIVE = "Calibration", "Requests", "Cluster", "Objective"
+
+
+class Shape(StrEnum):
+    """What synthetic requests look like."""
+
+    MOONCAKE = "mooncake"
+    CHAT = "chat"
+    SHARED = "shared"
+    UNIQUE = "unique"
+
+
+class PolicyName(StrEnum):
+    """What decides who serves a request."""
+
+    RANDOM = "random"
+    LOAD = "load"
+    APPROX = "approx"
+    PRECISE = "precise"
+
+
+def _option(flag: str, help: str, panel: str, **more: Any) -> Any:
+    return typer.Option(flag, help=help, rich_help_panel=panel, **more)
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What everything costs."""
+
+    calibration: Annotated[
+        Path | None,
+        _option("--calibration", "File of measured costs; by default the demo model's.", CALIBRATION),
+    ] = None
+    calibrate: Annotated[
+        str | None,
+        _option("--calibrate", "Measure the idle cluster there first.", CALIBRATION, metavar="ADDRESS"),
+    ] = None
+    save_calibration: Annotated[
+        Path | None, _option("--save-calibration", "Write what was measured to this file.", CALIBRATION)
+    ] = None
+    num_blocks: Annotated[
+        int, _option("--num-blocks", "Blocks of a worker; for --calibrate.", CALIBRATION, min=1)
+    ] = 8192
+    max_num_seqs: Annotated[
+        int, _option("--max-num-seqs", "Most sequences in a step; for --calibrate.", CALIBRATION, min=1)
+    ] = 64
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What is replayed."""
+
+    trace: Annotated[
+        Path | None, _option("--trace", "Replay this file, in the format of Mooncake's traces.", REQUESTS)
+    ] = None
+    trace_block: Annotated[
+        int, _option("--trace-block", "Tokens that a hash id of requests stands for.", REQUESTS, min=1)
+    ] = 512
+    workload: Annotated[
+        Shape, _option("--workload", "Without a trace: shape of synthetic requests.", REQUESTS)
+    ] = Shape.MOONCAKE
+    num_requests: Annotated[int, _option("--num-requests", "How many.", REQUESTS, min=1)] = 2000
+    rate: Annotated[float, _option("--rate", "Requests a second.", REQUESTS, min=0.001)] = 6.56
+    speedup: Annotated[
+        float, _option("--speedup", "Let a trace's requests come so much faster.", REQUESTS, min=0.001)
+    ] = 1.0
+    input_len: Annotated[int, _option("--input-len", "Tokens of a prompt or turn.", REQUESTS, min=1)] = 1024
+    shared_len: Annotated[int, _option("--shared-len", "Tokens of a shared prefix.", REQUESTS, min=0)] = 768
+    output_len: Annotated[int, _option("--output-len", "Tokens of an answer.", REQUESTS, min=1)] = 64
+    save_trace: Annotated[
+        Path | None, _option("--save-trace", "Write the requests to this file.", REQUESTS)
+    ] = None
+    seed: Annotated[int, _option("--seed", "Same seed, same requests and choices.", REQUESTS)] = 0
+
+    def requests(self) -> list[TraceRequest]:
+        """Read or make the requests, and write them where that is wanted.
+
+        Raises:
+            TraceError: the trace is malformed.
+            OSError: a file cannot be read or written.
+        """
+        from quire.simulator.trace import read_trace, scaled, write_trace
+
+        if self.trace is not None:
+            requests = scaled(read_trace(self.trace)[: self.num_requests], self.speedup)
+        else:
+            requests = self._made()
+        if self.save_trace is not None:
+            write_trace(self.save_trace, requests)
+        return requests
+
+    def _made(self) -> list[TraceRequest]:
+        from quire.simulator.workload import Workload, make_requests
+
+        return make_requests(
+            Workload(self.workload),
+            self.num_requests,
+            self.rate,
+            self.seed,
+            input_tokens=self.input_len,
+            shared_tokens=min(self.shared_len, self.input_len),
+            output_tokens=self.output_len,
+            block_tokens=self.trace_block,
+        )
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Who serves."""
+
+    num_prefill: Annotated[int, _option("--prefill", "Prefill workers.", CLUSTER, min=0)] = 2
+    num_decode: Annotated[int, _option("--decode", "Decode workers.", CLUSTER, min=1)] = 2
+    policies: Annotated[
+        list[PolicyName] | None,
+        _option("--policy", "Policy; may be repeated to compare. By default all.", CLUSTER),
+    ] = None
+    pulls: Annotated[
+        Literal["never", "measured", "always"], _option("--pulls", "When blocks are copied.", CLUSTER)
+    ] = "measured"
+    local_prefill_tokens: Annotated[
+        int, _option("--local-prefill-tokens", "As of the router.", CLUSTER, min=0)
+    ] = 64
+    max_requests: Annotated[
+        int, _option("--max-requests", "More requests under way are refused.", CLUSTER, min=1)
+    ] = 1024
+
+    def configs(self, seed: int) -> dict[str, ClusterConfig]:
+        """Return a cluster for each policy."""
+        from quire.services.router.planner import PolicyConfig
+        from quire.services.router.policy import Policy, Pulls
+        from quire.simulator.cluster import ClusterConfig
+
+        return {
+            name.value: ClusterConfig(
+                num_prefill=self.num_prefill,
+                num_decode=self.num_decode,
+                placing=PolicyConfig(
+                    policy=Policy(name),
+                    pulls=Pulls(self.pulls),
+                    local_prefill_tokens=self.local_prefill_tokens,
+                ),
+                max_requests=self.max_requests,
+                seed=seed,
+            )
+            for name in self.policies or PolicyName
+        }
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """What must be met."""
+
+    find: Annotated[
+        bool, _option("--find", "Search for the smallest cluster that meets the objective.", OBJECTIVE)
+    ] = False
+    ttft: Annotated[float, _option("--ttft", "Longest time to the first token, in s.", OBJECTIVE)] = 2.0
+    tpot: Annotated[float, _option("--tpot", "Longest mean time of a token, in s.", OBJECTIVE)] = 0.1
+    share: Annotated[
+        float, _option("--share", "Share of the requests that must be within both.", OBJECTIVE, min=0, max=1)
+    ] = 0.9
+    max_workers: Annotated[int, _option("--max-workers", "Most workers to try.", OBJECTIVE, min=2)] = 64
+
+    def slo(self) -> Slo:
+        """Return the objective."""
+        from quire.simulator.figures import Slo
+
+        return Slo(self.ttft, self.tpot, self.share)
