@@ -84,6 +84,8 @@ class Drawing(NamedTuple):
 class Engine:
     """Runs sequences over paged KV blocks. Not thread-safe: one thread owns it.
 
+    Any call between two steps may let blocks come free: ``grant_blocks`` follows it, and ends each step.
+
     Args:
         model: the model.
         memory: its KV blocks.
@@ -245,20 +247,20 @@ class Engine:
             )
 
     def reserve(self, request_id: str, on_settled: OnSettled) -> None:
-        """Call back with True, at once or later, when an accepted sequence has blocks for its whole prompt.
+        """Call back with True, later, when an accepted sequence has been granted blocks for its whole prompt.
 
-        All or nothing and first come first served. Requests that wait may hold cached prefixes. Where these
-        alone are in the way, the newest of them ends, and is called back with False: another worker may have
-        room.
+        All or nothing and first come first served. A request that ends before that is called back with
+        False. So is one that is ended for it: requests that wait may hold cached prefixes, and where these
+        alone are in the way, the newest gives way, since another worker may have room.
 
         Raises:
             KeyError: the request has ended.
         """
         self.groups[request_id]
         self._waiting_for_blocks[request_id] = on_settled
-        self._grant_blocks()
 
-    def _grant_blocks(self) -> None:
+    def grant_blocks(self) -> None:
+        """Give transfers what has come free; end the newest where nobody else will give blocks back."""
         while self._waiting_for_blocks:
             request_id, on_settled = next(iter(self._waiting_for_blocks.items()))
             try:
@@ -305,24 +307,15 @@ class Engine:
         """End a request and free its blocks; unknown and finished ones are no error."""
         group = self.groups.pop(request_id, None)
         if group is not None:
-            self._waiting_for_blocks.pop(request_id, None)
+            on_settled = self._waiting_for_blocks.pop(request_id, None)
             self.scheduler.discard(group, SequenceStatus.FINISHED_ABORTED)
-            self._grant_blocks()
+            if on_settled is not None:
+                on_settled(False)
 
-    release = abort
-    """Give back the blocks of a finished prefill: the same as ending it."""
-
-    def prefetch(self, block_hashes: Items[bytes], on_done: Callable[[], None]) -> bool:
-        """Read the blocks of a chain that are on disk into host memory; call back when they are there.
-
-        Returns:
-            Whether there is anything to wait for; if not, nobody calls back.
-        """
-        return self.tiers is not None and not self.tiers.prefetch(block_hashes, on_done).is_done
-
-    def prefetch_prompt(self, prompt: Sequence, on_done: Callable[[], None]) -> bool:
-        """Do the same for a prompt's blocks."""
-        return self.tiers is not None and self.prefetch(self.scheduler.prefix_hashes(prompt), on_done)
+    def prefetch(self, block_hashes: Items[bytes], on_done: Callable[[], None]) -> None:
+        """Read the blocks of a chain that are on disk into host memory; call back when they are there."""
+        if self.tiers is None or self.tiers.prefetch(block_hashes, on_done).is_done:
+            on_done()
 
     def settle(self) -> None:
         """Take in blocks that have come from disk meanwhile."""
@@ -338,7 +331,6 @@ class Engine:
     def unpin(self, name: str) -> None:
         """Drop a pin; unknown ones are no error."""
         self.pins.unpin(name)
-        self._grant_blocks()
 
     def clear_cache(self) -> int:
         """Forget the blocks that no request uses, in all tiers; return how many."""
@@ -350,7 +342,6 @@ class Engine:
         """End one sequence that a step has just advanced; the others of its request go on."""
         if not sequence.status.is_finished:
             self._finish(sequence, SequenceStatus.FINISHED_STOPPED)
-            self._grant_blocks()
 
     def _finish(self, sequence: Sequence, status: SequenceStatus) -> None:
         group = self.groups[sequence.request_id]
@@ -363,6 +354,12 @@ class Engine:
 
     def step(self) -> list[SequenceUpdate]:
         """Compute one batch and return what it did for each sequence in it."""
+        updates = self._step()
+        # Even without a batch: a group that found no blocks may have given up its own.
+        self.grant_blocks()
+        return updates
+
+    def _step(self) -> list[SequenceUpdate]:
         begin = self._clock()
         self._propose()
         start = self._clock()
@@ -386,7 +383,6 @@ class Engine:
         sampled = self._clock()
         updates += self._search(schedule.sequences, logits)
         updates += [self._settle(each) for each in drawn]
-        self._grant_blocks()
         end = self._clock()
         self.step_seconds.sample = sampled - start
         self.step_seconds.process = end - sampled

@@ -145,7 +145,11 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         """Queue a new group, or one whose blocks were computed elsewhere and are in its table."""
         self.stamp_arrival(group)
-        self.waiting.append(group)
+        self._wait(group)
+
+    def _wait(self, group: SequenceGroup) -> None:
+        """Queue a group in the order of arrival: a transfer may end after one that began later."""
+        insort(self.waiting, group, key=lambda g: g.arrival)
 
     def stamp_arrival(self, group: SequenceGroup) -> None:
         """Give a group its place in the order; the first stamp holds."""
@@ -204,7 +208,8 @@ class Scheduler:
                 step.sequences += wanted
                 self._draft_budget -= num_drafted
                 budget -= sum(each.num_scheduled_tokens for each in wanted)
-        if self.num_preemptions == num_preemptions:  # else admitting would only preempt again
+        # Admitting beside groups that were in need of blocks would only preempt again.
+        if self.num_preemptions == num_preemptions or not self.running:
             self._admit_waiting(budget)
         return step
 
@@ -216,11 +221,15 @@ class Scheduler:
             num_slots += group.num_slots
             if not budget or num_slots > self.config.max_num_seqs:
                 return
+            is_preemptible = group.is_preemptible
             wanted = self._admit(group, budget)
             # With nobody running, those that wait behind it with blocks would keep them for ever.
             while wanted is None and not self.running and self._preempt_newer(group):
                 wanted = self._admit(group, budget)
             if wanted is None:
+                # So would it, while a transfer waits for these blocks and holds what this group lacks.
+                if is_preemptible and not self.running:
+                    self._preempt(group)
                 return
             self.waiting.remove(group)
             insort(self.running, group, key=lambda g: g.arrival)
@@ -348,9 +357,7 @@ class Scheduler:
             victim.free(sequence, self.pool)
         if victim in self.running:
             self.running.remove(victim)
-            # Older than all that have not run yet, newer than those preempted before: still in order.
-            place = sum(group.arrival < victim.arrival for group in self.waiting)
-            self.waiting.insert(place, victim)
+            self._wait(victim)
 
     def _swap_out(self, victim: SequenceGroup) -> bool:
         """Plan to copy a group's blocks to host memory, each once, if that is wanted and there is room."""

@@ -47,7 +47,6 @@ from quire.services.worker.convert import (
     without_last_token,
 )
 from quire.services.worker.decode import Promise, Tickets
-from quire.services.worker.disk_prefetch import prefetched
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.metrics import PromptMetrics
 from quire.services.worker.prefill import PrefillPush, PushedPrompt
@@ -204,7 +203,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 return
             with _known_errors(sequence):
                 # What comes from this worker's disk need not come from the prefill worker.
-                await prefetched(self._engine, lambda e, done: e.prefetch_prompt(sequence, done))
+                await self._prefetch(sequence)
                 first_block = await self._engine.call(lambda e: e.accept(sequence))
             promise = self._tickets.issue(sequence, request.sequence.attempt, first_block, updates)
             try:
@@ -353,6 +352,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         pulled = await self._puller.pull(sequence, request.pull_from)
         phases.record(Phase.PULL, start, perf_counter())
         return pulled
+
+    async def _prefetch(self, sequence: Sequence) -> None:
+        """Return when what the disk has of the prompt is in host memory, as far as there is room."""
+
+        def prefetch(engine: Engine, done: Callable[[None], None]) -> None:
+            engine.prefetch(engine.scheduler.prefix_hashes(sequence), lambda: done(None))
+
+        await self._engine.call_back(prefetch)
 
     async def _add(self, sequence: Sequence) -> None:
         with _known_errors(sequence):

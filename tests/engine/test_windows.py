@@ -175,13 +175,14 @@ def test_a_transfer_brings_the_window_alone(model: LoadedModel, expected: object
         prefill.step()
     reserved: list[bool] = []
     decode.reserve("r", reserved.append)
+    decode.grant_blocks()
     assert reserved
     assert len(here.held_blocks) <= WINDOW // BLOCK_SIZE + 2
     for index in range(first_block, 10):
         assert there.block_table[index] != NO_BLOCK
         decode.memory.write(here.block_table[index], prefill.memory.read(there.block_table[index]))
     decode.admit("r", there.token_ids[-1])
-    prefill.release("r")
+    prefill.abort("r")
     prefill.check_conservation()
     assert finish(decode) <= 4
     assert outputs(here) == expected(here.token_ids[:150])  # type: ignore[operator]
