@@ -30,6 +30,12 @@ MAX_SEQUENCES = 64
 MAX_LOGIT_BIASES = 1024
 """Most tokens with a bias of one request."""
 
+GREEDY_BELOW = 1e-5
+"""Lower temperatures take the most probable token: logits divided by them would overflow."""
+
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01 - 1e-9, 100.0
+"""Beyond, penalized logits overflow; 0.01 in single precision is a little less."""
+
 
 class SequenceStatus(IntEnum):
     """Where a sequence is in its life; everything from FINISHED_STOPPED on is an end."""
@@ -88,6 +94,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
+    """Of less than ``GREEDY_BELOW``, the most probable token is taken."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -129,7 +136,7 @@ class SamplingParams:
             "n": 1 <= self.n <= MAX_SEQUENCES and (self.n == 1 or self.beam is None),
             "presence_penalty": -2.0 <= self.presence_penalty <= 2.0,
             "frequency_penalty": -2.0 <= self.frequency_penalty <= 2.0,
-            "repetition_penalty": 0.0 < self.repetition_penalty < float("inf"),
+            "repetition_penalty": MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
             "logit_bias": len(self.logit_bias) <= MAX_LOGIT_BIASES
             and len(dict(self.logit_bias)) == len(self.logit_bias)
             and all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias),
@@ -161,7 +168,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is always taken."""
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
     @property
     def num_sequences(self) -> int:

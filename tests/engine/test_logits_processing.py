@@ -172,6 +172,8 @@ def test_equal_to_the_processors_of_transformers(seed: int) -> None:
         {"presence_penalty": 2.5},
         {"frequency_penalty": math.nan},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-39},
+        {"repetition_penalty": 100.5},
         {"repetition_penalty": math.inf},
         {"logit_bias": ((1, 101.0),)},
         {"logit_bias": ((1, 1.0), (1, 2.0))},

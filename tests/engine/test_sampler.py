@@ -42,6 +42,13 @@ def test_filters_keep_what_they_should(params: dict[str, object], allowed: set[i
     assert set(draw_many(logits, **params)) == allowed
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-39, 1e-38, 9e-6, 1.1e-5])
+def test_a_temperature_near_zero_takes_the_most_probable_token(temperature: float) -> None:
+    logits = torch.randn((8, 300), generator=torch.Generator().manual_seed(1)) * 30
+    sequences = [sequence(seed=seed, temperature=temperature) for seed in range(8)]
+    assert sample(logits, sequences, frozenset()).token_ids == logits.argmax(dim=-1).tolist()
+
+
 def test_a_token_depends_on_seed_and_position_alone() -> None:
     logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(0))
     others = [sequence(seed=8), sequence(temperature=0.0)]
