@@ -14,7 +14,8 @@ from typing import NamedTuple
 from quire.engine.beam_search import BeamSearch
 from quire.engine.block_pool import BlockPool
 from quire.engine.cache_tiers import Prefetch
-from quire.engine.sequence import SamplingParams, Sequence, SequenceStatus
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.sequence import Sequence, SequenceStatus
 
 
 class SwappedTables(NamedTuple):

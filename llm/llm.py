@@ -13,6 +13,7 @@ from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
 from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import DTYPES, KV_CACHE_DTYPES, load_model
+from quire.engine.sampling_params import SamplingParams as EngineSamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.speculation import SpeculationCounts
 from quire.engine.speculation_config import SpeculationConfig
@@ -275,7 +276,7 @@ class LLM:
         return self._run(requests, use_tqdm)
 
     def _request(
-        self, at: int, prompt: Prompt, params: engine_types.SamplingParams, options: TextOptions
+        self, at: int, prompt: Prompt, params: EngineSamplingParams, options: TextOptions
     ) -> Request:
         self._check_token_ids(f"prompts[{at}]", prompt.token_ids)
         sequence = engine_types.Sequence(

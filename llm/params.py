@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine import sequence as engine
-from quire.engine.sequence import MAX_LOGIT_BIASES, MAX_SEQUENCES
+from quire.engine import sampling_params as engine
+from quire.engine.sampling_params import MAX_LOGIT_BIASES, MAX_SEQUENCES
 from quire.llm.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20

@@ -28,8 +28,9 @@ from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, num_transferred_tokens
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
-from quire.engine.sequence import NO_BLOCK, BeamParams, SamplingParams, Sequence
+from quire.engine.sequence import NO_BLOCK, Sequence
 from quire.engine.speculation import Speculator, Wanted
 
 T = TypeVar("T")

@@ -26,8 +26,9 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.sampler import sample
+from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import BeamParams, SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 
 VOCAB_SIZE = 12
 EOS = frozenset({0})

@@ -14,8 +14,9 @@ from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
 from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.paged_eviction import PagedEviction, Score, importance
+from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import NO_BLOCK, BeamParams, SamplingParams, Sequence
+from quire.engine.sequence import NO_BLOCK, Sequence
 
 BLOCK_SIZE, BUDGET = 16, 64
 CPU = torch.device("cpu")

@@ -10,8 +10,9 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 
 BLOCK_SIZE = 4
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quire.engine.sampler import sample, uniform_numbers
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.sequence import Sequence
 
 
 def sequence(position: int = 4, **params: object) -> Sequence:

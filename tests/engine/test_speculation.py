@@ -19,8 +19,9 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.ngram_proposer import NgramProposer, continue_repetition
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence, TokenLogprobs
+from quire.engine.sequence import Sequence, TokenLogprobs
 from quire.engine.speculation import Acceptance, Proposer, Speculator, StepCost, Wanted
 from quire.engine.speculation_config import SpeculationConfig
 from quire.engine.speculators import DraftModelError, check_same_tokens, load_draft_model

@@ -18,8 +18,9 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import BeamParams, SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 from quire.engine.structured_output import (
     BadFormatError,
     GrammarCompiler,

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from quire.engine.engine import Engine, RequestTooLongError
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import NO_BLOCK, SamplingParams, Sequence
+from quire.engine.sequence import NO_BLOCK, Sequence
 
 BLOCK_SIZE, WINDOW, NUM_NEW = 16, 24, 300
 CPU = torch.device("cpu")

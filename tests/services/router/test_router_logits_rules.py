@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.sequence import SamplingParams
+from quire.engine.sampling_params import SamplingParams
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument
 from quire.services.router.validation import ServedModel, validate

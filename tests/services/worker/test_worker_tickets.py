@@ -13,8 +13,9 @@ import torch
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence, SequenceUpdate
+from quire.engine.sequence import Sequence, SequenceUpdate
 from quire.kvtransfer.layout import KvLayout
 from quire.protos import kvtransfer_pb2 as pb
 from quire.services.errors import Aborted
