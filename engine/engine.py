@@ -14,6 +14,7 @@ import torch
 from quire.engine.beam_search import BeamSearch, Hypothesis
 from quire.engine.block_pins import BlockPins
 from quire.engine.block_pool import BlockListener, BlockPool, NoFreeBlocksError
+from quire.engine.block_tables import BlockTables
 from quire.engine.cache_tiers import CacheTiers
 from quire.engine.disk_cache import DiskCache
 from quire.engine.group import SequenceGroup
@@ -124,14 +125,11 @@ class Engine:
         self.pins = BlockPins(self.pool, clock)
         self.swap_space = SwapSpace(swap_memory.num_blocks if swap_memory else 0)
         self._swap_cost = SwapCost(memory.shape.block_bytes)
+        self.tables = BlockTables(
+            self.pool, config.block_size, hash_block, model.window, config.max_num_batched_tokens, self.tiers
+        )
         self.scheduler = Scheduler(
-            config,
-            self.pool,
-            hash_block,
-            self.swap_space,
-            self._swap_cost.prefers_swap,
-            model.window,
-            self.tiers,
+            config, self.pool, self.tables, self.swap_space, self._swap_cost.prefers_swap, self.tiers
         )
         self.runner = ModelRunner(model, memory, swap_memory)
         self._eviction = eviction or PagedEviction(memory)
@@ -198,9 +196,9 @@ class Engine:
         self.scheduler.stamp_arrival(group)
         prompt.status = SequenceStatus.TRANSFERRING
         num_tokens = num_transferred_tokens(prompt)
-        self.scheduler.bring_prefix(prompt)
-        self.scheduler.take_cached_prefix(prompt, max_tokens=num_tokens)
-        self.scheduler.drop_unseen(prompt, num_tokens)
+        self.tables.bring_prefix(prompt)
+        self.tables.take_cached_prefix(prompt, max_tokens=num_tokens)
+        self.tables.drop_unseen(prompt, num_tokens)
         return len(prompt.block_table)
 
     def _register(self, prompt: Sequence) -> SequenceGroup:
@@ -239,7 +237,7 @@ class Engine:
                 f"this worker runs at most {self.scheduler.config.max_num_seqs} at once"
             )
         num_tokens = min(num_prompt + params.max_tokens, self.max_model_len)
-        num_blocks = self.scheduler.max_blocks(group, num_tokens)
+        num_blocks = self.tables.max_blocks(group, num_tokens)
         if num_blocks > self.pool.num_blocks:
             raise RequestTooLongError(
                 f"{params.num_sequences} sequences of up to {num_tokens} tokens take {num_blocks} blocks; "
@@ -264,7 +262,7 @@ class Engine:
         while self._waiting_for_blocks:
             request_id, on_settled = next(iter(self._waiting_for_blocks.items()))
             try:
-                self.scheduler.reserve(self.groups[request_id].prompt)
+                self.tables.reserve(self.groups[request_id].prompt)
             except NoFreeBlocksError:
                 if self._others_give_back():
                     return
@@ -290,7 +288,7 @@ class Engine:
         group = self.groups[request_id]
         prompt = group.prompt
         prompt.num_computed_tokens = num_transferred_tokens(prompt)
-        self.scheduler.seal(prompt)
+        self.tables.seal(prompt)
         self._evict(prompt)
         prompt.status = SequenceStatus.WAITING
         if first_token_id is not None:
@@ -452,8 +450,8 @@ class Engine:
         updates = []
         for sequence, num_tokens in scheduled:
             sequence.num_computed_tokens += num_tokens - len(sequence.draft_token_ids)
-            self.scheduler.seal(sequence)
-            self.scheduler.drop_unseen(sequence, sequence.num_computed_tokens)
+            self.tables.seal(sequence)
+            self.tables.drop_unseen(sequence, sequence.num_computed_tokens)
             self._evict(sequence)
             is_done = sequence.num_computed_tokens == sequence.num_tokens
             if is_done and sequence.draws_tokens:
@@ -466,7 +464,7 @@ class Engine:
     def _evict(self, sequence: Sequence) -> None:
         """Give back what is beyond a sequence's KV budget."""
         if places := self._eviction.choose(sequence):
-            self.scheduler.drop(sequence, places)
+            self.tables.drop(sequence, places)
 
     def _draw(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[Drawing]:
         """Draw the next token of each sequence that was computed to its end; after a right guess one more."""
@@ -505,8 +503,8 @@ class Engine:
             self.speculator.verified(sequence, len(sequence.draft_token_ids), num_accepted)
             sequence.num_computed_tokens += num_accepted
             sequence.draft_token_ids = []
-            self.scheduler.seal(sequence)
-            self.scheduler.trim(sequence)
+            self.tables.seal(sequence)
+            self.tables.trim(sequence)
         if sequence.status.is_finished:
             self._finish(sequence, sequence.status)
         return SequenceUpdate(

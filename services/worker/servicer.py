@@ -357,7 +357,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Return when what the disk has of the prompt is in host memory, as far as there is room."""
 
         def prefetch(engine: Engine, done: Callable[[None], None]) -> None:
-            engine.prefetch(engine.scheduler.prefix_hashes(sequence), lambda: done(None))
+            engine.prefetch(engine.tables.prefix_hashes(sequence), lambda: done(None))
 
         await self._engine.call_back(prefetch)
 

@@ -348,7 +348,7 @@ class EngineMachine(RuleBasedStateMachine):
         if self.window is not None:
             for group in self.engine.groups.values():
                 for sequence in group.sequences:
-                    limit = self.engine.scheduler._max_held_blocks(group.prompt, 1, sequence.num_tokens)
+                    limit = self.engine.tables.max_held_blocks(group.prompt, 1, sequence.num_tokens)
                     assert len(sequence.held_blocks) <= limit
 
     @invariant()
