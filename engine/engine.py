@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
@@ -17,6 +15,7 @@ from quire.engine.block_pool import BlockListener, BlockPool, NoFreeBlocksError
 from quire.engine.block_tables import BlockTables
 from quire.engine.cache_tiers import CacheTiers
 from quire.engine.disk_cache import DiskCache
+from quire.engine.drawing import Drawing, draw, first_rows
 from quire.engine.group import SequenceGroup
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
@@ -24,7 +23,7 @@ from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import UNLIMITED, LoadedModel
 from quire.engine.model_runner import ModelRunner
 from quire.engine.paged_eviction import MIN_BUDGET_BLOCKS, PagedEviction
-from quire.engine.sampler import rank_tokens, sample
+from quire.engine.sampler import rank_tokens
 from quire.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
 from quire.engine.sequence import (
     GeneratedToken,
@@ -59,27 +58,6 @@ class StepSeconds:
     forward: float = 0.0
     sample: float = 0.0
     process: float = 0.0
-
-
-class Drawing(NamedTuple):
-    """A sequence that a step draws tokens for: the row of logits of the first, and the tokens so far."""
-
-    sequence: Sequence
-    row: int
-    tokens: list[GeneratedToken]
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """How many of the sequence's guesses were right."""
-        drafts = self.sequence.draft_token_ids
-        pairs = zip(drafts, self.tokens, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1].token_id, pairs))
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the last token was guessed, so that there are logits for the next."""
-        is_open = not self.sequence.status.is_finished
-        return is_open and self.num_accepted_tokens == len(self.tokens)
 
 
 class Engine:
@@ -377,7 +355,8 @@ class Engine:
         start = self._clock()
         self._score_prompts(schedule.sequences, prompt_logits)
         updates = self._advance(schedule.sequences)
-        drawn = self._draw(schedule.sequences, logits)
+        drawn = self._drawings(schedule.sequences)
+        draw(drawn, logits, self.model.eos_token_ids, self._status_after_token)
         sampled = self._clock()
         updates += self._search(schedule.sequences, logits)
         updates += [self._settle(each) for each in drawn]
@@ -466,33 +445,17 @@ class Engine:
         if places := self._eviction.choose(sequence):
             self.tables.drop(sequence, places)
 
-    def _draw(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[Drawing]:
-        """Draw the next token of each sequence that was computed to its end; after a right guess one more."""
-        drawn = drawing = self._drawing(scheduled)
-        while drawing:
-            rows = [each.row + len(each.tokens) for each in drawing]
-            chosen = logits
-            if rows != list(range(len(logits))):
-                chosen = logits[torch.tensor(rows, device=logits.device)]
-            sampled = sample(chosen, [each.sequence for each in drawing], self.model.eos_token_ids)
-            for each, token_id, logprobs in zip(drawing, *sampled, strict=True):
-                each.tokens.append(GeneratedToken(token_id, logprobs))
-                each.sequence.token_ids.append(token_id)
-                each.sequence.status = self._status_after_token(each.sequence)
-            drawing = [each for each in drawing if each.goes_on]
-        return drawn
-
-    def _drawing(self, scheduled: list[ScheduledSequence]) -> list[Drawing]:
+    def _drawings(self, scheduled: list[ScheduledSequence]) -> list[Drawing]:
         """Return the sequences that were computed to their end; fork the samples first."""
-        drawing = []
-        for (sequence, _), row in zip(scheduled, _first_rows(scheduled), strict=True):
+        drawings = []
+        for (sequence, _), row in zip(scheduled, first_rows(scheduled), strict=True):
             group = self.groups[sequence.request_id]
             if sequence.num_computed_tokens < sequence.num_tokens or not sequence.draws_tokens or group.beam:
                 continue
             # The prompt's last row gives the first token of every sample.
             sequences = [sequence] if group.is_forked else group.fork_samples(self.pool)
-            drawing += [Drawing(each, row, []) for each in sequences]
-        return drawing
+            drawings += [Drawing(each, row, []) for each in sequences]
+        return drawings
 
     def _settle(self, drawn: Drawing) -> SequenceUpdate:
         """Keep what right guesses computed, drop the rest, and end the sequence if it has ended."""
@@ -513,7 +476,7 @@ class Engine:
 
     def _search(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[SequenceUpdate]:
         """Advance each beam search whose beams have all been computed."""
-        rows = {id(s.sequence): row for s, row in zip(scheduled, _first_rows(scheduled), strict=True)}
+        rows = {id(s.sequence): row for s, row in zip(scheduled, first_rows(scheduled), strict=True)}
         names = dict.fromkeys(sequence.request_id for sequence, _ in scheduled)
         updates = []
         for group in (self.groups[name] for name in names if name in self.groups):
@@ -528,16 +491,7 @@ class Engine:
             if group.beam.is_done:
                 updates += self._end_search(group, group.beam.hypotheses)
                 continue
-            group.is_forked = True
-            group.sequences = [
-                group.fork(beams[extension.parent], index, self.pool)
-                for index, extension in enumerate(extensions)
-            ]
-            for beam, extension in zip(group.sequences, extensions, strict=True):
-                beam.token_ids.append(extension.token_id)
-                beam.status = SequenceStatus.DECODING
-            for beam in beams:
-                group.free(beam, self.pool)
+            group.extend_beams(extensions, self.pool)
         return updates
 
     def _end_search(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> list[SequenceUpdate]:
@@ -595,14 +549,6 @@ def longest_sequence(model: LoadedModel, memory: KvMemory, max_model_len: int | 
     """
     capacity = memory.num_blocks * memory.shape.block_size if model.window is None else UNLIMITED
     return min(model.max_position_embeddings, capacity, max_model_len or UNLIMITED)
-
-
-def _first_rows(scheduled: list[ScheduledSequence]) -> Iterator[int]:
-    """Yield the row of the logits after each sequence's last token; those after its guesses follow it."""
-    row = 0
-    for each in scheduled:
-        yield row
-        row += each.num_drawn
 
 
 def num_transferred_tokens(prompt: Sequence) -> int:
