@@ -156,6 +156,11 @@ def paged_attention(
     return output.to(query.dtype)
 
 
+def span_blocks(block_size: int) -> int:
+    """Return how many blocks are summed together, from a table's first on."""
+    return max(1, _SPAN // block_size)
+
+
 def _tiles(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
     """Cut the new tokens into runs of one sequence: int64 rows of (sequence, first token, last token + 1)."""
     num_tiles = -(-num_new // max_tokens)
@@ -389,8 +394,8 @@ def _running_softmax(
 @cache
 def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
     """Compile the loop that each thread runs: take the next program until there is none."""
-    span_blocks = max(1, _SPAN // block_size)
-    span = span_blocks * block_size
+    blocks_per_span = span_blocks(block_size)
+    span = blocks_per_span * block_size
     score_columns = -(-span // TILE_COLUMNS) * TILE_COLUMNS
     value_columns = min(head_dim & -head_dim, TILE_COLUMNS)
     max_rows = -(-_tile_tokens(group) * group // TILE_ROWS) * TILE_ROWS
@@ -444,8 +449,10 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                 num_keys = min(span, last_position + 1 - base)
                 num_blocks = -(-num_keys // block_size)
                 scores[:num_rows] = 0.0
-                for index in range(num_blocks):
-                    entry = at * span_blocks + index
+                # Nor what lies before the window: blocks that were given back.
+                first_block = max(0, first_key - base) // block_size
+                for index in range(first_block, num_blocks):
+                    entry = at * blocks_per_span + index
                     block = np.int64(table[entry])
                     key_at = head_at + block_stride * block
                     value_at = key_at + value_offset
@@ -480,6 +487,7 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                         _unpack_values(block_values, value_scale, values, slot, count, head_dim)
                 if not has_few_rows:
                     # Else a NaN of an earlier sequence, times a weight of zero, would be a NaN.
+                    values[: first_block * block_size] = 0.0
                     values[num_keys:] = 0.0
                     _add_products(scores, query, keys, num_rows, head_dim, score_columns, TILE_COLUMNS)
                 for row in range(num_rows):
@@ -489,8 +497,8 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                     high = max(0, min(num_keys, position + 1 - base))
                     _running_softmax(scores, row, low, high, best, weight, total, span, head_dim)
                 if has_few_rows:
-                    for index in range(num_blocks):
-                        block = np.int64(table[at * span_blocks + index])
+                    for index in range(first_block, num_blocks):
+                        block = np.int64(table[at * blocks_per_span + index])
                         value_at = head_at + block_stride * block + value_offset
                         slot = index * block_size
                         count = min(block_size, num_keys - slot)

@@ -30,8 +30,8 @@ from quire.models.random_model import make_random_model
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss"]
-ROUNDED = ["gpt_oss", "mistral"]
-"""Their sums depend on the step: those of experts on its tokens, of windows on their first held block."""
+ROUNDED = ["gpt_oss"]
+"""The sums of experts depend on a step's tokens."""
 
 TinyModel = Callable[[str], Path]
 Outputs = dict[tuple[str, int], list[tuple[int, TokenLogprobs | None]]]
