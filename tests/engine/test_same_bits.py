@@ -13,7 +13,8 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 
 BLOCK_SIZE, NUM_PROMPT, NUM_NEW = 16, 90, 60
