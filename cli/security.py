@@ -21,7 +21,7 @@ ApiKeysFile = Annotated[
     Path | None,
     _file("--api-keys", "File of API keys, see `quire keys`; without it nobody is asked for one."),
 ]
-TlsCert = Annotated[Path | None, _file("--tls-cert", "PEM certificate of the public port, with its chain.")]
+TlsCert = Annotated[Path | None, _file("--tls-cert", "PEM certificate of the public ports, with its chain.")]
 TlsKey = Annotated[Path | None, _file("--tls-key", "PEM key of that certificate.")]
 TlsClientCa = Annotated[
     Path | None, _file("--tls-client-ca", "Clients must show a certificate of this authority.")
@@ -37,7 +37,7 @@ ClusterCa = Annotated[
 
 
 def public_tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> TlsFiles | None:
-    """Return the files of the public port.
+    """Return the files of the public ports.
 
     Raises:
         ValueError: they are not complete.

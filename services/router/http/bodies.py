@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from quire.services.errors import InvalidArgument
 from quire.services.router.http.errors import invalid_body
 from quire.services.router.http.responses import to_json
 
 REQUEST_ID = "X-Request-Id"
+BODY_SECONDS = web.AppKey("body_seconds", float)
+"""Under this, the application holds the time for a request's body."""
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -21,15 +25,32 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
     Raises:
         InvalidArgument: names the field.
         HTTPUnsupportedMediaType: it is not JSON.
+        HTTPRequestTimeout: it did not come in time.
         HTTPRequestEntityTooLarge: it is larger than the server takes.
     """
     # Without this rule any page in a browser could post to a server on the reader's machine.
     if request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(text="send JSON, with the header content-type: application/json")
+    body = await _read(request)
     try:
-        return kind.model_validate_json(await request.read())
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise invalid_body(error) from None
+
+
+async def _read(request: web.Request) -> bytes:
+    seconds = request.app[BODY_SECONDS]
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.read()
+    except web.RequestPayloadError:
+        raise InvalidArgument(
+            "body", "is not what its content-encoding or transfer-encoding says", reason="MALFORMED_BODY"
+        ) from None
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(
+            text=f"the body did not arrive within {seconds:g} s of its headers"
+        ) from None
 
 
 def json_response(
