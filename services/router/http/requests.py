@@ -16,7 +16,7 @@ from quire.services.router.http.sampling_fields import (
 from quire.services.router.validation import MAX_ANSWERS
 
 MAX_PROMPTS = 256
-"""Prompts of one request; each counts as a request of its own where the router admits them."""
+"""Prompts of one request; each counts as a request of its own, and begins when the router can admit it."""
 
 Prompts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]

@@ -41,22 +41,23 @@ class Tagged(NamedTuple):
 async def run(
     servicer: GenerationServicer, tenant: Tenant, generations: Sequence[pb.Generation], headers: Headers
 ) -> AsyncGenerator[Tagged, None]:
-    """Serve all of a tenant's prompts side by side; the first error ends them all.
+    """Serve a tenant's prompts, a number side by side; the first error ends them all.
 
     Raises:
         ServiceError: one of them cannot be served, or not to its end.
     """
     answers = [servicer.generate(each, tenant, servicer.deadline(), headers) for each in generations]
-    streams = [_tagged(at, answer) for at, answer in enumerate(answers)]
+    places = servicer.places(tenant)
+    streams = [_tagged(at, answer, places) for at, answer in enumerate(answers)]
     async with aclosing(merged(streams) if len(streams) > 1 else streams[0]) as messages:
         async for message in messages:
             yield message
 
 
 async def _tagged(
-    at: int, responses: AsyncGenerator[pb.GenerateStreamResponse, None]
+    at: int, responses: AsyncGenerator[pb.GenerateStreamResponse, None], places: asyncio.Semaphore
 ) -> AsyncGenerator[Tagged, None]:
-    async with aclosing(responses):
+    async with places, aclosing(responses):
         async for response in responses:
             yield Tagged(at, response)
 

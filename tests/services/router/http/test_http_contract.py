@@ -232,6 +232,25 @@ async def test_the_headers_decide_who_may_call(pair: Any, tmp_path: Path) -> Non
         assert (await http.get("/ready")).status == 200
 
 
+@pytest.mark.parametrize(("tenant", "router"), [(2, 1024), (None, 3)])
+async def test_prompts_of_one_request_do_not_refuse_each_other(
+    pair: Any, tmp_path: Path, tenant: int | None, router: int
+) -> None:
+    key = new_key(Tenant("blue", max_requests=tenant))
+    keys = tmp_path / "keys"
+    keys.write_text(key.line)
+    await pair.start(api_keys_file=keys, http_port=0, max_requests=router)
+    headers = {"Authorization": f"Bearer {key.key}"}
+    async with ClientSession(f"http://{pair.running.http.address}", headers=headers) as http:
+        status, body = await post(http, "/v1/completions", {**PROMPT, "prompt": ["say it"] * 8})
+        assert status == 200
+        assert [choice["text"] for choice in body["choices"]] == ["hello world, stop here"] * 8
+        async with http.post(
+            "/v1/completions", json={**PROMPT, "prompt": ["say it"] * 8, "stream": True}
+        ) as response:
+            assert (await response.text()).count('"finish_reason":"stop"') == 8
+
+
 async def test_a_bug_is_told_without_its_details(
     http: ClientSession, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
