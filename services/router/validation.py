@@ -26,6 +26,7 @@ MIN_KV_BUDGET_BLOCKS = 3
 MAX_PROMPT_BYTES = 8 << 20
 MAX_FORMAT_BYTES = 64 << 10
 MAX_CACHE_SALT_CHARS = 128
+MAX_REQUEST_ID_CHARS = 128
 MAX_MESSAGES = 4096
 MAX_DETOKENIZED = 1 << 20
 MAX_CHAT_JSON_BYTES = 256 << 10
@@ -34,7 +35,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 T = TypeVar("T", dict[str, Any], list[Any])
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         NotFound: the model is not served here.
     """
     check_model(generation.model, model)
-    request_id = _request_id(generation.request_id)
+    request_id = generation.request_id or secrets.token_hex(8)
+    check_request_id(request_id)
     sampling = _sampling(generation.sampling, model)
     sampling.MergeFrom(await logits_rules(generation.sampling, model.tokenizer, model.vocab_size))
     _check_logprobs(generation.response, is_search=sampling.HasField("beam"))
@@ -417,9 +419,16 @@ def check_size(text: str, field: str) -> None:
         )
 
 
-def _request_id(chosen: str) -> str:
-    if not chosen:
-        return secrets.token_hex(8)
-    if not _REQUEST_ID.fullmatch(chosen):
-        raise InvalidArgument("request_id", "must hold from 1 to 128 printable ASCII characters, no spaces")
-    return chosen
+def check_request_id(chosen: str) -> None:
+    """Refuse an id that could forge a line of a log, or a header."""
+    if not is_request_id(chosen):
+        raise InvalidArgument(
+            "request_id",
+            f"must hold from 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters, no spaces",
+            metadata={"limit": str(MAX_REQUEST_ID_CHARS)},
+        )
+
+
+def is_request_id(text: str) -> bool:
+    """Return whether a text can be a request's id."""
+    return len(text) <= MAX_REQUEST_ID_CHARS and bool(_REQUEST_ID.fullmatch(text))

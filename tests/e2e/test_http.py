@@ -107,6 +107,22 @@ def test_echoed_logprobs_are_those_of_transformers(
         assert tops == pytest.approx(best[: len(tops)], abs=2e-3)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoed_tokens_are_where_the_text_has_them(client: openai.OpenAI, stream: bool) -> None:
+    prompt: Any = [0, 4, 598, 1, 5]
+    options: Any = {"model": "demo", "prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 0}
+    if stream:
+        choices = [c.choices[0] for c in client.completions.create(**options, stream=True) if c.choices]
+    else:
+        choices = client.completions.create(**options).choices
+    text = "".join(choice.text for choice in choices)
+    offsets = [at for choice in choices for at in (choice.logprobs and choice.logprobs.text_offset) or []]
+    tokens = [token for choice in choices for token in (choice.logprobs and choice.logprobs.tokens) or []]
+    assert len(tokens) == len(offsets) == len(prompt) + 3
+    for token, begin, end in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
+        assert text[begin:end] in (token, "")
+
+
 def test_an_answer_has_the_form_of_a_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",

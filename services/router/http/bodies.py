@@ -12,10 +12,13 @@ from pydantic import BaseModel, ValidationError
 from quire.services.errors import InvalidArgument
 from quire.services.router.http.errors import invalid_body
 from quire.services.router.http.responses import to_json
+from quire.services.router.validation import check_request_id, is_request_id
 
-REQUEST_ID = "X-Request-Id"
+REQUEST_ID = web.RequestKey("request_id", str)
+"""Under this, an answer's header and the log find the request's id."""
 BODY_SECONDS = web.AppKey("body_seconds", float)
 """Under this, the application holds the time for a request's body."""
+REQUEST_ID_HEADER = "X-Request-Id"
 T = TypeVar("T", bound=BaseModel)
 
 
@@ -62,6 +65,19 @@ def json_response(
     )
 
 
+def first_request_id(request: web.Request) -> str:
+    """Return the id that the header chose, where it may, or a new one; the body is not known yet."""
+    chosen = request.headers.get(REQUEST_ID_HEADER, "")
+    return chosen if is_request_id(chosen) else secrets.token_hex(16)
+
+
 def request_id(request: web.Request, chosen: str | None) -> str:
-    """Return the id that the body or the header chose, or a new one."""
-    return chosen or request.headers.get(REQUEST_ID) or secrets.token_hex(16)
+    """Return the id that the body or the header chose, or the one that the request has.
+
+    Raises:
+        InvalidArgument: an id cannot be this.
+    """
+    name = chosen or request.headers.get(REQUEST_ID_HEADER) or request[REQUEST_ID]
+    check_request_id(name)
+    request[REQUEST_ID] = name
+    return name

@@ -28,6 +28,7 @@ _TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -75,7 +76,9 @@ class HttpError(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` in whole seconds, and the milliseconds that OpenAI's clients prefer."""
+        """What to show; when to come back, in seconds and in milliseconds, which OpenAI's clients prefer."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         if self.retry_after_seconds is None:
             return {}
         return {

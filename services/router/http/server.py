@@ -16,7 +16,13 @@ from quire.services.errors import ServiceError, cannot_listen
 from quire.services.grpc_server import HANDSHAKE_SECONDS, PUBLIC_MESSAGE_BYTES
 from quire.services.log import get_logger
 from quire.services.router.http.authorization import authorized
-from quire.services.router.http.bodies import BODY_SECONDS, json_response
+from quire.services.router.http.bodies import (
+    BODY_SECONDS,
+    REQUEST_ID,
+    REQUEST_ID_HEADER,
+    first_request_id,
+    json_response,
+)
 from quire.services.router.http.connection import SERVER, Connection, Count
 from quire.services.router.http.errors import HttpError, from_service_error, http_error
 from quire.services.router.http.openapi import openapi_document
@@ -78,7 +84,7 @@ async def http_server(
         app.router.add_route(route.method, route.path, route.handler)
         if route.method == "GET":
             app.router.add_route("HEAD", route.path, route.handler)
-    app.on_response_prepare.append(_hide_versions)
+    app.on_response_prepare.append(_name_answer)
     document = openapi_document(table)
 
     async def openapi(request: web.Request) -> web.Response:
@@ -113,8 +119,9 @@ async def http_server(
         await server.stop()
 
 
-async def _hide_versions(request: web.Request, response: web.StreamResponse) -> None:
-    """Name the project alone, where aiohttp would tell its version and Python's."""
+async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
+    """Name the request, and the project where aiohttp would tell its version and Python's."""
+    response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
     response.headers["Server"] = SERVER
 
 
@@ -138,6 +145,7 @@ def _errors(count: Count) -> Middleware:
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = CLIENT_GONE
+        request[REQUEST_ID] = first_request_id(request)
         try:
             response = await _answered(request, handler)
             status = response.status
@@ -167,7 +175,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     except ConnectionError:
         return web.Response(status=CLIENT_GONE)
     except Exception:
-        _log.exception("request_failed", path=request.path)
+        _log.exception("request_failed", path=request.path, request_id=request[REQUEST_ID])
         return _error_response(
             http_error(500, "internal error; the server's log has the details", code="internal")
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import NamedTuple
 
@@ -62,14 +62,12 @@ async def _tagged(
             yield Tagged(at, response)
 
 
-async def send_events(
-    request: web.Request, events: AsyncGenerator[BaseModel, None], headers: Mapping[str, str]
-) -> web.StreamResponse:
+async def send_events(request: web.Request, events: AsyncGenerator[BaseModel, None]) -> web.StreamResponse:
     """Send each event when it comes, then ``[DONE]``.
 
     An error before the first event is raised, so that it has its status; a later one becomes the last event.
     """
-    response = web.StreamResponse(headers={**_HEADERS, **headers})
+    response = web.StreamResponse(headers=_HEADERS)
     async with aclosing(events):
         first = asyncio.create_task(_next(events))
         try:

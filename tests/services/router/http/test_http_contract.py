@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,28 @@ async def test_the_request_id_is_the_clients_and_comes_back(http: ClientSession)
         assert (await response.json())["id"] == "cmpl-mine"
     status, body = await post(http, "/v1/completions", PROMPT, headers={"X-Request-Id": "two words"})
     assert (status, body["error"]["param"]) == (400, "request_id")
+
+
+async def test_the_request_id_comes_back_with_errors_too(http: ClientSession) -> None:
+    headers = {"X-Request-Id": "mine"}
+    for path, body in (("/v1/completions", {}), ("/v1/none", {}), ("/v1/completions", {"prompt": 5})):
+        async with http.post(path, json=body, headers=headers) as response:
+            assert (response.ok, response.headers["X-Request-Id"]) == (False, "mine")
+    async with http.post("/v1/completions", json={"request_id": "named", "prompt": "x" * 100}) as response:
+        assert (response.status, response.headers["X-Request-Id"]) == (400, "named")
+    async with http.post("/v1/none", headers={"X-Request-Id": "two words \xff"}) as response:
+        assert re.fullmatch("[0-9a-f]{32}", response.headers["X-Request-Id"])
+
+
+async def test_each_prompt_of_a_request_with_the_longest_id_has_one(
+    http: ClientSession, pair: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    body = {**PROMPT, "prompt": ["a", "b"], "request_id": "x" * 128}
+    async with http.post("/v1/completions", json=body) as response:
+        assert (response.status, response.headers["X-Request-Id"]) == (200, "x" * 128)
+    ended = [r.__dict__["fields"]["request_id"] for r in caplog.records if r.msg == "request_finished"]
+    assert sorted(ended) == ["x" * 126 + "-0", "x" * 126 + "-1"]
 
 
 FIELDS = [
@@ -223,6 +246,7 @@ async def test_the_headers_decide_who_may_call(pair: Any, tmp_path: Path) -> Non
     async with ClientSession(f"http://{pair.running.http.address}") as http:
         status, body = await post(http, "/v1/completions", PROMPT)
         assert (status, body["error"]["code"]) == (401, "no_api_key")
+        assert (await http.get("/v1/models")).headers["WWW-Authenticate"] == "Bearer"
         assert (await http.get("/metrics")).status == 401
         headers = {"Authorization": f"Bearer {key.key}"}
         assert (await http.get("/metrics", headers=headers)).status == 200
