@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quire.client import InvalidRequest
 from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out
 from quire.protos import worker_pb2 as pb
@@ -143,6 +144,23 @@ def test_an_answer_has_the_form_of_a_schema(client: openai.OpenAI) -> None:
         model="demo", messages=messages, extra_body={"structured_outputs": {"choice": ["yes", 'a "no"']}}
     )
     assert choice.choices[0].message.content in ("yes", 'a "no"')
+
+
+async def test_a_form_that_no_answer_has_is_refused(
+    stack: RunningStack, client: openai.OpenAI, e2e: Any
+) -> None:
+    schema = {"name": "endless", "schema": {"$ref": "#"}}
+    with pytest.raises(openai.BadRequestError, match="no answer has this form") as caught:
+        client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "hello"}],
+            response_format={"type": "json_schema", "json_schema": schema},
+        )
+    assert caught.value.param == "response_format"
+    async with e2e.connected(stack) as (grpc_client, _):
+        with pytest.raises(InvalidRequest, match="no answer has this form") as refused:
+            await grpc_client.generate([2, 3], grammar="start: start")
+        assert refused.value.field == "format.grammar"
 
 
 @pytest.mark.parametrize("stream", [False, True])

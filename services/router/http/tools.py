@@ -20,9 +20,6 @@ CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 
 _WRITTEN_CALL = re.compile(f"{CALL_BEGIN}(.*?){CALL_END}", re.DOTALL)
 
-# The grammar's own option: a call is no place for blanks, which a model could else write to the end.
-_ONE_SPACE = {"whitespace_pattern": " ?"}
-
 
 class ToolUse(NamedTuple):
     """What a request wants of its tools."""
@@ -76,7 +73,7 @@ class ToolUse(NamedTuple):
                     "additionalProperties": False,
                 }
             )
-        schema = {"anyOf": calls, "$defs": definitions, "x-guidance": _ONE_SPACE}
+        schema = {"anyOf": calls, "$defs": definitions}
         return pb.ResponseFormat(json_schema=json.dumps(schema))
 
 
