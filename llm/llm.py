@@ -265,6 +265,7 @@ class LLM:
                 each.stop_strings,
                 each.min_tokens,
                 each.skip_special_tokens,
+                each.include_stop_str_in_output,
                 each.num_best,
                 each.logprobs is not None,
             )

@@ -26,6 +26,7 @@ class SamplingParams:
         top_k: 0 or -1 is off.
         seed: None draws one.
         stop: strings that end an answer; they are not part of its text.
+        include_stop_str_in_output: let the text end with the stop string.
         stop_token_ids: tokens that end an answer, as its last token.
         ignore_eos: go on after the model's own end.
         max_tokens: None goes on to the model's length.
@@ -54,6 +55,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16

@@ -74,6 +74,7 @@ class ValidRequest:
     num_prompt_logprobs: int | None
     wants_prompt_token_ids: bool
     keep_special_tokens: bool
+    keep_stop_string: bool
     format: pb.ResponseFormat
 
 
@@ -105,6 +106,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         num_prompt_logprobs=_optional(generation.response, "prompt_logprobs"),
         wants_prompt_token_ids=generation.response.prompt_token_ids,
         keep_special_tokens=generation.response.keep_special_tokens,
+        keep_stop_string=generation.response.keep_stop_string,
         format=generation.format,
     )
 

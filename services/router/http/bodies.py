@@ -38,7 +38,7 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise invalid_body(error) from None
+        raise invalid_body(error, body) from None
 
 
 async def _read(request: web.Request) -> bytes:

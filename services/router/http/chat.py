@@ -76,6 +76,7 @@ def _generation(body: ChatCompletionRequest, use: ToolUse, name: str) -> pb.Gene
             prompt_logprobs=body.prompt_logprobs,
             prompt_token_ids=bool(body.return_token_ids or body.prompt_logprobs is not None),
             keep_special_tokens=body.skip_special_tokens is False,
+            keep_stop_string=bool(body.include_stop_str_in_output),
         ),
         request_id=name,
         format=wanted or call,
@@ -157,6 +158,8 @@ class _Writer:
         if reason:
             content, calls = reader.finish()
             delta.content = (delta.content or "") + content
+            for index, call in enumerate(calls):
+                call.index = index
             if calls:
                 delta.tool_calls, reason = calls, "tool_calls"
         event = ChatDelta(

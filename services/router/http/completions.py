@@ -58,6 +58,7 @@ def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
         prompt_logprobs=body.logprobs if body.echo else body.prompt_logprobs,
         prompt_token_ids=bool(body.echo or body.prompt_logprobs is not None or body.return_token_ids),
         keep_special_tokens=body.skip_special_tokens is False,
+        keep_stop_string=bool(body.include_stop_str_in_output),
     )
     sampling, form = sampling_params(body, body.best_of), answer_format(body)
     stopping = stopping_params(body, 1 if body.only_reads else max_tokens)

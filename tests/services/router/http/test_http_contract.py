@@ -15,6 +15,7 @@ import pytest
 from aiohttp import ClientSession, web
 from prometheus_client import CollectorRegistry
 
+from quire.services.router.http.errors import _STATUS
 from quire.services.router.http.server import http_server
 from quire.services.router.tenants import Tenant, new_key
 
@@ -72,14 +73,17 @@ async def test_each_prompt_of_a_request_with_the_longest_id_has_one(
 
 FIELDS = [
     ("/v1/completions", {"prompt": []}, "prompt", "at least 1 item"),
-    ("/v1/completions", {"prompt": [[1], "x"]}, "prompt", "valid string"),
+    ("/v1/completions", {"prompt": [[1], "x"]}, "prompt.0", "valid string"),
+    ("/v1/completions", {"prompt": [1, -1]}, "prompt.1", "greater than or equal to 0"),
+    ("/v1/completions", {"prompt": 5}, "prompt", "valid string; or input should be a valid"),
+    ("/v1/completions", {"priority": 1}, "priority", "should be 0"),
     ("/v1/completions", {"prompt": [9999]}, "prompt[0]", "below 320"),
     ("/v1/completions", {"prompt": "x" * 100}, "prompt", "at most 63 tokens"),
     ("/v1/completions", {"prompt": "\ud800"}, "body", "Invalid JSON"),
     ("/v1/completions", {"temperature": -1}, "temperature", "greater than or equal to 0"),
     ("/v1/completions", {"temperature": "1"}, "temperature", "valid number"),
     ("/v1/completions", {"temperture": 1}, "temperture", "not a field"),
-    ("/v1/completions", {"suffix": "x"}, "suffix", "null"),
+    ("/v1/completions", {"suffix": "x"}, "suffix", "should be ''"),
     ("/v1/completions", {"max_tokens": 0}, "max_tokens", "from 1 to"),
     ("/v1/completions", {"n": 3, "best_of": 2}, "best_of", "from n = 3"),
     ("/v1/completions", {"best_of": 2, "use_beam_search": True, "n": 2}, "best_of", "width"),
@@ -88,7 +92,7 @@ FIELDS = [
     ("/v1/completions", {"stop": ""}, "stop[0]", "from 1 to 256"),
     ("/v1/completions", {"stop_token_ids": [999]}, "stop_token_ids[0]", "below 320"),
     ("/v1/completions", {"logit_bias": {"999": 1}}, "logit_bias", "below 320"),
-    ("/v1/completions", {"logit_bias": {"x": 1}}, "logit_bias.x.[key]", "valid integer"),
+    ("/v1/completions", {"logit_bias": {"x": 1}}, "logit_bias.x", "valid integer"),
     ("/v1/completions", {"top_k": 999}, "top_k", "320"),
     ("/v1/completions", {"length_penalty": 1.0}, "length_penalty", "use_beam_search"),
     ("/v1/completions", {"use_beam_search": True}, "n", "from 2 to 64"),
@@ -100,9 +104,17 @@ FIELDS = [
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages",
+        "messages.0.content.0.type",
         "'text'",
     ),
+    ("/v1/chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role", "field required"),
+    (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.name",
+        "field required",
+    ),
+    ("/v1/chat/completions", {"verbosity": "high"}, "verbosity", "'medium'"),
     ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice", "needs tools"),
     (
@@ -123,6 +135,58 @@ async def test_what_is_wrong_is_named(http: ClientSession) -> None:
         error = body["error"]
         assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param), error
         assert problem in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (
+            "/v1/completions",
+            {"suffix": "", "priority": 0, "include_stop_str_in_output": False, "prediction": None},
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+                    }
+                ],
+                "functions": None,
+                "function_call": None,
+                "stream_options": {"include_usage": True, "other": None},
+                "structured_outputs": {"regex": "a", "json": None},
+                "verbosity": "medium",
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "parallel_tool_calls": False,
+            },
+        ),
+    ],
+)
+async def test_what_clients_send_by_default_is_accepted(http: ClientSession, path: str, fields: Any) -> None:
+    status, body = await post(http, path, {**(PROMPT if path == "/v1/completions" else CHAT), **fields})
+    assert status == 200, body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("keeps", "text"), [(False, "hello wor"), (True, "hello world, st")])
+async def test_a_stop_string_is_cut_off_or_kept(
+    http: ClientSession, stream: bool, keeps: bool, text: str
+) -> None:
+    body = {**PROMPT, "stop": ["ld, st"], "include_stop_str_in_output": keeps, "stream": stream}
+    async with http.post("/v1/completions", json=body) as response:
+        answer = await response.text()
+    events = [line.removeprefix("data: ") for line in answer.strip().split("\n\n")]
+    choices = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
+    assert "".join(choice["text"] for choice in choices) == text
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+async def test_the_version_is_told(http: ClientSession) -> None:
+    async with http.get("/version") as response:
+        assert re.match(r"\d+", (await response.json())["version"])
 
 
 async def test_what_is_no_request_of_the_api(http: ClientSession) -> None:
@@ -236,6 +300,9 @@ async def test_the_openapi_document_has_every_route_and_resolves(http: ClientSes
     completion = document["components"]["schemas"]["CompletionRequest"]
     assert completion["additionalProperties"] is False
     assert completion["required"] == ["prompt"]
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert {str(status) for status in _STATUS.values()} <= set(operation["responses"])
 
 
 async def test_the_headers_decide_who_may_call(pair: Any, tmp_path: Path) -> None:
