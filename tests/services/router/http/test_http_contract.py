@@ -8,13 +8,18 @@ import io
 import json
 import logging
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
+from quire.services.otel_tracing import OtelTracer
 from quire.services.router.http.errors import _STATUS
 from quire.services.router.http.server import http_server
 from quire.services.router.tenants import Tenant, new_key
@@ -340,6 +345,40 @@ async def test_prompts_of_one_request_do_not_refuse_each_other(
             "/v1/completions", json={**PROMPT, "prompt": ["say it"] * 8, "stream": True}
         ) as response:
             assert (await response.text()).count('"finish_reason":"stop"') == 8
+
+
+async def test_a_tenants_tokens_are_counted(pair: Any, tmp_path: Path) -> None:
+    key = new_key(Tenant("blue", tokens_per_minute=10))
+    keys = tmp_path / "keys"
+    keys.write_text(key.line)
+    await pair.start(api_keys_file=keys, http_port=0)
+    headers = {"Authorization": f"Bearer {key.key}"}
+    async with ClientSession(f"http://{pair.running.http.address}", headers=headers) as http:
+        status, body = await post(http, "/v1/completions", {**PROMPT, "prompt": [7]})
+        assert status == 200
+        async with http.post("/v1/completions", json={**PROMPT, "prompt": [7] * 9}) as response:
+            refused = await response.json()
+    assert (response.status, refused["error"]["code"]) == (429, "token_rate")
+    # A token comes in six seconds.
+    missing = body["usage"]["total_tokens"] + 9 - 10
+    assert int(response.headers["Retry-After-Ms"]) == pytest.approx(6000 * missing, abs=6000)
+
+
+async def test_a_clients_trace_goes_on(start: Any, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    @contextlib.asynccontextmanager
+    async def opened(*arguments: Any, clock: Any, **options: Any) -> AsyncIterator[OtelTracer]:
+        yield OtelTracer(provider, clock)
+
+    monkeypatch.setattr("quire.services.router.app.open_tracer", opened)
+    http = await start()
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    await post(http, "/v1/completions", PROMPT, headers={"traceparent": f"00-{trace_id}-{span_id}-01"})
+    (span,) = [span for span in exporter.get_finished_spans() if span.name == "request"]
+    assert span.parent is not None
+    assert (span.parent.trace_id, span.parent.span_id) == (int(trace_id, 16), int(span_id, 16))
 
 
 async def test_a_bug_is_told_without_its_details(
