@@ -71,7 +71,7 @@ class CalledTool(Body):
     model_config = ConfigDict(extra="ignore")
 
     id: str
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
 

@@ -28,10 +28,17 @@ LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Ignored = Annotated[Any, Field(description="Accepted, and without effect.")]
 
 
+def _allow_nulls(schema: dict[str, Any]) -> None:
+    if schema.get("additionalProperties") is False:
+        schema["additionalProperties"] = {"type": "null"}
+
+
 class Body(BaseModel):
     """A JSON object of which every member is known; a null is an absent member."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_allow_nulls
+    )
 
     @model_validator(mode="before")
     @classmethod
