@@ -12,8 +12,8 @@ import torch
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 
