@@ -28,8 +28,9 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import load_model
 from quire.engine.model_runner import ModelRunner
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 from quire.models.random_model import byte_tokenizer
 
 BLOCK_SIZE = 16

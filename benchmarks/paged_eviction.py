@@ -28,8 +28,8 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.paged_eviction import PagedEviction, Score, importance
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams
 from quire.kvindex.block_hash import block_hash
 from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out

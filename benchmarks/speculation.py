@@ -44,8 +44,9 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.ngram_proposer import NgramProposer
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 from quire.engine.speculation import Proposer, SpeculationCounts, Speculator, Wanted
 from quire.kvindex.block_hash import block_hash
 from quire.models import notes

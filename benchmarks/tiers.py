@@ -35,8 +35,9 @@ from quire.engine.engine import Engine
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.models.random_model import make_random_model
 

@@ -27,7 +27,7 @@ class PublicSecurity:
         _file("--api-keys", "File of API keys, see `quire keys`; without it nobody is asked for one."),
     ] = None
     tls_cert: Annotated[
-        Path | None, _file("--tls-cert", "PEM certificate of the public port, with its chain.")
+        Path | None, _file("--tls-cert", "PEM certificate of the public ports, with its chain.")
     ] = None
     tls_key: Annotated[Path | None, _file("--tls-key", "PEM key of that certificate.")] = None
     tls_client_ca: Annotated[
@@ -35,7 +35,7 @@ class PublicSecurity:
     ] = None
 
     def tls(self) -> TlsFiles | None:
-        """Return the files of the public port.
+        """Return the files of the public ports.
 
         Raises:
             ValueError: they are not complete.

@@ -54,6 +54,7 @@ _FIELDS: Mapping[str, tuple[str, str]] = {
     "logprobs": ("response", "logprobs"),
     "prompt_logprobs": ("response", "prompt_logprobs"),
     "keep_special_tokens": ("response", "keep_special_tokens"),
+    "keep_stop_string": ("response", "keep_stop_string"),
     "model": ("", "model"),
     "request_id": ("", "request_id"),
     "cache_salt": ("", "cache_salt"),

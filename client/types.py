@@ -83,6 +83,8 @@ class GenerationOptions(TypedDict, total=False):
     """Return this many top logprobs at each position of the prompt; such a prompt uses no prefix cache."""
     keep_special_tokens: bool | None
     """Keep special tokens in the returned text."""
+    keep_stop_string: bool | None
+    """End the text with the stop string that was found."""
     model: str | None
     """Name of the served model; by default the only one."""
     request_id: str | None

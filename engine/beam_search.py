@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.engine.sequence import BeamParams
+from quire.engine.sampling_params import BeamParams
 
 _IMPOSSIBLE = -1.0e9
 

@@ -49,11 +49,16 @@ class FileProblem(Exception):
 
 
 class Finished(NamedTuple):
-    """A read or a write that has ended; ``failure`` is empty if it went well."""
+    """A read, or a write of a payload, that has ended; ``failure`` is empty if it went well."""
 
     block_hash: bytes
-    is_read: bool
+    written: bytes | None
     failure: str
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the block has been read."""
+        return self.written is None
 
 
 class DiskCache:
@@ -158,8 +163,9 @@ class DiskCache:
                 finished = self._finished.get_nowait()
             except Empty:
                 return
-            if not finished.is_read:
-                self._pending.pop(finished.block_hash, None)
+            # A block that was dropped and has come back has a later write to wait for.
+            if finished.written is not None and self._pending.get(finished.block_hash) is finished.written:
+                del self._pending[finished.block_hash]
             yield finished
 
     # --- files --------------------------------------------------------------------------------------------
@@ -178,7 +184,7 @@ class DiskCache:
             unfinished.rename(path)
         except OSError:
             failure = "write"
-        self._finished.put(Finished(block_hash, False, failure))
+        self._finished.put(Finished(block_hash, payload, failure))
 
     def _read(self, block_hash: bytes, pending: bytes | None, target: memoryview) -> None:
         failure = ""
@@ -191,7 +197,7 @@ class DiskCache:
             failure = "read"
         except FileProblem as problem:
             failure = problem.reason
-        self._finished.put(Finished(block_hash, True, failure))
+        self._finished.put(Finished(block_hash, None, failure))
         self.wake()
 
     def _read_file(self, block_hash: bytes, target: memoryview) -> None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.engine.block_pool import BlockPool, NoFreeBlocksError
+from quire.engine.block_tables import BlockTables
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.model_runner import ModelRunner
 from quire.engine.sampler import sample
-from quire.engine.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
+from quire.engine.scheduler import ScheduledSequence, SchedulerConfig
 from quire.engine.sequence import HashBlock, Sequence
 from quire.engine.speculation import Wanted
 
@@ -59,8 +60,8 @@ class DraftProposer:
         eos_token_ids: frozenset[int],
     ) -> None:
         self.pool = BlockPool(memory.num_blocks)
-        # Not to schedule: it finds, reserves, seals and trims blocks.
-        self._ledger = Scheduler(limits, self.pool, hash_block)
+        self._tables = BlockTables(self.pool, limits.block_size, hash_block)
+        self._max_step_tokens = limits.max_num_batched_tokens
         self._runner = ModelRunner(model, memory)
         self._max_num_tokens = model.max_position_embeddings
         self._eos_token_ids = eos_token_ids
@@ -83,7 +84,7 @@ class DraftProposer:
         ahead = self._lookaheads.get(sequence)
         if ahead is None:
             ahead = self._lookaheads[sequence] = Lookahead(_blank_copy(sequence), sequence.num_tokens)
-            self._ledger.take_cached_prefix(ahead.copy, max_tokens=sequence.num_tokens - 1)
+            self._tables.take_cached_prefix(ahead.copy, max_tokens=sequence.num_tokens - 1)
         copy, num_right = ahead.copy, ahead.num_known
         following = sequence.token_ids[ahead.num_known :]
         for guess, token_id in zip(copy.token_ids[ahead.num_known :], following, strict=False):
@@ -93,8 +94,8 @@ class DraftProposer:
         copy.token_ids[ahead.num_known :] = following
         copy.num_computed_tokens = min(copy.num_computed_tokens, num_right)
         copy.logits_rules = sequence.logits_rules and sequence.logits_rules.copy()
-        self._ledger.seal(copy)
-        self._ledger.trim(copy)
+        self._tables.seal(copy)
+        self._tables.trim(copy)
         ahead.num_known = sequence.num_tokens
         ahead.num_wanted = min(sequence.num_tokens + wanted.num_tokens, self._max_num_tokens)
         return ahead
@@ -125,10 +126,10 @@ class DraftProposer:
 
     def _schedule(self, ahead: list[Lookahead]) -> Iterator[ScheduledSequence]:
         """Yield the copies that there are blocks for, and how many tokens to compute of each."""
-        budget = self._ledger.config.max_num_batched_tokens
+        budget = self._max_step_tokens
         for copy in (each.copy for each in ahead):
             try:
-                self._ledger.reserve(copy)
+                self._tables.reserve(copy)
             except NoFreeBlocksError:
                 continue
             if num_tokens := min(copy.num_tokens - copy.num_computed_tokens, budget):

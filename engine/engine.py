@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
 from quire.engine.beam_search import BeamSearch, Hypothesis
 from quire.engine.block_pins import BlockPins
 from quire.engine.block_pool import BlockListener, BlockPool, NoFreeBlocksError
+from quire.engine.block_tables import BlockTables
 from quire.engine.cache_tiers import CacheTiers
 from quire.engine.disk_cache import DiskCache
+from quire.engine.drawing import Drawing, draw, first_rows
 from quire.engine.group import SequenceGroup
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
@@ -24,7 +24,7 @@ from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import UNLIMITED, LoadedModel
 from quire.engine.model_runner import ModelRunner
 from quire.engine.paged_eviction import PagedEviction
-from quire.engine.sampler import rank_tokens, sample
+from quire.engine.sampler import rank_tokens
 from quire.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
 from quire.engine.sequence import (
     GeneratedToken,
@@ -61,29 +61,10 @@ class StepSeconds:
     process: float = 0.0
 
 
-class Drawing(NamedTuple):
-    """A sequence that a step draws tokens for: the row of logits of the first, and the tokens so far."""
-
-    sequence: Sequence
-    row: int
-    tokens: list[GeneratedToken]
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """How many of the sequence's guesses were right."""
-        drafts = self.sequence.draft_token_ids
-        pairs = zip(drafts, self.tokens, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1].token_id, pairs))
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the last token was guessed, so that there are logits for the next."""
-        is_open = not self.sequence.status.is_finished
-        return is_open and self.num_accepted_tokens == len(self.tokens)
-
-
 class Engine:
     """Runs sequences over paged KV blocks. Not thread-safe: one thread owns it.
+
+    Any call between two steps may let blocks come free: ``grant_blocks`` follows it, and ends each step.
 
     Args:
         model: the model.
@@ -123,14 +104,11 @@ class Engine:
         self.pins = BlockPins(self.pool, clock)
         self.swap_space = SwapSpace(swap_memory.num_blocks if swap_memory else 0)
         self._swap_cost = SwapCost(memory.shape.block_bytes)
+        self.tables = BlockTables(
+            self.pool, config.block_size, hash_block, model.window, config.max_num_batched_tokens, self.tiers
+        )
         self.scheduler = Scheduler(
-            config,
-            self.pool,
-            hash_block,
-            self.swap_space,
-            self._swap_cost.prefers_swap,
-            model.window,
-            self.tiers,
+            config, self.pool, self.tables, self.swap_space, self._swap_cost.prefers_swap, self.tiers
         )
         self.runner = ModelRunner(model, memory, swap_memory)
         self._eviction = eviction or PagedEviction(memory)
@@ -197,9 +175,9 @@ class Engine:
         self.scheduler.stamp_arrival(group)
         prompt.status = SequenceStatus.TRANSFERRING
         num_tokens = num_transferred_tokens(prompt)
-        self.scheduler.bring_prefix(prompt)
-        self.scheduler.take_cached_prefix(prompt, max_tokens=num_tokens)
-        self.scheduler.drop_unseen(prompt, num_tokens)
+        self.tables.bring_prefix(prompt)
+        self.tables.take_cached_prefix(prompt, max_tokens=num_tokens)
+        self.tables.drop_unseen(prompt, num_tokens)
         return len(prompt.block_table)
 
     def _register(self, prompt: Sequence) -> SequenceGroup:
@@ -238,7 +216,7 @@ class Engine:
                 f"this worker runs at most {self.scheduler.config.max_num_seqs} at once"
             )
         num_tokens = min(num_prompt + params.max_tokens, self.max_model_len)
-        num_blocks = self.scheduler.max_blocks(group, num_tokens)
+        num_blocks = self.tables.max_blocks(group, num_tokens)
         if num_blocks > self.pool.num_blocks:
             raise RequestTooLongError(
                 f"{params.num_sequences} sequences of up to {num_tokens} tokens take {num_blocks} blocks; "
@@ -246,24 +224,24 @@ class Engine:
             )
 
     def reserve(self, request_id: str, on_settled: OnSettled) -> None:
-        """Call back with True, at once or later, when an accepted sequence has blocks for its whole prompt.
+        """Call back with True, later, when an accepted sequence has been granted blocks for its whole prompt.
 
-        All or nothing and first come first served. Requests that wait may hold cached prefixes. Where these
-        alone are in the way, the newest of them ends, and is called back with False: another worker may have
-        room.
+        All or nothing and first come first served. A request that ends before that is called back with
+        False. So is one that is ended for it: requests that wait may hold cached prefixes, and where these
+        alone are in the way, the newest gives way, since another worker may have room.
 
         Raises:
             KeyError: the request has ended.
         """
         self.groups[request_id]
         self._waiting_for_blocks[request_id] = on_settled
-        self._grant_blocks()
 
-    def _grant_blocks(self) -> None:
+    def grant_blocks(self) -> None:
+        """Give transfers what has come free; end the newest where nobody else will give blocks back."""
         while self._waiting_for_blocks:
             request_id, on_settled = next(iter(self._waiting_for_blocks.items()))
             try:
-                self.scheduler.reserve(self.groups[request_id].prompt)
+                self.tables.reserve(self.groups[request_id].prompt)
             except NoFreeBlocksError:
                 if self._others_give_back():
                     return
@@ -289,7 +267,7 @@ class Engine:
         group = self.groups[request_id]
         prompt = group.prompt
         prompt.num_computed_tokens = num_transferred_tokens(prompt)
-        self.scheduler.seal(prompt)
+        self.tables.seal(prompt)
         self._evict(prompt)
         prompt.status = SequenceStatus.WAITING
         if first_token_id is not None:
@@ -306,24 +284,15 @@ class Engine:
         """End a request and free its blocks; unknown and finished ones are no error."""
         group = self.groups.pop(request_id, None)
         if group is not None:
-            self._waiting_for_blocks.pop(request_id, None)
+            on_settled = self._waiting_for_blocks.pop(request_id, None)
             self.scheduler.discard(group, SequenceStatus.FINISHED_ABORTED)
-            self._grant_blocks()
+            if on_settled is not None:
+                on_settled(False)
 
-    release = abort
-    """Give back the blocks of a finished prefill: the same as ending it."""
-
-    def prefetch(self, block_hashes: Items[bytes], on_done: Callable[[], None]) -> bool:
-        """Read the blocks of a chain that are on disk into host memory; call back when they are there.
-
-        Returns:
-            Whether there is anything to wait for; if not, nobody calls back.
-        """
-        return self.tiers is not None and not self.tiers.prefetch(block_hashes, on_done).is_done
-
-    def prefetch_prompt(self, prompt: Sequence, on_done: Callable[[], None]) -> bool:
-        """Do the same for a prompt's blocks."""
-        return self.tiers is not None and self.prefetch(self.scheduler.prefix_hashes(prompt), on_done)
+    def prefetch(self, block_hashes: Items[bytes], on_done: Callable[[], None]) -> None:
+        """Read the blocks of a chain that are on disk into host memory; call back when they are there."""
+        if self.tiers is None or self.tiers.prefetch(block_hashes, on_done).is_done:
+            on_done()
 
     def settle(self) -> None:
         """Take in blocks that have come from disk meanwhile."""
@@ -339,7 +308,6 @@ class Engine:
     def unpin(self, name: str) -> None:
         """Drop a pin; unknown ones are no error."""
         self.pins.unpin(name)
-        self._grant_blocks()
 
     def clear_cache(self) -> int:
         """Forget the blocks that no request uses, in all tiers; return how many."""
@@ -351,7 +319,6 @@ class Engine:
         """End one sequence that a step has just advanced; the others of its request go on."""
         if not sequence.status.is_finished:
             self._finish(sequence, SequenceStatus.FINISHED_STOPPED)
-            self._grant_blocks()
 
     def _finish(self, sequence: Sequence, status: SequenceStatus) -> None:
         group = self.groups[sequence.request_id]
@@ -364,6 +331,12 @@ class Engine:
 
     def step(self) -> list[SequenceUpdate]:
         """Compute one batch and return what it did for each sequence in it."""
+        updates = self._step()
+        # Even without a batch: a group that found no blocks may have given up its own.
+        self.grant_blocks()
+        return updates
+
+    def _step(self) -> list[SequenceUpdate]:
         begin = self._clock()
         self._propose()
         start = self._clock()
@@ -383,11 +356,11 @@ class Engine:
         start = self._clock()
         self._score_prompts(schedule.sequences, prompt_logits)
         updates = self._advance(schedule.sequences)
-        drawn = self._draw(schedule.sequences, logits)
+        drawn = self._drawings(schedule.sequences)
+        draw(drawn, logits, self.model.eos_token_ids, self._status_after_token)
         sampled = self._clock()
         updates += self._search(schedule.sequences, logits)
         updates += [self._settle(each) for each in drawn]
-        self._grant_blocks()
         end = self._clock()
         self.step_seconds.sample = sampled - start
         self.step_seconds.process = end - sampled
@@ -457,8 +430,8 @@ class Engine:
         updates = []
         for sequence, num_tokens in scheduled:
             sequence.num_computed_tokens += num_tokens - len(sequence.draft_token_ids)
-            self.scheduler.seal(sequence)
-            self.scheduler.drop_unseen(sequence, sequence.num_computed_tokens)
+            self.tables.seal(sequence)
+            self.tables.drop_unseen(sequence, sequence.num_computed_tokens)
             self._evict(sequence)
             is_done = sequence.num_computed_tokens == sequence.num_tokens
             if is_done and sequence.draws_tokens:
@@ -471,35 +444,19 @@ class Engine:
     def _evict(self, sequence: Sequence) -> None:
         """Give back what is beyond a sequence's KV budget."""
         if places := self._eviction.choose(sequence):
-            self.scheduler.drop(sequence, places)
+            self.tables.drop(sequence, places)
 
-    def _draw(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[Drawing]:
-        """Draw the next token of each sequence that was computed to its end; after a right guess one more."""
-        drawn = drawing = self._drawing(scheduled)
-        while drawing:
-            rows = [each.row + len(each.tokens) for each in drawing]
-            chosen = logits
-            if rows != list(range(len(logits))):
-                chosen = logits[torch.tensor(rows, device=logits.device)]
-            sampled = sample(chosen, [each.sequence for each in drawing], self.model.eos_token_ids)
-            for each, token_id, logprobs in zip(drawing, *sampled, strict=True):
-                each.tokens.append(GeneratedToken(token_id, logprobs))
-                each.sequence.token_ids.append(token_id)
-                each.sequence.status = self._status_after_token(each.sequence)
-            drawing = [each for each in drawing if each.goes_on]
-        return drawn
-
-    def _drawing(self, scheduled: list[ScheduledSequence]) -> list[Drawing]:
+    def _drawings(self, scheduled: list[ScheduledSequence]) -> list[Drawing]:
         """Return the sequences that were computed to their end; fork the samples first."""
-        drawing = []
-        for (sequence, _), row in zip(scheduled, _first_rows(scheduled), strict=True):
+        drawings = []
+        for (sequence, _), row in zip(scheduled, first_rows(scheduled), strict=True):
             group = self.groups[sequence.request_id]
             if sequence.num_computed_tokens < sequence.num_tokens or not sequence.draws_tokens or group.beam:
                 continue
             # The prompt's last row gives the first token of every sample.
             sequences = [sequence] if group.is_forked else group.fork_samples(self.pool)
-            drawing += [Drawing(each, row, []) for each in sequences]
-        return drawing
+            drawings += [Drawing(each, row, []) for each in sequences]
+        return drawings
 
     def _settle(self, drawn: Drawing) -> SequenceUpdate:
         """Keep what right guesses computed, drop the rest, and end the sequence if it has ended."""
@@ -510,8 +467,8 @@ class Engine:
             self.speculator.verified(sequence, len(sequence.draft_token_ids), num_accepted)
             sequence.num_computed_tokens += num_accepted
             sequence.draft_token_ids = []
-            self.scheduler.seal(sequence)
-            self.scheduler.trim(sequence)
+            self.tables.seal(sequence)
+            self.tables.trim(sequence)
         if sequence.status.is_finished:
             self._finish(sequence, sequence.status)
         return SequenceUpdate(
@@ -520,7 +477,7 @@ class Engine:
 
     def _search(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[SequenceUpdate]:
         """Advance each beam search whose beams have all been computed."""
-        rows = {id(s.sequence): row for s, row in zip(scheduled, _first_rows(scheduled), strict=True)}
+        rows = {id(s.sequence): row for s, row in zip(scheduled, first_rows(scheduled), strict=True)}
         names = dict.fromkeys(sequence.request_id for sequence, _ in scheduled)
         updates = []
         for group in (self.groups[name] for name in names if name in self.groups):
@@ -535,16 +492,7 @@ class Engine:
             if group.beam.is_done:
                 updates += self._end_search(group, group.beam.hypotheses)
                 continue
-            group.is_forked = True
-            group.sequences = [
-                group.fork(beams[extension.parent], index, self.pool)
-                for index, extension in enumerate(extensions)
-            ]
-            for beam, extension in zip(group.sequences, extensions, strict=True):
-                beam.token_ids.append(extension.token_id)
-                beam.status = SequenceStatus.DECODING
-            for beam in beams:
-                group.free(beam, self.pool)
+            group.extend_beams(extensions, self.pool)
         return updates
 
     def _end_search(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> list[SequenceUpdate]:
@@ -602,14 +550,6 @@ def longest_sequence(model: LoadedModel, memory: KvMemory, max_model_len: int | 
     """
     capacity = memory.num_blocks * memory.shape.block_size if model.window is None else UNLIMITED
     return min(model.max_position_embeddings, capacity, max_model_len or UNLIMITED)
-
-
-def _first_rows(scheduled: list[ScheduledSequence]) -> Iterator[int]:
-    """Yield the row of the logits after each sequence's last token; those after its guesses follow it."""
-    row = 0
-    for each in scheduled:
-        yield row
-        row += each.num_drawn
 
 
 def num_transferred_tokens(prompt: Sequence) -> int:

@@ -32,12 +32,21 @@ class EngineThread:
     Args:
         engine: not to be touched by anyone else after ``start``.
         on_step: called in the engine's thread after each step, for metrics.
+        on_failure: called in the event loop, once, if the engine fails and the thread ends by itself.
     """
 
-    def __init__(self, engine: Engine, on_step: Callable[[Engine, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[Engine, int], None] | None = None,
+        on_failure: Callable[[EngineStoppedError], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._on_step = on_step
+        self._on_failure = on_failure
         self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
+        self._unsettled: set[Future[Any]] = set()
+        """Of commands that have run and will call back; the engine's thread's."""
         self._wake = threading.Condition()
         self._is_stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -75,22 +84,39 @@ class EngineThread:
         """
         return await asyncio.wrap_future(self.post(command))
 
+    async def call_back(self, command: Callable[[Engine, Callable[[T], None]], object]) -> T:
+        """Do the same with a command that calls back, at once or after later steps; return what it says.
+
+        Raises:
+            EngineStoppedError: the thread has ended, or ends before that.
+        """
+        return await asyncio.wrap_future(self._post(command))
+
     def post(self, command: Callable[[Engine], T]) -> Future[T]:
         """Queue a command without waiting for it; see ``call``."""
+        return self._post(lambda engine, settle: settle(command(engine)))
+
+    def _post(self, command: Callable[[Engine, Callable[[T], None]], object]) -> Future[T]:
         future: Future[T] = Future()
+
+        def settle(value: T) -> None:
+            self._unsettled.discard(future)
+            future.set_result(value)
 
         def run() -> None:
             # From here on the caller's cancellation cannot half-run the command.
             if not future.set_running_or_notify_cancel():
                 return
+            self._unsettled.add(future)
             try:
-                future.set_result(command(self._engine))
+                command(self._engine, settle)
             except Exception as error:
+                self._unsettled.discard(future)
                 future.set_exception(error)
 
         with self._wake:
             if self._is_stopping:
-                raise EngineStoppedError("the engine has stopped")
+                raise _stopped()
             self._commands.append((run, future))
             self._wake.notify()
         return future
@@ -115,9 +141,11 @@ class EngineThread:
             if queue is not None:
                 queue.put_nowait(update)
 
-    def _deliver_failure(self, error: Exception) -> None:
+    def _deliver_failure(self, error: EngineStoppedError) -> None:
         for queue in self._updates.values():
             queue.put_nowait(error)
+        if self._on_failure is not None:
+            self._on_failure(error)
 
     # --- in the engine's thread ---------------------------------------------------------------------------
 
@@ -138,9 +166,13 @@ class EngineThread:
             logger.exception("the engine failed and stops")
             with self._wake:
                 self._is_stopping = True
-            self._loop.call_soon_threadsafe(self._deliver_failure, error)
+            failure = EngineStoppedError(f"the engine has failed: {type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(self._deliver_failure, failure)
         for _, future in self._commands:
-            future.set_exception(EngineStoppedError("the engine has stopped"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_stopped())
+        for future in self._unsettled:
+            future.set_exception(_stopped())
 
     def _run_commands(self, can_step: bool) -> bool:
         """Run what is queued, waiting for a command while no step can be made; False ends the loop."""
@@ -153,6 +185,7 @@ class EngineThread:
                 commands, self._commands = self._commands, deque()
             for command, _ in commands:
                 command()
+            self._engine.grant_blocks()
             if not self._engine.is_idle:
                 return True
 
@@ -160,3 +193,7 @@ class EngineThread:
     def step_seconds(self) -> StepSeconds:
         """Where the time of the last step went."""
         return self._engine.step_seconds
+
+
+def _stopped() -> EngineStoppedError:
+    return EngineStoppedError("the engine has stopped")

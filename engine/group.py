@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.engine.beam_search import BeamSearch
+from quire.engine.beam_search import BeamExtension, BeamSearch
 from quire.engine.block_pool import BlockPool
 from quire.engine.cache_tiers import Prefetch
-from quire.engine.sequence import SamplingParams, Sequence, SequenceStatus
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.sequence import Sequence, SequenceStatus
 
 
 class SwappedTables(NamedTuple):
@@ -113,3 +114,14 @@ class SequenceGroup:
             self.is_forked = True
             self.sequences += [self.fork(self.prompt, index, pool) for index in range(1, self.params.n)]
         return self.sequences
+
+    def extend_beams(self, extensions: list[BeamExtension], pool: BlockPool) -> None:
+        """Replace the beams by those that a step of their search has chosen."""
+        beams = self.sequences
+        self.is_forked = True
+        self.sequences = [self.fork(beams[each.parent], index, pool) for index, each in enumerate(extensions)]
+        for beam, extension in zip(self.sequences, extensions, strict=True):
+            beam.token_ids.append(extension.token_id)
+            beam.status = SequenceStatus.DECODING
+        for beam in beams:
+            self.free(beam, pool)

@@ -19,7 +19,8 @@ import torch
 from quire.engine.structured_output import GrammarMatcher
 
 if TYPE_CHECKING:
-    from quire.engine.sequence import SamplingParams, Sequence
+    from quire.engine.sampling_params import SamplingParams
+    from quire.engine.sequence import Sequence
 
 _FORBIDDEN = float("-inf")
 

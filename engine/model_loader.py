@@ -17,6 +17,7 @@ from quire.engine import attention
 from quire.engine.kv_memory import KvShape
 from quire.engine.model_check import UnsupportedModelError, check_paging, observe_attention
 from quire.engine.packed_linear import pack_linear_layers
+from quire.engine.row_activations import keep_rows_alike
 
 UNLIMITED = 1 << 20
 """Most tokens of a model that does not limit them, such as one without positions."""
@@ -105,6 +106,8 @@ def _load_module(folder: Path, dtype: str, device: torch.device) -> PreTrainedMo
         ) from error
     module = module.to(device).eval().requires_grad_(False)
     pack_linear_layers(module)
+    if device.type == "cpu":
+        keep_rows_alike(module)
     return module
 
 

@@ -10,7 +10,9 @@ from quire.engine.decode_graphs import Capture, DecodeGraphs
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.scheduler import Schedule, ScheduledSequence
+from quire.engine.sequence import Sequence
 from quire.engine.step_tensors import StepTensors
+from quire.kernels import ops
 from quire.kernels.metadata import AttentionMetadata
 
 
@@ -22,6 +24,7 @@ class ModelRunner:
         self.memory = memory
         self._swap_memory = swap_memory
         self._graphs: DecodeGraphs | None = None
+        self._blocks_summed_together = ops.blocks_summed_together(memory.device, memory.shape.block_size)
 
     def move_blocks(self, schedule: Schedule) -> None:
         """Copy blocks to and from host memory, then those that are about to be written."""
@@ -42,8 +45,10 @@ class ModelRunner:
         positions = np.arange(starts[-1], dtype=np.int64) + (computed - starts[:-1])[owner]
         # Blocks that were given back are left out: attention over windows knows distances alone. What the
         # kernels call a sequence's length is thus that of what it holds.
-        held = [s.sequence.held_blocks for s in scheduled]
-        dropped = np.array([s.sequence.num_dropped_blocks for s in scheduled], dtype=np.int32) * block_size
+        num_hidden = [self._num_hidden_blocks(s.sequence) for s in scheduled]
+        held = [[0] * n + s.sequence.held_blocks for n, s in zip(num_hidden, scheduled, strict=True)]
+        num_dropped = np.array([s.sequence.num_dropped_blocks for s in scheduled], dtype=np.int32)
+        dropped = (num_dropped - np.array(num_hidden, dtype=np.int32)) * block_size
         tables = np.zeros((len(scheduled), max(map(len, held))), dtype=np.int32)
         # Logits are wanted after each sequence's last token and after each of its guesses.
         num_drawn = np.array([s.num_drawn for s in scheduled], dtype=np.int64)
@@ -70,6 +75,15 @@ class ModelRunner:
         return StepTensors(
             torch.tensor(token_ids), torch.from_numpy(positions), torch.from_numpy(logit_rows), metadata
         )
+
+    def _num_hidden_blocks(self, sequence: Sequence) -> int:
+        """Return how many blocks to name before the first one held, so that sums begin where they would.
+
+        The window hides them: nobody reads what they hold.
+        """
+        if self.model.window is None:
+            return 0
+        return sequence.num_dropped_blocks % self._blocks_summed_together
 
     @torch.inference_mode()
     def capture_decode_steps(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:

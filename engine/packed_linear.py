@@ -9,6 +9,7 @@ result does not depend, to the last bit, on how many other rows there are.
 from __future__ import annotations
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 _UNDIVIDED = 1024
 """oneDNN sums a single row of more features in parts, but two rows whole: so one runs as two.
@@ -20,11 +21,11 @@ In wide layers that takes up to 15 % longer, and the same request gives the same
 class PackedLinear(torch.nn.Module):
     """A linear layer with a packed weight, for inference."""
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self._bias = linear.bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self._bias = bias
+        self.out_features, self.in_features = weight.shape
 
     @property
     def weight(self) -> torch.Tensor:
@@ -52,6 +53,17 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
         dtypes.add(torch.bfloat16)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            # Subclasses may do more than multiply.
-            if type(child) is torch.nn.Linear and child.weight.is_cpu and child.weight.dtype in dtypes:
-                setattr(parent, name, PackedLinear(child))
+            weight = _weight(child)
+            if weight is not None and weight.is_cpu and weight.dtype in dtypes:
+                setattr(parent, name, PackedLinear(weight, dict(child.named_parameters()).get("bias")))
+
+
+def _weight(module: torch.nn.Module) -> torch.Tensor | None:
+    """Return the weight of a linear layer as ``[out_features, in_features]``, None if it is none.
+
+    Subclasses may do more than multiply.
+    """
+    if type(module) is torch.nn.Linear:
+        return module.weight
+    # GPT-2's, which has its weight the other way round.
+    return module.get_parameter("weight").T.contiguous() if type(module) is Conv1D else None

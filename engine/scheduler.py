@@ -17,16 +17,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.engine.block_pool import BlockPool
+from quire.engine.block_tables import BlockTables
 from quire.engine.cache_tiers import CacheTiers
 from quire.engine.group import SequenceGroup, SwappedTables
-from quire.engine.partial_hits import BlockTokens, PartialHit
-from quire.engine.sequence import NO_BLOCK, HashBlock, Sequence, SequenceStatus
+from quire.engine.partial_hits import PartialHit
+from quire.engine.sequence import NO_BLOCK, Sequence, SequenceStatus
 from quire.engine.swap_space import SwapSpace
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
-
-_MIN_PARTIAL_HIT = 0.25
-"""Share of a block's tokens from which copying it is worth more than computing them in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,35 +102,32 @@ class Scheduler:
     """Moves groups between waiting and running and gives them blocks.
 
     Args:
+        tables: what sequences hold of the pool.
         swap_space: host blocks for preempted groups; None means none.
         tiers: the prefix cache below the pool; None means none.
         prefers_swap: whether bringing (tokens, blocks) back from host memory beats computing them again.
-        window: how many tokens a token sees, itself included; None means all before it.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
         pool: BlockPool,
-        hash_block: HashBlock,
+        tables: BlockTables,
         swap_space: SwapSpace | None = None,
         prefers_swap: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True,
-        window: int | None = None,
         tiers: CacheTiers | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
+        self.tables = tables
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []
         self.preemptions = PreemptionCounts(0, 0)
         self._swap_space = swap_space or SwapSpace(0)
         self._prefers_swap = prefers_swap
         self._tiers = tiers
-        self._hash_block = hash_block
-        self._window = window
         self._num_arrived = 0
         self._next = Schedule()
-        self._block_tokens = BlockTokens(pool)
         self._draft_budget = 0
 
     @property
@@ -145,7 +140,11 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         """Queue a new group, or one whose blocks were computed elsewhere and are in its table."""
         self.stamp_arrival(group)
-        self.waiting.append(group)
+        self._wait(group)
+
+    def _wait(self, group: SequenceGroup) -> None:
+        """Queue a group in the order of arrival: a transfer may end after one that began later."""
+        insort(self.waiting, group, key=lambda g: g.arrival)
 
     def stamp_arrival(self, group: SequenceGroup) -> None:
         """Give a group its place in the order; the first stamp holds."""
@@ -204,7 +203,8 @@ class Scheduler:
                 step.sequences += wanted
                 self._draft_budget -= num_drafted
                 budget -= sum(each.num_scheduled_tokens for each in wanted)
-        if self.num_preemptions == num_preemptions:  # else admitting would only preempt again
+        # Admitting beside groups that were in need of blocks would only preempt again.
+        if self.num_preemptions == num_preemptions or not self.running:
             self._admit_waiting(budget)
         return step
 
@@ -216,11 +216,15 @@ class Scheduler:
             num_slots += group.num_slots
             if not budget or num_slots > self.config.max_num_seqs:
                 return
+            is_preemptible = group.is_preemptible
             wanted = self._admit(group, budget)
             # With nobody running, those that wait behind it with blocks would keep them for ever.
             while wanted is None and not self.running and self._preempt_newer(group):
                 wanted = self._admit(group, budget)
             if wanted is None:
+                # So would it, while a transfer waits for these blocks and holds what this group lacks.
+                if is_preemptible and not self.running:
+                    self._preempt(group)
                 return
             self.waiting.remove(group)
             insort(self.running, group, key=lambda g: g.arrival)
@@ -267,7 +271,7 @@ class Scheduler:
             if not sequence.block_table:
                 if first.num_sealed_blocks < first.num_prompt_tokens // self.config.block_size:
                     continue
-                self.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
+                self.tables.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
             started.append(sequence)
         return started
 
@@ -290,7 +294,7 @@ class Scheduler:
                 self.pool.free([shared])
                 sequence.block_table[sequence.num_computed_tokens // self.config.block_size] = own
                 self._next.copies.append((shared, own))
-            num_needed = self._blocks_for(sequence.num_computed_tokens + num_tokens)
+            num_needed = self.tables.blocks_for(sequence.num_computed_tokens + num_tokens)
             if num_needed > len(sequence.block_table):
                 sequence.block_table += self.pool.allocate(num_needed - len(sequence.block_table))
 
@@ -299,7 +303,7 @@ class Scheduler:
         num_new = 0
         shared_blocks = []
         for sequence, num_tokens in wanted:
-            num_needed = self._blocks_for(sequence.num_computed_tokens + num_tokens)
+            num_needed = self.tables.blocks_for(sequence.num_computed_tokens + num_tokens)
             num_new += max(0, num_needed - len(sequence.block_table))
             if (shared := self._shared_block(sequence)) is not None:
                 shared_blocks.append(shared)
@@ -348,13 +352,11 @@ class Scheduler:
             victim.free(sequence, self.pool)
         if victim in self.running:
             self.running.remove(victim)
-            # Older than all that have not run yet, newer than those preempted before: still in order.
-            place = sum(group.arrival < victim.arrival for group in self.waiting)
-            self.waiting.insert(place, victim)
+            self._wait(victim)
 
     def _swap_out(self, victim: SequenceGroup) -> bool:
         """Plan to copy a group's blocks to host memory, each once, if that is wanted and there is room."""
-        computed = [s.block_table[: self._blocks_for(s.num_computed_tokens)] for s in victim.sequences]
+        computed = [s.block_table[: self.tables.blocks_for(s.num_computed_tokens)] for s in victim.sequences]
         block_ids = list(dict.fromkeys(b for table in computed for b in table if b != NO_BLOCK))
         num_tokens = sum(s.num_computed_tokens for s in victim.sequences)
         mode = self.config.preemption
@@ -413,12 +415,12 @@ class Scheduler:
         Returns:
             False, and no blocks, if there are too few or another sequence is computing its next block now.
         """
-        self.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
-        num_wanted = self._max_held_blocks(sequence, 1, sequence.num_tokens)
-        last = min(self._blocks_for(sequence.num_tokens), sequence.num_dropped_blocks + num_wanted)
+        self.tables.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
+        num_wanted = self.tables.max_held_blocks(sequence, 1, sequence.num_tokens)
+        last = min(self.tables.blocks_for(sequence.num_tokens), sequence.num_dropped_blocks + num_wanted)
         num_missing = last - len(sequence.block_table)
         # Of a sequence that gives blocks back before it has all of them, later steps may not find room.
-        is_whole = last == self._blocks_for(sequence.num_tokens)
+        is_whole = last == self.tables.blocks_for(sequence.num_tokens)
         if num_missing > self.pool.num_allocatable or self._is_being_computed(sequence):
             self.pool.free(sequence.held_blocks)
             sequence.block_table.clear()
@@ -435,7 +437,7 @@ class Scheduler:
         if hit is not None:
             self._next.lent.append(hit.block_id)
             self._next.copies.append((hit.block_id, sequence.block_table[sequence.num_sealed_blocks]))
-            self._count_cached(sequence, hit.num_tokens)
+            self.tables.count_cached(sequence, hit.num_tokens)
         return True
 
     def _hold_partial_hit(self, sequence: Sequence, num_new_blocks: int) -> PartialHit | None:
@@ -443,10 +445,8 @@ class Scheduler:
 
         Its copy is the sequence's own, and is sealed like any other block: once all its tokens are computed.
         """
-        size, index = self.config.block_size, len(sequence.block_table)
-        end = min((index + 1) * size, sequence.num_tokens - 1, sequence.max_cached_tokens)
-        hit = self._block_tokens.find(sequence.parent_hash(index), sequence.token_ids[index * size : end])
-        if hit is None or hit.num_tokens < size * _MIN_PARTIAL_HIT:
+        hit = self.tables.partial_hit(sequence)
+        if hit is None:
             return None
         self.pool.share([hit.block_id])
         if num_new_blocks > self.pool.num_allocatable:
@@ -458,7 +458,7 @@ class Scheduler:
         """Note that a step's blocks have been moved."""
         self._swap_space.step_done()
         for sequence, num_full in schedule.promoted:
-            self._seal_blocks(sequence, num_full)
+            self.tables.seal_blocks(sequence, num_full)
         self.pool.free(schedule.lent)
 
     def _take_from_host(self, sequence: Sequence, max_blocks: int) -> list[int]:
@@ -476,7 +476,7 @@ class Scheduler:
         if not num_held or not self._hold_dropped(sequence, max_blocks):
             return []
         host_ids = self._tiers.lend(wanted[:num_held])
-        self._count_cached(sequence, len(host_ids) * self.config.block_size)
+        self.tables.count_cached(sequence, len(host_ids) * self.config.block_size)
         return host_ids
 
     def _hold_dropped(self, sequence: Sequence, num_new_blocks: int) -> bool:
@@ -500,7 +500,7 @@ class Scheduler:
         if self._tiers is None or group.holds_blocks or group.swapped is not None:
             return False
         if group.prefetch is None:
-            group.prefetch = self._tiers.prefetch(self.prefix_hashes(group.sequences[0]))
+            group.prefetch = self._tiers.prefetch(self.tables.prefix_hashes(group.sequences[0]))
         return not group.prefetch.is_done
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
@@ -514,119 +514,3 @@ class Scheduler:
             for other in running
             if other.num_sealed_blocks <= index < other.num_exact_tokens // self.config.block_size
         )
-
-    def take_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
-        """Start the table with the longest held prefix of at most ``max_tokens`` tokens.
-
-        A sequence that is computed here leaves at least its last token, since its logits are needed.
-        """
-        sequence.extend_hashes(self.config.block_size, self._hash_block)
-        max_tokens = min(max_tokens, sequence.max_cached_tokens)
-        block_ids = self.pool.look_up(sequence.block_hashes[: max_tokens // self.config.block_size])
-        self.pool.share(block_ids)
-        self._block_tokens.note(sequence, 0, len(block_ids), self.config.block_size)
-        sequence.block_table = block_ids
-        sequence.num_sealed_blocks = len(block_ids)
-        sequence.num_computed_tokens = sequence.num_dropped_blocks = 0
-        self._count_cached(sequence, len(block_ids) * self.config.block_size)
-        self.drop_unseen(sequence, sequence.num_computed_tokens)
-
-    def _count_cached(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count tokens as computed that were found."""
-        sequence.num_computed_tokens += num_tokens
-        if sequence.status != SequenceStatus.PREEMPTED:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
-
-    def bring_prefix(self, sequence: Sequence) -> None:
-        """Bring what host memory has of a prompt into the pool; only between steps."""
-        if self._tiers is not None:
-            self._tiers.promote_into(self.pool, self.prefix_hashes(sequence))
-
-    def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of all full blocks that a sequence may find held."""
-        sequence.extend_hashes(self.config.block_size, self._hash_block)
-        return sequence.block_hashes[: sequence.max_cached_tokens // self.config.block_size]
-
-    def reserve(self, sequence: Sequence) -> None:
-        """Extend the table to hold every token of the sequence.
-
-        Raises:
-            NoFreeBlocksError: there are too few blocks; the table is unchanged.
-        """
-        num_missing = self._blocks_for(sequence.num_tokens) - len(sequence.block_table)
-        sequence.block_table += self.pool.allocate(max(0, num_missing))
-
-    def seal(self, sequence: Sequence) -> None:
-        """Make the blocks that became full reusable by anyone."""
-        num_full = min(sequence.num_computed_tokens, sequence.num_exact_tokens) // self.config.block_size
-        if num_full == sequence.num_sealed_blocks:
-            return
-        sequence.extend_hashes(self.config.block_size, self._hash_block)
-        self._seal_blocks(sequence, num_full)
-
-    def _seal_blocks(self, sequence: Sequence, num_full: int) -> None:
-        for index in range(sequence.num_sealed_blocks, num_full):
-            if (block_id := sequence.block_table[index]) != NO_BLOCK:
-                block_hash, parent = sequence.block_hashes[index], sequence.parent_hash(index)
-                sequence.block_table[index] = self.pool.seal(block_id, block_hash, parent if index else None)
-        self._block_tokens.note(sequence, sequence.num_sealed_blocks, num_full, self.config.block_size)
-        sequence.num_sealed_blocks = num_full
-
-    def trim(self, sequence: Sequence) -> None:
-        """Give back the blocks that hold nothing but guesses that were wrong."""
-        num_needed = self._blocks_for(sequence.num_computed_tokens)
-        self.pool.free(sequence.block_table[num_needed:])
-        del sequence.block_table[num_needed:]
-
-    def max_blocks(self, group: SequenceGroup, num_tokens: int) -> int:
-        """Return the most blocks that a group can hold when its sequences have ``num_tokens`` tokens each."""
-        num_sequences = group.params.num_sequences
-        shared = group.prompt.num_prompt_tokens // self.config.block_size
-        at_end = shared + num_sequences * (self._blocks_for(num_tokens) - shared)
-        return min(at_end, self._max_held_blocks(group.prompt, num_sequences, num_tokens))
-
-    def _max_held_blocks(self, prompt: Sequence, num_sequences: int, num_tokens: int) -> int:
-        """Return the most blocks that sequences of ``num_tokens`` hold at once, sharing what may be gone."""
-        at_end = num_sequences * self._blocks_for(num_tokens)
-        budget = prompt.params.kv_budget_tokens
-        if budget is not None and not prompt.stops_after_prefill:
-            in_prompt, in_budget = (
-                self._blocks_for(prompt.num_prompt_tokens),
-                budget // self.config.block_size,
-            )
-            several = in_prompt + num_sequences * in_budget
-            return min(at_end, max(in_prompt, in_budget) if num_sequences == 1 else several)
-        if self._window is None:
-            return at_end
-        # A window may begin and end within a block, and so may the new tokens of a step.
-        in_windows = num_sequences * (self._blocks_for(self._window - 1) + 2)
-        return min(at_end, in_windows + self.config.max_num_batched_tokens // self.config.block_size)
-
-    def drop_unseen(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Give back the blocks that no token after the computed ones looks at.
-
-        The table may end before them, if they were never brought here.
-        """
-        if self._window is None:
-            return
-        first, last = sequence.num_dropped_blocks, self._first_seen_block(num_computed_tokens)
-        if last > first:
-            self.pool.free(sequence.block_table[first:last])
-            sequence.block_table[first:last] = [NO_BLOCK] * (last - first)
-            sequence.num_dropped_blocks = last
-
-    def drop(self, sequence: Sequence, places: list[int]) -> None:
-        """Give back the blocks at some places of a table."""
-        table = sequence.block_table
-        self.pool.free([table[place] for place in sorted(places)])
-        for place in places:
-            table[place] = NO_BLOCK
-        sequence.num_dropped_blocks += len(places)
-
-    def _first_seen_block(self, position: int) -> int:
-        """Return the first block that a token at ``position`` looks at."""
-        assert self._window is not None
-        return max(0, position + 1 - self._window) // self.config.block_size
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 CACHE_SIZE = 64
 """Compiled formats that a worker keeps."""
 
-_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[ \t\n]{1,20}"}
-"""Without a bound a model may write spaces until max_tokens; a schema's ``x-guidance`` may say otherwise."""
+_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": " ?"}
+"""A model could else spend its tokens on blanks; a schema's ``x-guidance`` may say otherwise."""
 
 logger = logging.getLogger(__name__)
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -36,7 +36,7 @@ class OutputFormat(NamedTuple):
 
 
 class BadFormatError(ValueError):
-    """A format that cannot be compiled; the message is the compiler's."""
+    """A format that cannot be compiled, in the compiler's words, or that no answer has."""
 
 
 class StructuredOutputUnavailableError(RuntimeError):
@@ -121,6 +121,10 @@ class GrammarCompiler:
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise BadFormatError(matcher.get_error().strip())
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise BadFormatError("no answer has this form, not even an empty one")
         return matcher
 
     @cached_property

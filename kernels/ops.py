@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,8 +37,20 @@ _library = torch.library.Library("quire", "DEF")
 
 @cache
 def _find_on_cpu(name: str) -> Callable[..., Any]:
-    module = import_module(f"quire.kernels.cpu.{'attention' if name == 'paged_attention' else 'blocks'}")
+    module = _cpu_module("attention" if name == "paged_attention" else "blocks")
     return getattr(module, name)  # type: ignore[no-any-return]
+
+
+def _cpu_module(name: str) -> ModuleType:
+    return import_module(f"quire.kernels.cpu.{name}")
+
+
+def blocks_summed_together(device: torch.device, block_size: int) -> int:
+    """Return at which multiples of blocks a table may begin and attention still has the same bits."""
+    if device.type != "cpu":
+        return 1
+    together: int = _cpu_module("attention").span_blocks(block_size)
+    return together
 
 
 def _on_cpu(name: str) -> Callable[..., Any]:

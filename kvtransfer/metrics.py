@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from quire.kvtransfer.errors import (
     DigestMismatchError,
     LayoutMismatchError,
+    NoBlocksError,
     ProtocolError,
     SenderGoneError,
     StaleAttemptError,
@@ -19,6 +20,7 @@ from quire.kvtransfer.push import PushSummary
 RECEIVER_ERRORS = (
     DigestMismatchError,
     LayoutMismatchError,
+    NoBlocksError,
     ProtocolError,
     SenderGoneError,
     StaleAttemptError,

@@ -14,6 +14,7 @@ from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
 from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import DTYPES, KV_CACHE_DTYPES, load_model
+from quire.engine.sampling_params import SamplingParams as EngineSamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.speculation import SpeculationCounts
 from quire.engine.speculation_config import SpeculationConfig
@@ -250,6 +251,7 @@ class LLM:
                 each.stop_strings,
                 each.min_tokens,
                 each.skip_special_tokens,
+                each.include_stop_str_in_output,
                 each.num_best,
                 each.logprobs is not None,
             )
@@ -261,7 +263,7 @@ class LLM:
         return self._run(requests, use_tqdm)
 
     def _request(
-        self, at: int, prompt: Prompt, params: engine_types.SamplingParams, options: TextOptions
+        self, at: int, prompt: Prompt, params: EngineSamplingParams, options: TextOptions
     ) -> Request:
         self._check_token_ids(f"prompts[{at}]", prompt.token_ids)
         sequence = engine_types.Sequence(

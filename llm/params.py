@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine import sequence as engine
+from quire.engine import sampling_params as engine
 from quire.engine.limits import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SEQUENCES
 from quire.llm.structured import StructuredOutputsParams
 
@@ -20,10 +20,11 @@ class SamplingParams:
     Attributes:
         n: answers to each prompt; number i draws what a request alone would draw with ``seed + i``.
         best_of: draw this many, and return the ``n`` with the highest cumulative logprobs, the best first.
-        temperature: 0 takes the most probable token.
+        temperature: 0 takes the most probable token, and so does anything below 0.00001.
         top_k: 0 or -1 is off.
         seed: None draws one.
         stop: strings that end an answer; they are not part of its text.
+        include_stop_str_in_output: let the text end with the stop string.
         stop_token_ids: tokens that end an answer, as its last token.
         ignore_eos: go on after the model's own end.
         max_tokens: None goes on to the model's length.
@@ -52,6 +53,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16
@@ -87,8 +89,8 @@ class SamplingParams:
             _check(name, count, count is None or 0 <= count <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "from -2 to 2")
-        is_factor = 0 < self.repetition_penalty < math.inf
-        _check("repetition_penalty", self.repetition_penalty, is_factor, "finite and above 0")
+        is_factor = 0.01 <= self.repetition_penalty <= 100
+        _check("repetition_penalty", self.repetition_penalty, is_factor, "from 0.01 to 100")
         are_biases = all(-100 <= bias <= 100 for bias in self.logit_bias.values())
         _check("logit_bias", self.logit_bias, are_biases, "from -100 to 100 for each token")
         num_biases = len(self.logit_bias)

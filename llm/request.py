@@ -29,6 +29,7 @@ class TextOptions(NamedTuple):
     stop_strings: tuple[str, ...] = ()
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    keep_stop_string: bool = False
     num_best: int | None = None
     has_logprobs: bool = True
 
@@ -53,6 +54,7 @@ class Answer:
                 options.stop_strings,
                 min_tokens=options.min_tokens,
                 skip_special_tokens=options.skip_special_tokens,
+                keep_stop_string=options.keep_stop_string,
             )
             if options.stop_strings
             else None

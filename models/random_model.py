@@ -29,6 +29,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {**_GROUPED, "sliding_window": 24}),
     "gemma2": ("Gemma2Config", {**_GROUPED, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3TextConfig", {**_GROUPED, "sliding_window": 24, "num_hidden_layers": 7}),
+    "gpt2": ("GPT2Config", _COMMON),
     "gpt_neox": ("GPTNeoXConfig", _COMMON),
     "opt": ("OPTConfig", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "gpt_oss": ("GptOssConfig", {**_GROUPED, "sliding_window": 24, "num_local_experts": 4}),

@@ -138,13 +138,6 @@ class Aborted(ServiceError):
     default_reason = "ABORTED"
 
 
-class DataLoss(ServiceError):
-    """Bytes arrived that are not those that were sent."""
-
-    code = grpc.StatusCode.DATA_LOSS
-    default_reason = "DATA_LOSS"
-
-
 class Unimplemented(ServiceError):
     """A call that this server does not serve."""
 

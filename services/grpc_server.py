@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -26,6 +26,7 @@ MAX_CONCURRENT_STREAMS = 4096
 HANDSHAKE_SECONDS = 20.0
 
 _log = get_logger("grpc")
+E = TypeVar("E", bound=Exception)
 ServerOptions = list[tuple[str, int]]
 Drain = Callable[[], Awaitable[None]]
 
@@ -156,19 +157,30 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
 
 
-async def serve_until_signal(server: GrpcServer, drain: Drain | None = None) -> None:
-    """Wait for SIGTERM or SIGINT, then stop the server gracefully; a second signal ends the process."""
+async def serve_until_signal(
+    server: GrpcServer, drain: Drain | None = None, failure: asyncio.Future[E] | None = None
+) -> None:
+    """Wait for SIGTERM or SIGINT, then stop the server gracefully; a second signal ends the process.
+
+    Raises:
+        E: what ``failure`` brought meanwhile; the server has been stopped without a drain.
+    """
     loop = asyncio.get_running_loop()
     received: asyncio.Future[signal.Signals] = loop.create_future()
     signals = (signal.SIGTERM, signal.SIGINT)
     for each in signals:
         loop.add_signal_handler(each, _resolve, received, each)
+    ends: list[asyncio.Future[Any]] = [received] if failure is None else [received, failure]
     try:
-        number = await received
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for each in signals:
             loop.remove_signal_handler(each)
-    _log.info("server_stopping", address=server.address, signal=number.name)
+    if failure is not None and failure.done():
+        _log.error("server_failed", address=server.address, details=str(failure.result()))
+        await server.stop()
+        raise failure.result()
+    _log.info("server_stopping", address=server.address, signal=received.result().name)
     await server.stop(drain)
 
 

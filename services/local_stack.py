@@ -289,7 +289,8 @@ def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStac
     kind = "gRPC" + ", TLS" * has_tls + ", API keys" * has_keys
     show(f"[bold]quire[/bold] serves [bold]{some.model}[/bold] at {stack.address} ({kind})")
     if stack.http_address is not None:
-        show(f"  http       http://{stack.http_address}/v1 (OpenAI)")
+        scheme = "https" if has_tls else "http"
+        show(f"  http       {scheme}://{stack.http_address}/v1 (OpenAI)")
     for name, worker in sorted(stack.ready.items()):
         capacity = worker.num_blocks * config.worker.block_size
         show(

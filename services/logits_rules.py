@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from quire.engine.limits import MAX_LOGIT_BIASES
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument
@@ -41,10 +39,9 @@ def _check_penalties(params: pb.SamplingParams) -> None:
         if not -2 <= value <= 2:
             raise InvalidArgument(f"sampling.{name}", f"must be from -2 to 2; got {value:g}")
     repetition = params.repetition_penalty
-    if params.HasField("repetition_penalty") and not (math.isfinite(repetition) and repetition > 0):
-        raise InvalidArgument(
-            "sampling.repetition_penalty", f"must be finite and above 0; got {repetition:g}"
-        )
+    # 0.01 in single precision is a little less.
+    if params.HasField("repetition_penalty") and not 0.01 - 1e-9 <= repetition <= 100:
+        raise InvalidArgument("sampling.repetition_penalty", f"must be from 0.01 to 100; got {repetition:g}")
 
 
 def _check_biases(params: pb.SamplingParams, vocab_size: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
@@ -24,6 +25,7 @@ CLUSTER_NAME = "quire-cluster"
 Connect = Callable[..., grpc.aio.Channel]
 """Opens a channel, with the arguments of ``grpc.aio.insecure_channel``."""
 
+T = TypeVar("T")
 _log = get_logger("tls")
 
 
@@ -57,13 +59,32 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     Raises:
         BadFileError: a file is missing or malformed, or the certificate is out of date.
     """
-    renewal = _Renewal(files)
+    renewal = _Renewal(files, _server_configuration)
     credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
         renewal.current,
         renewal,  # type: ignore[arg-type]  # it may return None: no change
         require_client_authentication=files.authority is not None,
     )
     return credentials
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return the same for a server that does not speak gRPC.
+
+    Raises:
+        BadFileError: see ``server_credentials``.
+    """
+    renewal = _Renewal(files, _server_context)
+    first = current = renewal.current
+
+    def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        nonlocal current
+        current = renewal() or current
+        connection.context = current
+
+    # Called in each handshake, with a name or without: the place where a connection may change its context.
+    first.sni_callback = renew
+    return first
 
 
 class ClusterTls:
@@ -88,23 +109,24 @@ class ClusterTls:
         return grpc.aio.secure_channel(address, credentials, options=[*options, name])
 
 
-class _Renewal:
-    """What gRPC asks, in a thread of its own, before each handshake: a new configuration, or None."""
+class _Renewal(Generic[T]):
+    """What a server asks before each handshake, gRPC in a thread of its own: a new configuration, or None."""
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(self, files: TlsFiles, read: Callable[[TlsFiles], T]) -> None:
         self._files = files
+        self._read = read
         self._lock = threading.Lock()
         self._version = files.version
-        self.current = _server_configuration(files)
+        self.current = read(files)
 
-    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+    def __call__(self) -> T | None:
         with self._lock:
             try:
                 version = self._files.version
                 if version == self._version:
                     return None
                 self._version = version
-                renewed = _server_configuration(self._files)
+                renewed = self._read(self._files)
             except BadFileError as error:
                 _log.error("certificate_not_reloaded", error=error)
                 return None
@@ -115,6 +137,22 @@ class _Renewal:
 def _server_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     certificate, key, authority = _read(files)
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+
+def _server_context(files: TlsFiles) -> ssl.SSLContext:
+    _read(files)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # A resumed session would outlive the authority that once admitted its client.
+    context.num_tickets = 0
+    context.options |= ssl.OP_NO_TICKET
+    try:
+        context.load_cert_chain(files.certificate, files.key)
+        if files.authority is not None:
+            context.load_verify_locations(files.authority)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise BadFileError(f"{files.certificate} cannot be served: {error}") from error
+    return context
 
 
 def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes | None]:

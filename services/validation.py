@@ -23,6 +23,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_PROMPT_BYTES = 8 << 20
 MAX_FORMAT_BYTES = 64 << 10
 MAX_CACHE_SALT_CHARS = 128
+MAX_REQUEST_ID_CHARS = 128
 MAX_MESSAGES = 4096
 MAX_DETOKENIZED = 1 << 20
 MAX_CHAT_JSON_BYTES = 256 << 10
@@ -31,7 +32,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 T = TypeVar("T", dict[str, Any], list[Any])
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class ValidRequest:
     num_prompt_logprobs: int | None
     wants_prompt_token_ids: bool
     keep_special_tokens: bool
+    keep_stop_string: bool
     format: pb.ResponseFormat
 
 
@@ -64,7 +66,8 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         NotFound: the model is not served here.
     """
     check_model(generation.model, model)
-    request_id = _request_id(generation.request_id)
+    request_id = generation.request_id or secrets.token_hex(8)
+    check_request_id(request_id)
     sampling = _sampling(generation.sampling, model)
     sampling.MergeFrom(await logits_rules(generation.sampling, model.tokenizer, model.vocab_size))
     _check_logprobs(generation.response, is_search=sampling.HasField("beam"))
@@ -83,6 +86,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         num_prompt_logprobs=_optional(generation.response, "prompt_logprobs"),
         wants_prompt_token_ids=generation.response.prompt_token_ids,
         keep_special_tokens=generation.response.keep_special_tokens,
+        keep_stop_string=generation.response.keep_stop_string,
         format=generation.format,
     )
 
@@ -397,9 +401,16 @@ def check_size(text: str, field: str) -> None:
         )
 
 
-def _request_id(chosen: str) -> str:
-    if not chosen:
-        return secrets.token_hex(8)
-    if not _REQUEST_ID.fullmatch(chosen):
-        raise InvalidArgument("request_id", "must hold from 1 to 128 printable ASCII characters, no spaces")
-    return chosen
+def check_request_id(chosen: str) -> None:
+    """Refuse an id that could forge a line of a log, or a header."""
+    if not is_request_id(chosen):
+        raise InvalidArgument(
+            "request_id",
+            f"must hold from 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters, no spaces",
+            metadata={"limit": str(MAX_REQUEST_ID_CHARS)},
+        )
+
+
+def is_request_id(text: str) -> bool:
+    """Return whether a text can be a request's id."""
+    return len(text) <= MAX_REQUEST_ID_CHARS and bool(_REQUEST_ID.fullmatch(text))

@@ -1,4 +1,4 @@
-"""From generated tokens to the text that is shown, cut at a stop string."""
+"""From generated tokens to the text that is shown, cut before a stop string or behind it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.tokenization.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class StoppingDecoder:
-    """Turns one sequence's tokens into text, up to a stop string.
+    """Turns one sequence's tokens into text, up to a stop string, with it or without.
 
     Stop strings count only in the text of tokens after the first ``min_tokens``.
     """
@@ -21,10 +21,12 @@ class StoppingDecoder:
         *,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        keep_stop_string: bool = False,
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._matcher = StopMatcher(stop_strings)
         self._min_tokens = min_tokens
+        self._keeps_stop_string = keep_stop_string
         self._num_tokens = 0
 
     def step(self, token_id: int) -> Fed:
@@ -38,4 +40,7 @@ class StoppingDecoder:
         return fed if fed.is_stopped else Fed(fed.text + self._matcher.flush())
 
     def _feed(self, text: str) -> Fed:
-        return Fed(text) if self._num_tokens <= self._min_tokens else self._matcher.feed(text)
+        if self._num_tokens <= self._min_tokens:
+            return Fed(text)
+        fed = self._matcher.feed(text)
+        return Fed(fed.text + fed.stop, fed.stop) if fed.stop and self._keeps_stop_string else fed

@@ -21,8 +21,9 @@ from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, MAX_LENGTH, SHAREGPT, Request
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 
 NUM_SLOTS = 15_680

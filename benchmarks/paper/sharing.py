@@ -19,7 +19,7 @@ from quire.engine.attention import PagedStep
 from quire.engine.engine import Engine
 from quire.engine.model_loader import LoadedModel
 from quire.engine.model_runner import ModelRunner
-from quire.engine.sequence import BeamParams, SamplingParams
+from quire.engine.sampling_params import BeamParams, SamplingParams
 
 BLOCK_SIZE = 16
 WIDTHS = (2, 4, 6)

@@ -20,6 +20,7 @@ unrolled; it is kept in Numba's cache on disk. Everything else is an argument.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -37,7 +38,7 @@ from quire.kernels.cpu.intrinsics import (
     exp,
     fetch_and_increment,
     pointer,
-    prefetch,
+    transpose,
     widen,
 )
 
@@ -55,11 +56,10 @@ STORAGE: dict[torch.dtype, Any] = {
 _SPAN = 64
 """Keys at a time, at least one block: a running softmax is updated once for all of them."""
 _MAX_ROWS = 256
-_FEW_TOKENS, _FEW_HEADS = 8, 12
-"""More tokens, or as many query heads in a group, make matrix products pay for their tiles."""
+_FEW_ROWS = 32
+"""More rows are bound by arithmetic, and worth a tile of widened values."""
 _MIN_THREADED_WORK = 1 << 16
 """Multiplications of a step below which waking threads costs more than it saves."""
-_CACHE_LINE = 64
 _LOWEST = np.float32(-1e30)
 """Stands for minus infinity, whose differences are no numbers."""
 
@@ -156,6 +156,11 @@ def paged_attention(
     return output.to(query.dtype)
 
 
+def span_blocks(block_size: int) -> int:
+    """Return how many blocks are summed together, from a table's first on."""
+    return max(1, _SPAN // block_size)
+
+
 def _tiles(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
     """Cut the new tokens into runs of one sequence: int64 rows of (sequence, first token, last token + 1)."""
     num_tiles = -(-num_new // max_tokens)
@@ -206,90 +211,29 @@ def _write_rows(
 
 
 @compiled
-def _prefetch(address: int, slot: int, vector_bytes: int) -> None:
-    for line in range(0, vector_bytes, _CACHE_LINE):
-        prefetch(address + slot * vector_bytes + line)
-
-
-@compiled
-def _dot_products(
-    query: Array,
-    num_rows: int,
-    keys: Array,
-    scale: float,
-    scores: Array,
-    at: int,
-    count: int,
-    head_dim: int,
-    values_at: int,
-    next_keys_at: int,
-    vector_bytes: int,
-) -> None:
-    """Score the keys of one block, read as they are stored; meanwhile its values and the next keys come."""
-    for slot in range(count):
-        _prefetch(values_at, slot, vector_bytes)
-        _prefetch(next_keys_at, slot, vector_bytes)
-        for row in range(num_rows):
-            dot = np.float32(0.0)
-            for d in range(head_dim):
-                dot += query[row, d] * widen(keys[slot, d])
-            scores[row, at + slot] = dot * scale
-
-
-@compiled
-def _add_values(
-    scores: Array,
-    num_rows: int,
-    values: Array,
-    scale: float,
-    total: Array,
-    at: int,
-    count: int,
-    first_count: int,
-    group: int,
-    head_dim: int,
-) -> None:
-    """Add the weighted values of one block, read as they are stored, four at a time.
-
-    The first token sees ``first_count`` of the values, and each that follows one more, up to ``count``.
-    """
-    for row in range(num_rows):
-        row_count = max(0, min(count, first_count + row // group))
-        in_fours = row_count // 4 * 4
-        for slot in range(0, in_fours, 4):
-            w0, w1 = scores[row, at + slot] * scale, scores[row, at + slot + 1] * scale
-            w2, w3 = scores[row, at + slot + 2] * scale, scores[row, at + slot + 3] * scale
-            for d in range(head_dim):
-                total[row, d] += (
-                    w0 * widen(values[slot, d])
-                    + w1 * widen(values[slot + 1, d])
-                    + w2 * widen(values[slot + 2, d])
-                    + w3 * widen(values[slot + 3, d])
-                )
-        for slot in range(in_fours, row_count):
-            weight = scores[row, at + slot] * scale
-            for d in range(head_dim):
-                total[row, d] += weight * widen(values[slot, d])
-
-
-@compiled
 def _unpack_keys(
-    block_keys: Array,
+    keys_at: int,
     scale: float,
     keys: Array,
     at: int,
-    count: int,
+    block_size: int,
     head_dim: int,
-    values_at: int,
-    next_keys_at: int,
-    vector_bytes: int,
+    storage: Any,
+    item_bytes: int,
+    square: int,
 ) -> None:
-    """Put the keys of one block into their tile, transposed; meanwhile its values and the next keys come."""
-    for slot in range(count):
-        _prefetch(values_at, slot, vector_bytes)
-        _prefetch(next_keys_at, slot, vector_bytes)
-        for d in range(head_dim):
-            keys[d, at + slot] = widen(block_keys[slot, d]) * scale
+    """Put the keys of one block into their tile, transposed, a square at a time."""
+    for slot in range(0, block_size, square):
+        for d in range(0, head_dim, square):
+            transpose(
+                np.int64(keys_at + item_bytes * (slot * head_dim + d)),
+                np.int64(head_dim),
+                np.int64(keys[d:, at + slot :].ctypes.data),
+                np.int64(keys.shape[1]),
+                np.float32(scale),
+                storage,
+                square,
+            )
 
 
 @compiled
@@ -316,7 +260,77 @@ def _add_products(
                 np.int64(right[:, column:].ctypes.data),
                 np.int64(depth),
                 strides,
+                np.float32(1.0),
+                (np.int64(0), np.int64(0)),
+                TILE_ROWS,
                 width,
+                np.float32,
+                0,
+            )
+
+
+@compiled
+def _score_block(
+    scores: Array,
+    query: Array,
+    keys: Array,
+    num_rows: int,
+    at: int,
+    coming: Any,
+    block_size: int,
+    head_dim: int,
+    width: int,
+    step: int,
+) -> None:
+    """Score the unpacked keys of one block; meanwhile its values and the next keys come."""
+    strides = (np.int64(scores.shape[1]), np.int64(query.shape[1]), np.int64(keys.shape[1]))
+    for row in range(0, num_rows, TILE_ROWS):
+        for column in range(at, at + block_size, width):
+            add_product(
+                np.int64(scores[row:, column:].ctypes.data),
+                np.int64(query[row:].ctypes.data),
+                np.int64(keys[:, column:].ctypes.data),
+                np.int64(head_dim),
+                strides,
+                np.float32(1.0),
+                coming,
+                TILE_ROWS,
+                width,
+                np.float32,
+                step,
+            )
+
+
+@compiled
+def _add_block_values(
+    total: Array,
+    scores: Array,
+    values_at: int,
+    scale: float,
+    num_rows: int,
+    at: int,
+    count: int,
+    head_dim: int,
+    width: int,
+    storage: Any,
+    item_bytes: int,
+) -> None:
+    """Add the weighted values of one block, read as they are stored."""
+    strides = (np.int64(total.shape[1]), np.int64(scores.shape[1]), np.int64(head_dim))
+    for row in range(0, num_rows, TILE_ROWS):
+        for column in range(0, head_dim, width):
+            add_product(
+                np.int64(total[row:, column:].ctypes.data),
+                np.int64(scores[row:, at:].ctypes.data),
+                np.int64(values_at + item_bytes * column),
+                np.int64(count),
+                strides,
+                np.float32(scale),
+                (np.int64(0), np.int64(0)),
+                TILE_ROWS,
+                width,
+                storage,
+                0,
             )
 
 
@@ -370,19 +384,26 @@ def _running_softmax(
         scores[row, slot] = share
         added += share
     weight[row] += added
+    # ``exp`` ends at the smallest normal number; what a row does not see must add nothing at all.
+    for slot in range(low):
+        scores[row, slot] = 0.0
+    for slot in range(high, span):
+        scores[row, slot] = 0.0
 
 
 @cache
 def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
     """Compile the loop that each thread runs: take the next program until there is none."""
-    span_blocks = max(1, _SPAN // block_size)
-    span = span_blocks * block_size
+    blocks_per_span = span_blocks(block_size)
+    span = blocks_per_span * block_size
     score_columns = -(-span // TILE_COLUMNS) * TILE_COLUMNS
     value_columns = min(head_dim & -head_dim, TILE_COLUMNS)
     max_rows = -(-_tile_tokens(group) * group // TILE_ROWS) * TILE_ROWS
     item_bytes = np.dtype(storage).itemsize
     is_scaled = item_bytes == 1
-    vector_bytes = head_dim * item_bytes
+    square = math.gcd(block_size, head_dim, 16)
+    block_columns = min(block_size & -block_size, TILE_COLUMNS)
+    step = block_size * item_bytes
     block_shape = (block_size, head_dim)
 
     def kernel(arguments: Any) -> None:
@@ -412,7 +433,7 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
             inputs = carray(pointer(args.query + rows_at, np.float32), rows_shape)
             outputs = carray(pointer(args.output + rows_at, np.float32), rows_shape)
             num_rows = num_tokens * group
-            has_few_rows = num_tokens <= _FEW_TOKENS and group < _FEW_HEADS
+            has_few_rows = num_rows <= _FEW_ROWS
             _read_rows(inputs, query, num_tokens, group, head_dim, args.scale)
             _begin_rows(sinks, best, weight, total, num_rows, group, head_dim)
             # The sequence's last token has position seq_len - 1.
@@ -427,12 +448,14 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                 # Slots past the last position hold what is not this sequence's: they are never read.
                 num_keys = min(span, last_position + 1 - base)
                 num_blocks = -(-num_keys // block_size)
-                for index in range(num_blocks):
-                    entry = at * span_blocks + index
+                scores[:num_rows] = 0.0
+                # Nor what lies before the window: blocks that were given back.
+                first_block = max(0, first_key - base) // block_size
+                for index in range(first_block, num_blocks):
+                    entry = at * blocks_per_span + index
                     block = np.int64(table[entry])
                     key_at = head_at + block_stride * block
                     value_at = key_at + value_offset
-                    block_keys = carray(pointer(key_at, storage), block_shape)
                     block_values = carray(pointer(value_at, storage), block_shape)
                     slot = index * block_size
                     count = min(block_size, num_keys - slot)
@@ -442,39 +465,30 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                         key_scale = carray(pointer(scale_at, np.float32), (1,))[0]
                         value_scale_at = scale_at + 4 * args.scale_value_offset
                         value_scale = carray(pointer(value_scale_at, np.float32), (1,))[0]
-                    next_entry = min(entry + 1, last_position // block_size)
-                    next_key_at = head_at + block_stride * np.int64(table[next_entry])
+                    _unpack_keys(
+                        key_at, key_scale, keys, slot, block_size, head_dim, storage, item_bytes, square
+                    )
                     if has_few_rows:
-                        _dot_products(
-                            query,
-                            num_rows,
-                            block_keys,
-                            key_scale,
+                        next_entry = min(entry + 1, last_position // block_size)
+                        next_key_at = head_at + block_stride * np.int64(table[next_entry])
+                        _score_block(
                             scores,
+                            query,
+                            keys,
+                            num_rows,
                             slot,
-                            count,
+                            (np.int64(value_at), np.int64(next_key_at)),
+                            block_size,
                             head_dim,
-                            value_at,
-                            next_key_at,
-                            vector_bytes,
+                            block_columns,
+                            step,
                         )
                     else:
-                        _unpack_keys(
-                            block_keys,
-                            key_scale,
-                            keys,
-                            slot,
-                            count,
-                            head_dim,
-                            value_at,
-                            next_key_at,
-                            vector_bytes,
-                        )
                         _unpack_values(block_values, value_scale, values, slot, count, head_dim)
                 if not has_few_rows:
                     # Else a NaN of an earlier sequence, times a weight of zero, would be a NaN.
+                    values[: first_block * block_size] = 0.0
                     values[num_keys:] = 0.0
-                    scores[:num_rows] = 0.0
                     _add_products(scores, query, keys, num_rows, head_dim, score_columns, TILE_COLUMNS)
                 for row in range(num_rows):
                     position = first_position + row // group
@@ -483,10 +497,9 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                     high = max(0, min(num_keys, position + 1 - base))
                     _running_softmax(scores, row, low, high, best, weight, total, span, head_dim)
                 if has_few_rows:
-                    for index in range(num_blocks):
-                        block = np.int64(table[at * span_blocks + index])
+                    for index in range(first_block, num_blocks):
+                        block = np.int64(table[at * blocks_per_span + index])
                         value_at = head_at + block_stride * block + value_offset
-                        block_values = carray(pointer(value_at, storage), block_shape)
                         slot = index * block_size
                         count = min(block_size, num_keys - slot)
                         value_scale = np.float32(1.0)
@@ -495,17 +508,18 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                                 args.scale_block_stride * block + args.scale_value_offset
                             )
                             value_scale = carray(pointer(scale_at, np.float32), (1,))[0]
-                        _add_values(
-                            scores,
-                            num_rows,
-                            block_values,
-                            value_scale,
+                        _add_block_values(
                             total,
+                            scores,
+                            value_at,
+                            value_scale,
+                            num_rows,
                             slot,
                             count,
-                            first_position + 1 - base - slot,
-                            group,
                             head_dim,
+                            value_columns,
+                            storage,
+                            item_bytes,
                         )
                 else:
                     _add_products(total, scores, values, num_rows, span, head_dim, value_columns)

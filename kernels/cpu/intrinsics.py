@@ -15,6 +15,9 @@ _FLOAT = ir.FloatType()
 _INT16 = ir.IntType(16)
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
+_CACHE_LINE = 64
+_SCALED = (types.int8, types.uint8)
+"""Stored types that come with a scale."""
 
 FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be reordered; infinities and NaNs keep their meaning."""
@@ -62,15 +65,19 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     """Begin to read a cache line."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte_pointer = ir.IntType(8).as_pointer()
-        function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, _INT32, _INT32, _INT32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        for_reading, keep_in_all_caches, is_data = (ir.Constant(_INT32, value) for value in (0, 3, 1))
-        line = builder.inttoptr(arguments[0], byte_pointer)
-        builder.call(function, [line, for_reading, keep_in_all_caches, is_data])
+        _emit_prefetch(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.none(types.int64), codegen
+
+
+def _emit_prefetch(builder: Any, address: Any) -> None:
+    byte_pointer = ir.IntType(8).as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, _INT32, _INT32, _INT32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    for_reading, keep_in_all_caches, is_data = (ir.Constant(_INT32, value) for value in (0, 3, 1))
+    line = builder.inttoptr(address, byte_pointer)
+    builder.call(function, [line, for_reading, keep_in_all_caches, is_data])
 
 
 @_instruction
@@ -81,24 +88,108 @@ def widen(typingctx: Any, stored: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (value,) = arguments
-        if stored == types.uint16:
-            high_half = builder.shl(builder.zext(value, _INT32), ir.Constant(_INT32, 16))
-            return builder.bitcast(high_half, _FLOAT)
-        if stored == types.int16:
-            return builder.fpext(builder.bitcast(value, ir.HalfType()), _FLOAT)
-        if stored == types.int8:
-            return builder.sitofp(value, _FLOAT)
-        if stored == types.uint8:
-            # Placed in a float16 the bits mean 2^-8 of the value.
-            wide = builder.zext(value, _INT16)
-            sign = builder.shl(builder.and_(wide, ir.Constant(_INT16, 0x80)), ir.Constant(_INT16, 8))
-            rest = builder.shl(builder.and_(wide, ir.Constant(_INT16, 0x7F)), ir.Constant(_INT16, 7))
-            half = builder.fpext(builder.bitcast(builder.or_(sign, rest), ir.HalfType()), _FLOAT)
-            return builder.fmul(half, ir.Constant(_FLOAT, 256.0))
-        return value
+        return _widened(builder, stored, arguments[0])
 
     return types.float32(stored), codegen
+
+
+def _widened_vector(builder: Any, stored: Any, values: Any) -> Any:
+    return _widened(builder, stored, values, values.type.count)
+
+
+def _widened(builder: Any, stored: Any, value: Any, lanes: int = 0) -> Any:
+    """Emit the conversion of a stored value, or of a vector of ``lanes``."""
+
+    def wide(kind: Any) -> Any:
+        return ir.VectorType(kind, lanes) if lanes else kind
+
+    def constant(kind: Any, number: float) -> Any:
+        return ir.Constant(wide(kind), [number] * lanes if lanes else number)
+
+    if stored == types.uint16:
+        high_half = builder.shl(builder.zext(value, wide(_INT32)), constant(_INT32, 16))
+        return builder.bitcast(high_half, wide(_FLOAT))
+    if stored == types.int16:
+        return builder.fpext(builder.bitcast(value, wide(ir.HalfType())), wide(_FLOAT))
+    if stored == types.int8:
+        return builder.sitofp(value, wide(_FLOAT))
+    if stored == types.uint8:
+        # Placed in a float16 the bits mean 2^-8 of the value.
+        bits = builder.zext(value, wide(_INT16))
+        sign = builder.shl(builder.and_(bits, constant(_INT16, 0x80)), constant(_INT16, 8))
+        rest = builder.shl(builder.and_(bits, constant(_INT16, 0x7F)), constant(_INT16, 7))
+        half = builder.fpext(builder.bitcast(builder.or_(sign, rest), wide(ir.HalfType())), wide(_FLOAT))
+        return builder.fmul(half, constant(_FLOAT, 256.0))
+    return value
+
+
+@_instruction
+def transpose(
+    typingctx: Any,
+    source: Any,
+    source_stride: Any,
+    target: Any,
+    target_stride: Any,
+    scale: Any,
+    stored: Any,
+    size: Any,
+) -> Any:
+    """Write a square of stored values, transposed, widened and scaled, as float32; all in registers.
+
+    ``target[c, r] = scale * widen(source[r, c])`` for ``r, c < size``.
+
+    Args:
+        source, target: addresses.
+        source_stride, target_stride: elements from row to row.
+        scale: float32.
+        stored: the NumPy type of the source.
+        size: a power of two, a literal.
+    """
+    if not isinstance(size, types.IntegerLiteral):
+        return None
+    num = size.literal_value
+    stored_type = stored.dtype
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source_at, from_stride, target_at, to_stride, factor, _, _ = arguments
+        element = context.get_value_type(stored_type)
+        source_row = builder.inttoptr(source_at, element.as_pointer())
+        target_row = builder.inttoptr(target_at, _FLOAT.as_pointer())
+        vector = ir.VectorType(_FLOAT, num)
+        factors = _splat(builder, factor, num)
+        rows = []
+        for _ in range(num):
+            row_at = builder.bitcast(source_row, ir.VectorType(element, num).as_pointer())
+            row = _widened_vector(builder, stored_type, builder.load(row_at, align=1))
+            rows.append(builder.fmul(row, factors) if stored_type in _SCALED else row)
+            source_row = builder.gep(source_row, [from_stride])
+        for column in _transposed(builder, rows):
+            builder.store(column, builder.bitcast(target_row, vector.as_pointer()), align=4)
+            target_row = builder.gep(target_row, [to_stride])
+        return context.get_dummy_value()
+
+    return types.none(
+        types.int64, types.int64, types.int64, types.int64, types.float32, stored, size
+    ), codegen
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Emit the transposition of a square: its halves riffled into each other, log2(size) times."""
+    num = len(rows)
+    lanes = ir.VectorType(_INT32, num)
+    halves = (range(num // 2), range(num // 2, num))
+    masks = [ir.Constant(lanes, [lane for i in half for lane in (i, num + i)]) for half in halves]
+    for _ in range(num.bit_length() - 1):
+        pairs = zip(rows[: num // 2], rows[num // 2 :], strict=True)
+        rows = [builder.shuffle_vector(first, second, mask) for first, second in pairs for mask in masks]
+    return rows
+
+
+def _splat(builder: Any, scalar: Any, num: int) -> Any:
+    vector, lanes = ir.VectorType(scalar.type, num), ir.VectorType(_INT32, num)
+    undefined = ir.Constant(vector, ir.Undefined)
+    single = builder.insert_element(undefined, scalar, ir.Constant(_INT32, 0))
+    return builder.shuffle_vector(single, undefined, ir.Constant(lanes, None))
 
 
 @_instruction
@@ -142,66 +233,95 @@ def exp(x: np.float32) -> np.float32:
 
 @_instruction
 def add_product(
-    typingctx: Any, total: Any, left: Any, right: Any, depth: Any, strides: Any, width: Any
+    typingctx: Any,
+    total: Any,
+    left: Any,
+    right: Any,
+    depth: Any,
+    strides: Any,
+    scale: Any,
+    coming: Any,
+    rows: Any,
+    width: Any,
+    stored: Any,
+    step: Any,
 ) -> Any:
-    """Add a product of float32 matrices to ``total[TILE_ROWS, width]``, all sums in registers.
+    """Add a matrix product to ``total[rows, width]``, all sums in registers.
 
-    ``total[r, c] += sum over k < depth of left[r, k] * right[k, c]``: the inner loop of a matrix product
-    (Goto and van de Geijn, 2008). LLVM does not find this form in plain loops.
+    ``total[r, c] += sum over k < depth of left[r, k] * scale * widen(right[k, c])``: the inner loop of a
+    matrix product (Goto and van de Geijn, 2008). LLVM does not find this form in plain loops. A sum runs over
+    k in order, so that its bits do not depend on how a product is cut.
 
     Args:
-        total, left, right: addresses.
+        total, left, right: addresses, of float32 but for right.
         depth: number of products of a sum.
         strides: elements from row to row of total, left and right.
+        scale: float32, for right of 8 bits only.
+        coming: two addresses; from both ``step`` bytes are prefetched for each k.
+        rows: rows, a literal.
         width: columns, a literal.
+        stored: the NumPy type of right.
+        step: a literal, 0 for none.
     """
-    if not isinstance(width, types.IntegerLiteral):
+    if not all(isinstance(each, types.IntegerLiteral) for each in (rows, width, step)):
         return None
-    columns = width.literal_value
+    num_rows, columns, step_bytes = rows.literal_value, width.literal_value, step.literal_value
+    stored_type = stored.dtype
     vector = ir.VectorType(_FLOAT, columns)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        addresses = [builder.inttoptr(address, _FLOAT.as_pointer()) for address in arguments[:3]]
-        total_at, left_at, right_at = addresses
-        depth_value = arguments[3]
-        total_stride, left_stride, right_stride = cgutils.unpack_tuple(builder, arguments[4])
+        total_address, left_address, right_address, depth_value, stride_values, factor, nexts = arguments[:7]
+        element = context.get_value_type(stored_type)
+        total_at = builder.inttoptr(total_address, _FLOAT.as_pointer())
+        left_at = builder.inttoptr(left_address, _FLOAT.as_pointer())
+        right_at = builder.inttoptr(right_address, element.as_pointer())
+        total_stride, left_stride, right_stride = cgutils.unpack_tuple(builder, stride_values)
+        coming_addresses = cgutils.unpack_tuple(builder, nexts)
 
         def row_pointer(base: Any, stride: Any, row: int) -> Any:
             return builder.gep(base, [builder.mul(stride, ir.Constant(_INT64, row))])
 
         totals = [
             builder.bitcast(row_pointer(total_at, total_stride, row), vector.as_pointer())
-            for row in range(TILE_ROWS)
+            for row in range(num_rows)
         ]
-        lefts = [row_pointer(left_at, left_stride, row) for row in range(TILE_ROWS)]
+        lefts = [row_pointer(left_at, left_stride, row) for row in range(num_rows)]
         before = builder.block
         loop, after = builder.append_basic_block("product"), builder.append_basic_block("sums")
         starts = [builder.load(each, align=4) for each in totals]
+        factors = _splat(builder, factor, columns)
         builder.branch(loop)
         builder.position_at_end(loop)
         k = builder.phi(_INT64)
-        sums = [builder.phi(vector) for _ in range(TILE_ROWS)]
+        sums = [builder.phi(vector) for _ in range(num_rows)]
+        for address in coming_addresses:
+            for line in range(0, step_bytes, _CACHE_LINE):
+                offset = builder.add(
+                    builder.mul(k, ir.Constant(_INT64, step_bytes)), ir.Constant(_INT64, line)
+                )
+                _emit_prefetch(builder, builder.add(address, offset))
         right_row = builder.gep(right_at, [builder.mul(k, right_stride)])
-        right_values = builder.load(builder.bitcast(right_row, vector.as_pointer()), align=4)
-        undefined, lanes = ir.Constant(vector, ir.Undefined), ir.VectorType(_INT32, columns)
+        right_vector = builder.bitcast(right_row, ir.VectorType(element, columns).as_pointer())
+        right_values = _widened_vector(builder, stored_type, builder.load(right_vector, align=1))
+        if stored_type in _SCALED:
+            right_values = builder.fmul(right_values, factors)
         results = []
-        for row in range(TILE_ROWS):
+        for row in range(num_rows):
             scalar = builder.load(builder.gep(lefts[row], [k]), align=4)
-            single = builder.insert_element(undefined, scalar, ir.Constant(_INT32, 0))
-            splat = builder.shuffle_vector(single, undefined, ir.Constant(lanes, None))
-            product = builder.fmul(splat, right_values, flags=("contract",))
+            product = builder.fmul(_splat(builder, scalar, columns), right_values, flags=("contract",))
             results.append(builder.fadd(sums[row], product, flags=("contract",)))
         next_k = builder.add(k, ir.Constant(_INT64, 1))
         builder.cbranch(builder.icmp_signed("<", next_k, depth_value), loop, after)
         k.add_incoming(ir.Constant(_INT64, 0), before)
         k.add_incoming(next_k, loop)
-        for row in range(TILE_ROWS):
+        for row in range(num_rows):
             sums[row].add_incoming(starts[row], before)
             sums[row].add_incoming(results[row], loop)
         builder.position_at_end(after)
-        for row in range(TILE_ROWS):
+        for row in range(num_rows):
             builder.store(results[row], totals[row], align=4)
         return context.get_dummy_value()
 
-    signature = types.none(types.int64, types.int64, types.int64, types.int64, strides, width)
+    addresses = (types.int64,) * 3
+    signature = types.none(*addresses, types.int64, strides, types.float32, coming, rows, width, stored, step)
     return signature, codegen

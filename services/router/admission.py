@@ -13,6 +13,8 @@ from quire.services.router.tenants import Tenant
 from quire.services.router.token_bucket import TokenBucket
 
 RETRY_AFTER_SECONDS = 1.0
+BATCH_CONCURRENCY = 32
+"""Generations of one call that are under way at once; each counts as a request."""
 
 
 class Allowance:
@@ -61,6 +63,10 @@ class Admission:
         self._num_requests = 0
         self._gates: dict[str, _Gate] = {}
         self._buckets: dict[str, TokenBucket] = {}
+
+    def num_at_once(self, tenant: Tenant) -> int:
+        """Return how many generations of one call may run: not so many that they refuse each other."""
+        return min(BATCH_CONCURRENCY, self._max_requests, tenant.max_requests or BATCH_CONCURRENCY)
 
     @asynccontextmanager
     async def admitted(self, tenant: Tenant, deadline: float) -> AsyncIterator[Allowance]:

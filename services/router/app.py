@@ -37,6 +37,7 @@ from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
 from quire.services.router.authentication import RequireTenant
 from quire.services.router.generation import Cluster
+from quire.services.router.http.times import HttpTimes
 from quire.services.router.legs import Spawn
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.planner import Planner, PolicyConfig
@@ -48,7 +49,7 @@ from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
 from quire.services.router.workers import WorkerSet
 from quire.services.router.write_back import WriteBackMetrics, WriteBacks
 from quire.services.served_model import load_served_model
-from quire.services.tls import ClusterTls, TlsFiles, server_credentials
+from quire.services.tls import ClusterTls, TlsFiles, server_context, server_credentials
 from quire.services.tracing import open_tracer
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class RouterConfig:
     worker_addresses: tuple[str, ...] = ()
     http_port: int | None = None
     """Port of the OpenAI-compatible API, which needs the extra ``http``; None serves none."""
+    http_times: HttpTimes = field(default_factory=HttpTimes)
     model: str | None = None
     """Folder or hub id of tokenizer and chat template; None takes what the workers name."""
     served_model_name: str | None = None
@@ -81,7 +83,7 @@ class RouterConfig:
     api_keys_file: Path | None = None
     """Keys and their tenants, see ``tenants.ApiKeys``; None asks for no key."""
     public_tls: TlsFiles | None = None
-    """Of the public port; None leaves it plain. With an authority, clients must show a certificate."""
+    """Of both public ports; None leaves them plain. With an authority, clients must show a certificate."""
     cluster_tls: TlsFiles | None = None
     """Of the connections to workers, whose certificates have the same authority; None leaves them plain."""
     admin_host: str = "127.0.0.1"
@@ -294,6 +296,8 @@ def _http_server(
         metrics.registry,
         host=config.host,
         port=config.http_port or 0,
+        tls=None if config.public_tls is None else server_context(config.public_tls),
+        times=config.http_times,
         request_timeout_seconds=config.request_timeout_seconds,
         grace_seconds=config.grace_seconds,
     )

@@ -9,8 +9,6 @@ from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument, ServiceError
 
 MAX_BATCH_SIZE = 256
-BATCH_CONCURRENCY = 32
-"""Generations of one batch that are under way at once; each counts as a request."""
 
 
 def check_batch_size(size: int) -> None:
@@ -26,13 +24,13 @@ def check_batch_size(size: int) -> None:
 async def batch_answers(
     generations: Sequence[pb.Generation],
     perform: Callable[[pb.Generation], Awaitable[pb.GenerateResponse]],
-    num_at_once: int,
+    places: asyncio.Semaphore,
 ) -> AsyncGenerator[pb.GenerateBatchResponse]:
     """Yield what became of each generation, as soon as it is known; begin them in their order.
 
-    One that fails with a typed error has it for an answer, and the others go on.
+    Each takes one of the places while it is under way. One that fails with a typed error has it for an
+    answer, and the others go on.
     """
-    places = asyncio.Semaphore(num_at_once)
 
     async def answer(index: int, generation: pb.Generation) -> pb.GenerateBatchResponse:
         async with places:

@@ -25,6 +25,7 @@ class OutputAssembler:
             request.stop_strings,
             min_tokens=request.stopping.min_tokens,
             skip_special_tokens=not request.keep_special_tokens,
+            keep_stop_string=request.keep_stop_string,
         )
 
     def respond(self, output: worker_pb2.SequenceOutput) -> pb.GenerateStreamResponse:

@@ -15,7 +15,7 @@ from quire.services.errors import Unavailable
 from quire.services.log import get_logger
 from quire.services.phases import Phase, RequestPhases
 from quire.services.router.admission import RETRY_AFTER_SECONDS, Admission
-from quire.services.router.batch import BATCH_CONCURRENCY, batch_answers, check_batch_size
+from quire.services.router.batch import batch_answers, check_batch_size
 from quire.services.router.generation import Cluster, GenerationRun
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.request_timer import RequestTimer, outcome_of
@@ -76,7 +76,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         answers = batch_answers(
             request.generations,
             lambda generation: self._whole(generation, tenant, deadline, context.invocation_metadata()),
-            min(BATCH_CONCURRENCY, tenant.max_requests or BATCH_CONCURRENCY),
+            self.places(tenant),
         )
         async with aclosing(answers):
             async for answer in answers:
@@ -170,6 +170,10 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     def admitted(self, tenant: Tenant) -> AbstractAsyncContextManager[object]:
         """Let other work than a generation take a request's place."""
         return self._admission.admitted(tenant, self.deadline())
+
+    def places(self, tenant: Tenant) -> asyncio.Semaphore:
+        """Return what the generations of one call share, so that together they can be admitted."""
+        return asyncio.Semaphore(self._admission.num_at_once(tenant))
 
     def _tenant(self, context: Any) -> Tenant:
         return self.tenant_of(context.invocation_metadata())

@@ -6,15 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from quire.engine.logits_processing import LogitsRules
-from quire.engine.sequence import (
-    BeamParams,
-    GeneratedToken,
-    SamplingParams,
-    Sequence,
-    SequenceStatus,
-    SequenceUpdate,
-    TokenLogprobs,
-)
+from quire.engine.sampling_params import BeamParams, SamplingParams
+from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
 from quire.engine.structured_output import GrammarMatcher, OutputFormat
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.errors import InvalidArgument

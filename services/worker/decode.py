@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
-from quire.engine.engine import num_transferred_tokens
+from quire.engine.engine import Engine, num_transferred_tokens
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import Sequence
@@ -36,6 +38,11 @@ class Promise:
     updates: Updates
     is_claimed: bool = False
     is_closed: bool = False
+
+    def require_open(self) -> None:
+        """Raise UnknownTicketError if the request has ended."""
+        if self.is_closed:
+            raise UnknownTicketError("the request has ended")
 
     def fail(self, reason: str) -> None:
         """End the request: its blocks will not come."""
@@ -96,20 +103,11 @@ class Tickets:
         return PromisedBlocks(promise, self._engine, self._memory)
 
     async def _allocate(self, promise: Promise) -> None:
-        loop = asyncio.get_running_loop()
-        allocated: asyncio.Future[bool] = loop.create_future()
+        def reserve(engine: Engine, on_settled: Callable[[bool], None]) -> None:
+            engine.reserve(promise.sequence.request_id, on_settled)
 
-        def settle(is_allocated: bool) -> None:
-            if not allocated.done():
-                allocated.set_result(is_allocated)
-
-        engine_id = promise.sequence.request_id
-
-        def on_settled(is_allocated: bool) -> None:
-            loop.call_soon_threadsafe(settle, is_allocated)
-
-        await self._engine.call(lambda e: e.reserve(engine_id, on_settled))
-        if not await allocated:
+        if not await self._engine.call_back(reserve):
+            promise.require_open()
             raise NoBlocksError(
                 "requests that wait for each other's blocks fill the pool; this one gives way"
             )
@@ -122,11 +120,11 @@ class PromisedBlocks:
         self._promise = promise
         self._engine = engine
         self._memory = memory
-        self._is_committed = False
+        self._admission: Future[None] | None = None
 
     def write(self, frame: Frame) -> None:
         """Write a block into its place, if it is the one that belongs there."""
-        self._require_open()
+        self._promise.require_open()
         sequence = self._promise.sequence
         is_full = frame.index < num_transferred_tokens(sequence) // self._memory.shape.block_size
         if frame.block_hash != (sequence.block_hashes[frame.index] if is_full else b""):
@@ -138,18 +136,28 @@ class PromisedBlocks:
 
     async def commit(self, first_token_id: int | None) -> None:
         """Let the engine decode from the first token on; without one it draws that too."""
-        self._require_open()
-        self._is_committed = True
+        self._promise.require_open()
+        loop, updates = asyncio.get_running_loop(), self._promise.updates
         engine_id = self._promise.sequence.request_id
-        update = await self._engine.call(lambda e: e.admit(engine_id, first_token_id))
-        if update.status.is_finished:
-            self._promise.updates.put_nowait(update)
+
+        def admit(engine: Engine) -> None:
+            update = engine.admit(engine_id, first_token_id)
+            if update.status.is_finished:
+                # Here, since the sender may have cancelled the commit while it ran.
+                loop.call_soon_threadsafe(updates.put_nowait, update)
+
+        self._admission = self._engine.post(admit)
+        await asyncio.wrap_future(self._admission)
 
     def abort(self, reason: str) -> None:
         """End the request unless it was committed or has ended."""
         if not self._is_committed and not self._promise.is_closed:
             self._promise.fail(reason)
 
-    def _require_open(self) -> None:
-        if self._promise.is_closed:
-            raise UnknownTicketError("the request has ended")
+    @property
+    def _is_committed(self) -> bool:
+        """Whether the engine has admitted the sequence, or is about to: a cancelled commit may not be."""
+        admission = self._admission
+        if admission is None or admission.cancelled():
+            return False
+        return not admission.done() or admission.exception() is None

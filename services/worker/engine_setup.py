@@ -14,8 +14,9 @@ from quire.engine.engine import Engine
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 from quire.engine.speculation import Speculator
 from quire.engine.speculators import load_draft_model, make_speculator
 from quire.kvindex.block_hash import block_hash

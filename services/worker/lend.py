@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.kvtransfer.errors import TransferError
 from quire.kvtransfer.layout import KvLayout
-from quire.services.worker.disk_prefetch import prefetched
 
 
 class PoolSource:
@@ -23,8 +23,12 @@ class PoolSource:
 
     async def pin(self, lease_id: str, block_hashes: Sequence[bytes]) -> Sequence[int]:
         """Hold the leading blocks that are present; see ``BlockSource``."""
+
+        def prefetch(engine: Engine, done: Callable[[None], None]) -> None:
+            engine.prefetch(block_hashes, lambda: done(None))
+
         try:
-            await prefetched(self._engine, lambda e, done: e.prefetch(block_hashes, done))
+            await self._engine.call_back(prefetch)
             return await self._engine.call(lambda e: e.pin(lease_id, block_hashes))
         except EngineStoppedError as error:
             raise TransferError(str(error)) from error

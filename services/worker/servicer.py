@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_memory import KvMemory
-from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.sequence import Sequence, SequenceUpdate
 from quire.engine.structured_output import (
     BadFormatError,
     GrammarCompiler,
@@ -48,9 +48,8 @@ from quire.services.worker.convert import (
     without_last_token,
 )
 from quire.services.worker.decode import Promise, Tickets
-from quire.services.worker.disk_prefetch import prefetched
 from quire.services.worker.identity import WorkerIdentity
-from quire.services.worker.metrics import PromptMetrics
+from quire.services.worker.metrics import EngineSnapshot, PromptMetrics, take_snapshot
 from quire.services.worker.prefill import PrefillPush, PushedPrompt
 from quire.services.worker.updates import Updates, next_update, next_updates
 from quire.services.worker.write_back import WriteBacks
@@ -205,7 +204,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 return
             with _known_errors(sequence):
                 # What comes from this worker's disk need not come from the prefill worker.
-                await prefetched(self._engine, lambda e, done: e.prefetch_prompt(sequence, done))
+                await self._prefetch(sequence)
                 first_block = await self._engine.call(lambda e: e.accept(sequence))
             promise = self._tickets.issue(sequence, request.sequence.attempt, first_block, updates)
             try:
@@ -297,7 +296,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
         """Count this worker's requests and blocks."""
-        return await self._engine.call(load)
+        return _load(await self._engine.call(take_snapshot))
 
     async def SetDraining(
         self, request: worker_pb2.SetDrainingRequest, context: Any
@@ -355,6 +354,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         phases.record(Phase.PULL, start, perf_counter())
         return pulled
 
+    async def _prefetch(self, sequence: Sequence) -> None:
+        """Return when what the disk has of the prompt is in host memory, as far as there is room."""
+
+        def prefetch(engine: Engine, done: Callable[[None], None]) -> None:
+            engine.prefetch(engine.tables.prefix_hashes(sequence), lambda: done(None))
+
+        await self._engine.call_back(prefetch)
+
     async def _add(self, sequence: Sequence) -> None:
         with _known_errors(sequence):
             await self._engine.call(lambda e: e.add(sequence))
@@ -399,21 +406,16 @@ async def _prompt_logprobs(sequence: Sequence) -> list[inference_pb2.TokenLogpro
     return await asyncio.to_thread(lambda: list(map(logprobs_to_proto, sequence.prompt_logprobs)))
 
 
-def load(engine: Engine) -> worker_pb2.GetLoadResponse:
-    """Count an engine's requests and blocks; runs in its thread."""
-    scheduler, counts = engine.scheduler, engine.pool.counts
-    statuses = [s.status for group in engine.groups.values() for s in group.sequences]
+def _load(now: EngineSnapshot) -> worker_pb2.GetLoadResponse:
     return worker_pb2.GetLoadResponse(
-        num_running=sum(len(group.sequences) for group in scheduler.running),
-        num_waiting=len(scheduler.waiting),
-        num_transferring=statuses.count(SequenceStatus.TRANSFERRING),
-        free_blocks=counts.free,
-        cached_blocks=counts.cached,
-        used_blocks=counts.used,
-        pinned_blocks=engine.num_pinned_blocks,
-        prefill_backlog_tokens=sum(
-            group.num_uncomputed_tokens for group in (*scheduler.running, *scheduler.waiting)
-        ),
+        num_running=now.num_running,
+        num_waiting=now.num_waiting,
+        num_transferring=now.num_transferring,
+        free_blocks=now.blocks.free,
+        cached_blocks=now.blocks.cached,
+        used_blocks=now.blocks.used,
+        pinned_blocks=now.num_pinned_blocks,
+        prefill_backlog_tokens=now.backlog_tokens,
     )
 
 

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from quire.engine.device import choose_device
 from quire.engine.engine import longest_sequence
-from quire.engine.engine_thread import EngineThread
+from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.structured_output import GrammarCompiler
@@ -68,7 +68,11 @@ _log = get_logger("worker")
 
 
 async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] | None) -> None:
-    """Load the model and serve it until a signal."""
+    """Load the model and serve it until a signal.
+
+    Raises:
+        EngineStoppedError: the engine has failed; a supervisor may start the worker anew.
+    """
     worker_id = config.worker_id or f"{config.role}-{secrets.token_hex(4)}"
     configure_logging(config.log_level, process=worker_id)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -88,7 +92,8 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
         engine = await asyncio.to_thread(
             build_engine, config, model, draft, memory, identity, publisher, disk_cache
         )
-        thread = EngineThread(engine, steps.stepped)
+        failure: asyncio.Future[EngineStoppedError] = asyncio.get_running_loop().create_future()
+        thread = EngineThread(engine, steps.stepped, failure.set_result)
         thread.start()
         stack.push_async_callback(thread.stop)
         _describe(registry, thread, memory)
@@ -183,7 +188,7 @@ async def serve(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] 
             # Running requests need their pushes, and pulls need their leases: the server still takes calls.
             await servicer.drain()
 
-        await serve_until_signal(server, drain)
+        await serve_until_signal(server, drain, failure)
 
 
 def _describe(registry: CollectorRegistry, thread: EngineThread, memory: KvMemory) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from quire.engine.engine_thread import EngineThread
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.sequence import Sequence
 from quire.protos import worker_pb2
 from quire.services.worker.borrow import PrefixPuller
 

@@ -178,7 +178,6 @@ def test_the_deadline_ends_a_stream(client: Client, fake_generation: Any) -> Non
         (service_errors.ResourceExhausted("no"), Overloaded),
         (service_errors.DeadlineExceeded("no"), DeadlineExceeded),
         (service_errors.Aborted("no"), Interrupted),
-        (service_errors.DataLoss("no"), ServerError),
         (service_errors.Internal("no"), ServerError),
     ],
 )

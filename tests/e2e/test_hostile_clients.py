@@ -29,6 +29,7 @@ from quire.services.router.tenants import Tenant, new_key
 NUM_IDLE = 1000
 WAIT_SECONDS = 30.0
 START_SECONDS = 120.0
+OPTIONS = ("port=0", "http-port=0", "dtype=float32", "num-blocks=256", "log-level=debug")
 
 
 async def test_a_thousand_idle_connections_keep_nobody_away(stack: RunningStack, e2e: Any) -> None:
@@ -91,6 +92,7 @@ class Serving(NamedTuple):
     """The command `quire serve`, and what it must never tell."""
 
     address: str
+    http_port: int
     key: str
     secrets: dict[str, str]
     log: Path
@@ -114,7 +116,7 @@ def serving(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Servi
         password = index.url.split(":")[2].partition("@")[0]
         secrets = {"key": made.key, "cluster secret": "a-secret-of-the-cluster", "password": password}
         command = [sys.executable, "-c", "from quire.cli.main import main; main()", "serve"]
-        options = ["--port", "0", "--dtype", "float32", "--num-blocks", "256", "--log-level", "debug"]
+        options = [f"--{option}" for option in OPTIONS]
         process = subprocess.Popen(
             [*command, str(tiny_model("llama")), *options, "--api-keys", str(tmp_path / "keys")],
             env={
@@ -128,17 +130,18 @@ def serving(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Servi
             start_new_session=True,
         )
         try:
-            address = _wait_for_banner(process, log)
-            yield Serving(address, made.key, secrets, log, index, process)
+            address, http_port = _wait_for_banner(process, log)
+            yield Serving(address, http_port, made.key, secrets, log, index, process)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(WAIT_SECONDS)
 
 
-def _wait_for_banner(process: subprocess.Popen[bytes], log: Path) -> str:
+def _wait_for_banner(process: subprocess.Popen[bytes], log: Path) -> tuple[str, int]:
+    banner = re.compile(r"serves \S+ at (\S+:\d+).*?http://\S+:(\d+)/v1", re.DOTALL)
     for _ in range(int(START_SECONDS / 0.05)):
-        if found := re.search(r"serves \S+ at (\S+:\d+)", log.read_text(errors="replace")):
-            return found[1]
+        if found := banner.search(log.read_text(errors="replace")):
+            return found[1], int(found[2])
         assert process.poll() is None, log.read_text(errors="replace")
         time.sleep(0.05)
     raise AssertionError(log.read_text(errors="replace"))
@@ -155,18 +158,41 @@ async def test_no_log_tells_a_secret(serving: Serving) -> None:
         for unknown in (stranger, nobody):
             with pytest.raises(Unauthenticated):
                 await unknown.generate([2, 3])
+        strange = f"{serving.key}\x01"
+        for key, name in ((serving.key, "asked-over-http"), (strange, "x"), (wrong, "a\tb=1")):
+            assert serving.key not in await _asked_over_http(serving.http_port, key, name)
         # An index that is gone makes every process complain of it by name.
         serving.index.stop()
         await serving.logged("index_unreachable")
         await client.generate(list(range(2, 80)), max_tokens=4, request_id="asked-again")
     log = await serving.logged("event=request_finished request_id=asked-again tenant=acme")
     assert "level=debug" in log
+    assert "request_id=asked-over-http tenant=acme outcome=OK" in log
+    assert "event=http_malformed" in log
+    # After the banner nothing is written but by the one way of writing lines.
+    _, _, events = log.partition("requests up to ")
+    assert [line for line in events.splitlines()[1:] if not line.startswith("time=")] == []
     assert "event=index_unreachable" in log
     for name, secret in {**serving.secrets, "wrong key": wrong}.items():
         assert secret not in log, f"the log tells the {name}"
     for each in _processes(serving.process.pid):
         for name, secret in serving.secrets.items():
             assert secret not in each, f"a process list tells the {name}"
+
+
+async def _asked_over_http(port: int, key: str, request_id: str) -> str:
+    """Ask by hand, and return all that comes."""
+    body = b'{"prompt": [2, 3], "max_tokens": 2}'
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        f"Authorization: Bearer {key}\r\nX-Request-Id: {request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + body)
+    async with asyncio.timeout(WAIT_SECONDS):
+        answer = await reader.read()
+    writer.close()
+    return answer.decode()
 
 
 def _processes(parent: int) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quire.client import InvalidRequest
 from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out
 from quire.protos import worker_pb2 as pb
@@ -111,6 +112,22 @@ def test_echoed_logprobs_are_those_of_transformers(
         assert tops == pytest.approx(best[: len(tops)], abs=2e-3)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoed_tokens_are_where_the_text_has_them(client: openai.OpenAI, stream: bool) -> None:
+    prompt: Any = [0, 4, 598, 1, 5]
+    options: Any = {"model": "demo", "prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 0}
+    if stream:
+        choices = [c.choices[0] for c in client.completions.create(**options, stream=True) if c.choices]
+    else:
+        choices = client.completions.create(**options).choices
+    text = "".join(choice.text for choice in choices)
+    offsets = [at for choice in choices for at in (choice.logprobs and choice.logprobs.text_offset) or []]
+    tokens = [token for choice in choices for token in (choice.logprobs and choice.logprobs.tokens) or []]
+    assert len(tokens) == len(offsets) == len(prompt) + 3
+    for token, begin, end in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
+        assert text[begin:end] in (token, "")
+
+
 def test_an_answer_has_the_form_of_a_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
@@ -131,6 +148,23 @@ def test_an_answer_has_the_form_of_a_schema(client: openai.OpenAI) -> None:
         model="demo", messages=messages, extra_body={"structured_outputs": {"choice": ["yes", 'a "no"']}}
     )
     assert choice.choices[0].message.content in ("yes", 'a "no"')
+
+
+async def test_a_form_that_no_answer_has_is_refused(
+    stack: RunningStack, client: openai.OpenAI, e2e: Any
+) -> None:
+    schema = {"name": "endless", "schema": {"$ref": "#"}}
+    with pytest.raises(openai.BadRequestError, match="no answer has this form") as caught:
+        client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "hello"}],
+            response_format={"type": "json_schema", "json_schema": schema},
+        )
+    assert caught.value.param == "response_format"
+    async with e2e.connected(stack) as (grpc_client, _):
+        with pytest.raises(InvalidRequest, match="no answer has this form") as refused:
+            await grpc_client.generate([2, 3], grammar="start: start")
+        assert refused.value.field == "format.grammar"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,11 +12,12 @@ import random
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from hypothesis import settings
@@ -27,10 +28,12 @@ from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, num_transferred_tokens
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
-from quire.engine.sequence import NO_BLOCK, BeamParams, SamplingParams, Sequence
+from quire.engine.sequence import NO_BLOCK, Sequence
 from quire.engine.speculation import Speculator, Wanted
 
+T = TypeVar("T")
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1
 NUM_HOST_BLOCKS, NUM_DISK_BLOCKS = 10, 40
 SHAPE = KvShape(1, 1, BLOCK_SIZE, 1, torch.float32)
@@ -203,6 +206,23 @@ prompts = st.builds(
 )
 
 
+class TransferState(Enum):
+    """How far another worker's blocks are."""
+
+    ACCEPTED = auto()
+    WAITING = auto()
+    RESERVED = auto()
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A prompt that another worker computes."""
+
+    sequence: Sequence
+    first_block: int
+    state: TransferState = TransferState.ACCEPTED
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, are computed here or elsewhere, are preempted, aborted or finish."""
 
@@ -214,6 +234,7 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, guesses=True)
         self.wanted: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.transfers: dict[str, Transfer] = {}
         self.aborted: set[str] = set()
         self.outputs: Outputs = {}
 
@@ -226,44 +247,66 @@ class EngineMachine(RuleBasedStateMachine):
         prompt, params = self.adapt(prompt, params)
         name = str(len(self.wanted))
         self.wanted[name] = (prompt, params)
-        self.engine.add(Sequence(name, list(prompt), len(prompt), params, b"root"))
+        self.command(lambda e: e.add(Sequence(name, list(prompt), len(prompt), params, b"root")))
         return name
 
     @rule(target=requests, prompt=prompts, params=many_params)
-    def receive(self, prompt: list[int], params: SamplingParams) -> str:
-        """Take a prompt whose blocks another worker has computed."""
+    def accept(self, prompt: list[int], params: SamplingParams) -> str:
+        """Take a prompt whose blocks another worker computes."""
         prompt, params = self.adapt(prompt, params)
         name = str(len(self.wanted))
-        sequence = Sequence(name, list(prompt), len(prompt), params, b"root")
-        first_block = self.engine.accept(sequence)
         self.wanted[name] = (prompt, params)
+        sequence = Sequence(name, list(prompt), len(prompt), params, b"root")
+        self.transfers[name] = Transfer(sequence, self.command(lambda e: e.accept(sequence)))
+        return name
 
-        def on_settled(is_reserved: bool) -> None:
-            assert is_reserved, "nobody else waits for blocks"
-            for position in range(first_block * BLOCK_SIZE, num_transferred_tokens(sequence)):
+    @rule()
+    def open(self) -> None:
+        """Let a transfer wait for its blocks."""
+        if transfer := self.first_transfer(TransferState.ACCEPTED):
+            transfer.state = TransferState.WAITING
+            name = transfer.sequence.request_id
+
+            def on_settled(is_reserved: bool) -> None:
+                if is_reserved:
+                    transfer.state = TransferState.RESERVED
+                else:
+                    self.transfers.pop(name, None)
+                    self.aborted.add(name)
+
+            self.command(lambda e: e.reserve(name, on_settled))
+
+    @rule()
+    def deliver(self) -> None:
+        """Write a transfer's blocks, and begin to decode."""
+        if transfer := self.first_transfer(TransferState.RESERVED):
+            sequence = transfer.sequence
+            name, prompt, params = sequence.request_id, sequence.token_ids, sequence.params
+            del self.transfers[name]
+            for position in range(transfer.first_block * BLOCK_SIZE, num_transferred_tokens(sequence)):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self.engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
                 self.engine.runner.write(block_id, position, prompt[position])  # type: ignore[attr-defined]
-            pending.append(name)
-
-        pending: list[str] = []
-        self.engine.reserve(name, on_settled)
-        while not pending and not self.engine.is_idle:
-            self.advance()
-        if pending:
             # The first token, as the other worker draws it.
             first = alone(tuple(prompt), params, self.window)[0][0] if params.num_sequences == 1 else None
             if first is not None:
                 self.outputs[name, 0] = [first]
-            self.engine.admit(name, first)
-        else:
-            self.abort(name)
-        return name
+            self.command(lambda e: e.admit(name, first))
+
+    def first_transfer(self, state: TransferState) -> Transfer | None:
+        return next((each for each in self.transfers.values() if each.state == state), None)
 
     @rule(name=requests)
     def abort(self, name: str) -> None:
-        self.engine.abort(name)
+        self.transfers.pop(name, None)
         self.aborted.add(name)
+        self.command(lambda e: e.abort(name))
+
+    def command(self, command: Callable[[Engine], T]) -> T:
+        """Run a command between two steps, as the engine's thread does."""
+        result = command(self.engine)
+        self.engine.grant_blocks()
+        return result
 
     @rule(num_steps=st.integers(1, 6))
     def run(self, num_steps: int) -> None:
@@ -284,6 +327,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check_conservation()
 
     @invariant()
+    def no_transfer_waits_for_blocks_that_are_there(self) -> None:
+        waiting = [each for each in self.transfers.values() if each.state == TransferState.WAITING]
+        assert self.engine.num_waiting_for_blocks == len(waiting)
+        if waiting:
+            sequence = waiting[0].sequence
+            num_missing = -(-sequence.num_tokens // BLOCK_SIZE) - len(sequence.block_table)
+            assert num_missing > self.engine.pool.num_allocatable
+
+    @invariant()
     def a_budget_bounds_what_is_held(self) -> None:
         for group in self.engine.groups.values():
             for sequence in group.sequences:
@@ -296,7 +348,7 @@ class EngineMachine(RuleBasedStateMachine):
         if self.window is not None:
             for group in self.engine.groups.values():
                 for sequence in group.sequences:
-                    limit = self.engine.scheduler._max_held_blocks(group.prompt, 1, sequence.num_tokens)
+                    limit = self.engine.tables.max_held_blocks(group.prompt, 1, sequence.num_tokens)
                     assert len(sequence.held_blocks) <= limit
 
     @invariant()
@@ -305,11 +357,24 @@ class EngineMachine(RuleBasedStateMachine):
             for sequence in group.sequences:
                 assert (len(sequence.block_table) - 1) * BLOCK_SIZE < sequence.num_tokens
 
+    def is_asleep(self) -> bool:
+        """Whether the engine, which a step has just left without work, waits for a command."""
+        return not self.engine.num_stepped
+
     def teardown(self) -> None:
         for _ in range(10_000):
-            if self.engine.is_idle:
+            self.open()
+            if self.first_transfer(TransferState.RESERVED):
+                self.deliver()
+            elif self.engine.is_idle and not self.transfers:
                 break
-            self.advance()
+            else:
+                num_transfers = len(self.transfers)
+                self.advance()
+                has_settled = (
+                    self.first_transfer(TransferState.RESERVED) or len(self.transfers) < num_transfers
+                )
+                assert has_settled or not self.is_asleep(), "requests wait and nobody will wake the engine"
         assert self.engine.is_idle, "the engine does not come to its end"
         assert self.engine.pool.counts.used == 0
         assert self.engine.swap_space.num_free == NUM_SWAP_BLOCKS
@@ -376,7 +441,7 @@ class TieredEngineMachine(EngineMachine):
         prompt, _ = self.adapt(prompt, SamplingParams())
         sequence = Sequence("pin", list(prompt), len(prompt), SamplingParams(), b"root")
         sequence.extend_hashes(BLOCK_SIZE, hash_block)
-        self.lent = self.engine.pin("pin", sequence.block_hashes), prompt
+        self.lent = self.command(lambda e: e.pin("pin", sequence.block_hashes)), prompt
         self.engine.check_conservation()
 
     @rule()
@@ -386,21 +451,18 @@ class TieredEngineMachine(EngineMachine):
         held = [int(t) for b in block_ids for t in self.engine.memory.blocks[b, 0, 0, 0, :, 0]]
         assert held == prompt[: len(held)]
         self.lent = [], []
-        self.engine.unpin("pin")
+        self.command(lambda e: e.unpin("pin"))
 
     @rule()
     def clear_cache(self) -> None:
         """Forget what no request uses, in all tiers."""
-        self.engine.clear_cache()
+        self.command(Engine.clear_cache)
         assert self.engine.pool.counts.cached == 0
         assert not len(self.disk)
         assert not len(self.host)
 
-    @rule(target=EngineMachine.requests, prompt=prompts, params=many_params)
-    def receive(self, prompt: list[int], params: SamplingParams) -> str:
-        """Take a prompt while nothing is pinned, since a pin may be what a long one waits for."""
-        self.unpin()
-        return super().receive(prompt, params)
+    def is_asleep(self) -> bool:
+        return super().is_asleep() and not self.later.calls  # the disk wakes it
 
     def advance(self) -> None:
         self.num_advanced += 1

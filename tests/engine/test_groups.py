@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from quire.engine.engine import Engine, RequestTooLongError
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import BeamParams, SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")

@@ -26,8 +26,9 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.sampler import sample
+from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import BeamParams, SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 
 VOCAB_SIZE = 12
 EOS = frozenset({0})
@@ -172,6 +173,8 @@ def test_equal_to_the_processors_of_transformers(seed: int) -> None:
         {"presence_penalty": 2.5},
         {"frequency_penalty": math.nan},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-39},
+        {"repetition_penalty": 100.5},
         {"repetition_penalty": math.inf},
         {"logit_bias": ((1, 101.0),)},
         {"logit_bias": ((1, 1.0), (1, 2.0))},

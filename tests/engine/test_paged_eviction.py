@@ -14,8 +14,9 @@ from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
 from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.paged_eviction import PagedEviction, Score, importance
+from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import NO_BLOCK, BeamParams, SamplingParams, Sequence
+from quire.engine.sequence import NO_BLOCK, Sequence
 
 BLOCK_SIZE, BUDGET = 16, 64
 CPU = torch.device("cpu")
@@ -167,6 +168,7 @@ def test_a_transferred_prompt_is_cut_where_it_arrives(model: LoadedModel) -> Non
         prefill.step()
     assert NO_BLOCK not in there.block_table
     decode.reserve("r", lambda _: None)
+    decode.grant_blocks()
     for source, target in zip(there.block_table, here.block_table, strict=True):
         decode.memory.write(target, prefill.memory.read(source))
     decode.admit("r", there.token_ids[-1])
@@ -174,7 +176,7 @@ def test_a_transferred_prompt_is_cut_where_it_arrives(model: LoadedModel) -> Non
     while not decode.is_idle:
         decode.step()
     assert here.token_ids[here.num_prompt_tokens :] == alone
-    prefill.release("r")
+    prefill.abort("r")
     prefill.check_conservation()
     decode.check_conservation()
 

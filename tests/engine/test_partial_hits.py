@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from quire.engine.block_pool import BlockPool
 from quire.engine.partial_hits import MAX_SIBLINGS, BlockTokens
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.sequence import Sequence
 
 
 def hold(pool: BlockPool, known: BlockTokens, token_ids: list[int]) -> int:

@@ -10,8 +10,9 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 
 BLOCK_SIZE = 4
 
@@ -65,6 +66,7 @@ def test_an_accepted_request_is_queued_when_its_blocks_are_there(engine: Engine,
     sequence = prompt("a")
     engine.accept(sequence)
     engine.reserve("a", lambda _: None)
+    engine.grant_blocks()
     clock.now = 4.0
     engine.admit("a", 5)
     clock.now = 6.0
@@ -76,8 +78,10 @@ def test_blocks_wait_for_an_older_request(engine: Engine) -> None:
     for name in ("a", "b", "c"):
         engine.accept(prompt(name))
         engine.reserve(name, lambda _: None)
+    engine.grant_blocks()
     assert engine.num_waiting_for_blocks == 1
     engine.abort("a")
+    engine.grant_blocks()
     assert engine.num_waiting_for_blocks == 0
 
 
@@ -93,7 +97,7 @@ def test_the_oldest_pin_is_a_finished_prefill_or_a_lease(engine: Engine, clock: 
     assert engine.pins.pin("lease", sequence.block_hashes)
     clock.now += 2.0
     assert engine.oldest_pin_seconds == clock.now - finished_at == 7.0
-    engine.release("a")
+    engine.abort("a")
     assert engine.oldest_pin_seconds == 2.0
     engine.unpin("lease")
     assert engine.oldest_pin_seconds == 0.0

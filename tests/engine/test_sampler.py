@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quire.engine.sampler import sample, uniform_numbers
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.sequence import Sequence
 
 
 def sequence(position: int = 4, **params: object) -> Sequence:
@@ -40,6 +41,13 @@ def test_draws_follow_the_distribution() -> None:
 def test_filters_keep_what_they_should(params: dict[str, object], allowed: set[int]) -> None:
     logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
     assert set(draw_many(logits, **params)) == allowed
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-39, 1e-38, 9e-6, 1.1e-5])
+def test_a_temperature_near_zero_takes_the_most_probable_token(temperature: float) -> None:
+    logits = torch.randn((8, 300), generator=torch.Generator().manual_seed(1)) * 30
+    sequences = [sequence(seed=seed, temperature=temperature) for seed in range(8)]
+    assert sample(logits, sequences, frozenset()).token_ids == logits.argmax(dim=-1).tolist()
 
 
 def test_a_token_depends_on_seed_and_position_alone() -> None:

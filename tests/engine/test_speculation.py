@@ -19,8 +19,9 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.ngram_proposer import NgramProposer, continue_repetition
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence, TokenLogprobs
+from quire.engine.sequence import Sequence, TokenLogprobs
 from quire.engine.speculation import Acceptance, Proposer, Speculator, StepCost, Wanted
 from quire.engine.speculation_config import SpeculationConfig
 from quire.engine.speculators import DraftModelError, check_same_tokens, load_draft_model
@@ -29,8 +30,8 @@ from quire.models.random_model import make_random_model
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss"]
-ROUNDED = ["gpt_oss", "mistral"]
-"""Their sums depend on the step: those of experts on its tokens, of windows on their first held block."""
+ROUNDED = ["gpt_oss"]
+"""The sums of experts depend on a step's tokens."""
 
 TinyModel = Callable[[str], Path]
 Outputs = dict[tuple[str, int], list[tuple[int, TokenLogprobs | None]]]

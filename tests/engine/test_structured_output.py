@@ -18,8 +18,9 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import BeamParams, SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 from quire.engine.structured_output import (
     BadFormatError,
     GrammarCompiler,
@@ -194,6 +195,32 @@ def test_a_bad_format_is_refused_in_the_compilers_words(
 ) -> None:
     with pytest.raises(BadFormatError, match=message):
         compiler.compile(output_format, 0)
+
+
+@pytest.mark.parametrize(
+    "output_format",
+    [
+        OutputFormat("json_schema", '{"$ref": "#"}'),
+        OutputFormat("grammar", "start: start"),
+        OutputFormat("regex", "[^\\s\\S]"),
+    ],
+)
+def test_a_form_that_no_answer_has_is_refused(compiler: GrammarCompiler, output_format: OutputFormat) -> None:
+    with pytest.raises(BadFormatError, match="no answer has this form"):
+        compiler.compile(output_format, 0)
+
+
+def test_a_form_may_be_empty(compiler: GrammarCompiler) -> None:
+    assert compiler.compile(OutputFormat("regex", ""), 0).allowed([]).nonzero()[0].tolist() == [EOS]
+
+
+def test_json_has_one_space_at_most(compiler: GrammarCompiler, folder: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    brace, space, newline = (tokenizer.encode(text, add_special_tokens=False).ids[-1] for text in "{ \n")
+    matcher = compiler.compile(OutputFormat("json_schema", '{"type": "object"}'), 0)
+    assert not matcher.allowed([brace])[newline]
+    assert matcher.allowed([brace])[space]
+    assert not matcher.allowed([brace, space])[space]
 
 
 def test_without_the_package_the_remedy_is_named(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SamplingParams, Sequence
+from quire.engine.sequence import Sequence
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 
@@ -45,9 +46,11 @@ def test_the_newest_gives_way_to_the_oldest(engine: Engine) -> None:
     assert engine.accept(prompt("old", 2, 6)) == 3
     assert engine.accept(prompt("new", 3, 6)) == 3
     engine.reserve("old", lambda given: settled.update(old=given))
+    engine.grant_blocks()
     # Six of eight blocks are held, and each of the two wants three more.
     assert not settled
     engine.reserve("new", lambda given: settled.update(new=given))
+    engine.grant_blocks()
     assert settled == {"new": False, "old": True}
     engine.admit("old", 5)
     run(engine)
@@ -64,6 +67,7 @@ def test_nobody_gives_way_while_another_request_will_give_blocks_back(engine: En
     settled: list[bool] = []
     assert engine.accept(prompt("waiting", 2, 6)) == 3
     engine.reserve("waiting", settled.append)
+    engine.grant_blocks()
     assert not settled
     run(engine)
     assert settled == [True]

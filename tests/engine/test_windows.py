@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from quire.engine.engine import Engine, RequestTooLongError
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import NO_BLOCK, SamplingParams, Sequence
+from quire.engine.sequence import NO_BLOCK, Sequence
 
 BLOCK_SIZE, WINDOW, NUM_NEW = 16, 24, 300
 CPU = torch.device("cpu")
@@ -175,13 +176,14 @@ def test_a_transfer_brings_the_window_alone(model: LoadedModel, expected: object
         prefill.step()
     reserved: list[bool] = []
     decode.reserve("r", reserved.append)
+    decode.grant_blocks()
     assert reserved
     assert len(here.held_blocks) <= WINDOW // BLOCK_SIZE + 2
     for index in range(first_block, 10):
         assert there.block_table[index] != NO_BLOCK
         decode.memory.write(here.block_table[index], prefill.memory.read(there.block_table[index]))
     decode.admit("r", there.token_ids[-1])
-    prefill.release("r")
+    prefill.abort("r")
     prefill.check_conservation()
     assert finish(decode) <= 4
     assert outputs(here) == expected(here.token_ids[:150])  # type: ignore[operator]

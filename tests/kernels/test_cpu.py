@@ -294,26 +294,30 @@ def test_blocks_are_copied_gathered_and_scattered(dtype: torch.dtype) -> None:
     assert torch.equal(blocks, before[[0, 2, 0, 5, 0, 5]])
 
 
+@pytest.mark.parametrize("stored", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 11}, {"logit_softcap": 3.0}], ids=str)
-@pytest.mark.parametrize("num_new", [2, 5, 8])
-def test_tokens_together_have_the_bits_of_tokens_alone(
-    num_new: int, options: dict[str, float], dtype: torch.dtype
+def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
+    options: dict[str, float], dtype: torch.dtype, stored: torch.dtype | None
 ) -> None:
-    """What verifies guesses must see exactly what decode sees, over every edge of blocks and spans."""
-    for group, cached in ((1, 3), (3, 14), (3, 60), (7, 63), (8, 130)):
-        case = make_case([(cached, num_new)], dtype=dtype, group=group, head_dim=64, seed=cached)
-        ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
-        arguments = (case.query, case.kv_layer, case.metadata)
-        together = ops.paged_attention(*arguments, scale=0.2, **options)  # type: ignore[arg-type]
-        for place in range(num_new):
-            one = case.metadata._replace(
-                query_starts=torch.tensor([0, 1], dtype=torch.int32),
-                seq_lens=torch.tensor([cached + place + 1], dtype=torch.int32),
+    """As a prompt, in chunks, among guesses to verify, or one by one: over every edge of blocks and spans."""
+    for cached, num_new in ((3, 5), (60, 8), (0, 150), (130, 40)):
+        case = make_case([(cached, num_new)], dtype=dtype, stored=stored, seed=cached)
+        ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping, case.kv_scales)
+
+        def attend(first: int, last: int, case: Case = case, cached: int = cached) -> torch.Tensor:
+            chunk = case.metadata._replace(
+                query_starts=torch.tensor([0, last - first], dtype=torch.int32),
+                seq_lens=torch.tensor([cached + last], dtype=torch.int32),
             )
-            query = case.query[place : place + 1]
-            alone = ops.paged_attention(query, case.kv_layer, one, scale=0.2, **options)  # type: ignore[arg-type]
-            assert torch.equal(together[place : place + 1], alone), (group, cached, place)
+            query, kv = case.query[first:last], (case.kv_layer, chunk)
+            return ops.paged_attention(query, *kv, scale=0.2, kv_scales=case.kv_scales, **options)  # type: ignore[arg-type]
+
+        together = attend(0, num_new)
+        for size in (1, 2, 5, 37):
+            cuts = range(0, num_new, size)
+            pieces = torch.cat([attend(first, min(first + size, num_new)) for first in cuts])
+            assert torch.equal(pieces, together), (cached, size)
 
 
 def test_compiled_code_serves_steps_of_all_sizes() -> None:

@@ -246,6 +246,8 @@ def test_a_lone_stop_string_and_min_tokens(tiny: LLM) -> None:
     stop = whole[2]
     params = SamplingParams(temperature=0, max_tokens=40, stop=stop)
     assert texts(tiny.generate(prompt(40), params, use_tqdm=False)) == [whole[: whole.index(stop)]]
+    keeping = replace(params, include_stop_str_in_output=True)
+    assert texts(tiny.generate(prompt(40), keeping, use_tqdm=False)) == [whole[: whole.index(stop) + 1]]
 
 
 # --- the demo model ---------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20; got -1"),
         ({"presence_penalty": 3.0}, "presence_penalty must be from -2 to 2; got 3.0"),
         ({"frequency_penalty": -3.0}, "frequency_penalty must be from -2 to 2; got -3.0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be finite and above 0; got 0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 0.01 to 100; got 0.0"),
         ({"logit_bias": {1: 101.0}}, "logit_bias must be from -100 to 100 for each token"),
         ({"bad_words": "word"}, "bad_words must be texts that are not blank; got 'word'"),
         ({"bad_words": [" "]}, "bad_words must be texts that are not blank"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.sampling_params import SamplingParams
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument
 from quire.services.served_model import ServedModel
@@ -22,8 +23,10 @@ def request(**sampling: Any) -> pb.Generation:
     [
         ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2; got 2.5"),
         ({"frequency_penalty": math.nan}, "frequency_penalty", "got nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty", "above 0; got 0"),
-        ({"repetition_penalty": math.inf}, "repetition_penalty", "finite"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "from 0.01 to 100; got 0"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty", "from 0.01 to 100"),
+        ({"repetition_penalty": 100.5}, "repetition_penalty", "got 100.5"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty", "got inf"),
         ({"logit_bias": {320: 1.0}}, "logit_bias", "below 320; got 320"),
         ({"logit_bias": {7: 101.0}}, "logit_bias[7]", "from -100 to 100; got 101"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias", "at most 1024; got 1025"),
@@ -40,6 +43,13 @@ async def test_limits(sampling: dict[str, Any], field: str, problem: str, model:
         await validate(request(**sampling), model)
     assert caught.value.field == f"sampling.{field}"
     assert problem in caught.value.problem
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+async def test_the_limits_themselves_are_allowed(penalty: float, model: ServedModel) -> None:
+    validated = await validate(request(repetition_penalty=penalty), model)
+    assert validated.sampling.repetition_penalty == pytest.approx(penalty)
+    SamplingParams(repetition_penalty=validated.sampling.repetition_penalty)
 
 
 async def test_bad_words_are_sent_with_and_without_a_space_before_them(model: ServedModel) -> None:

@@ -41,6 +41,12 @@ def test_stop_strings_wait_for_the_least_number_of_tokens(tokenizer: Tokenizer) 
     assert run(StoppingDecoder(tokenizer, ["a"], min_tokens=9), ids) == ("aaaaa", None, 5)
 
 
+def test_the_stop_string_can_be_kept(tokenizer: Tokenizer) -> None:
+    [ids] = tokenizer.encode_batch(["hello world"], add_special_tokens=False)
+    assert run(StoppingDecoder(tokenizer, ["o w"], keep_stop_string=True), ids)[:2] == ("hello w", "o w")
+    assert run(StoppingDecoder(tokenizer, ["x"], keep_stop_string=True), ids)[:2] == ("hello world", None)
+
+
 def test_special_tokens_are_skipped_or_kept(tokenizer: Tokenizer) -> None:
     assert run(StoppingDecoder(tokenizer, ["</s>"]), [0, 1])[:2] == ("", None)
     kept = StoppingDecoder(tokenizer, ["</s>"], skip_special_tokens=False)

@@ -12,7 +12,7 @@ from aiohttp import web
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument
 from quire.services.router.http.authorization import TENANT
-from quire.services.router.http.bodies import REQUEST_ID, json_response, read_body, request_id
+from quire.services.router.http.bodies import json_response, read_body, request_id
 from quire.services.router.http.conversation import conversation
 from quire.services.router.http.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.services.router.http.requests import ChatCompletionRequest
@@ -49,12 +49,11 @@ class ChatCompletions:
         writer = _Writer(body, use, model, name)
         generations = [_generation(body, use, name)]
         messages = run(self._servicer, request[TENANT], generations, request.headers.items())
-        headers = {REQUEST_ID: name}
         if body.stream:
-            return await send_events(request, writer.events(messages), headers)
+            return await send_events(request, writer.events(messages))
         async with aclosing(messages):
             received = [each async for each in messages]
-        return json_response(await asyncio.to_thread(writer.whole, received), headers=headers)
+        return json_response(await asyncio.to_thread(writer.whole, received))
 
 
 def _generation(body: ChatCompletionRequest, use: ToolUse, name: str) -> pb.Generation:
@@ -77,6 +76,7 @@ def _generation(body: ChatCompletionRequest, use: ToolUse, name: str) -> pb.Gene
             prompt_logprobs=body.prompt_logprobs,
             prompt_token_ids=bool(body.return_token_ids or body.prompt_logprobs is not None),
             keep_special_tokens=body.skip_special_tokens is False,
+            keep_stop_string=bool(body.include_stop_str_in_output),
         ),
         request_id=name,
         format=wanted or call,
@@ -158,6 +158,8 @@ class _Writer:
         if reason:
             content, calls = reader.finish()
             delta.content = (delta.content or "") + content
+            for index, call in enumerate(calls):
+                call.index = index
             if calls:
                 delta.tool_calls, reason = calls, "tool_calls"
         event = ChatDelta(

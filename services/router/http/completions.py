@@ -13,8 +13,8 @@ from aiohttp import web
 from quire.protos import inference_pb2 as pb
 from quire.services.errors import InvalidArgument
 from quire.services.router.http.authorization import TENANT
-from quire.services.router.http.bodies import REQUEST_ID, json_response, read_body, request_id
-from quire.services.router.http.logprobs import TokenNames, completion_logprobs, prompt_logprobs
+from quire.services.router.http.bodies import json_response, read_body, request_id
+from quire.services.router.http.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
 from quire.services.router.http.requests import CompletionRequest
 from quire.services.router.http.responses import Completion, CompletionChoice, finish_name
 from quire.services.router.http.sampling_fields import answer_format, sampling_params, stopping_params
@@ -22,6 +22,7 @@ from quire.services.router.http.streams import Tagged, run, send_events
 from quire.services.router.http.usage import UsageCount
 from quire.services.router.servicer import GenerationServicer, collected
 from quire.services.served_model import ServedModel
+from quire.services.validation import MAX_REQUEST_ID_CHARS
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -41,12 +42,11 @@ class Completions:
         generations = _generations(body, name)
         writer = _Writer(body, model, name)
         messages = run(self._servicer, request[TENANT], generations, request.headers.items())
-        headers = {REQUEST_ID: name}
         if body.stream:
-            return await send_events(request, writer.events(messages), headers)
+            return await send_events(request, writer.events(messages))
         async with aclosing(messages):
             received = [each async for each in messages]
-        return json_response(await asyncio.to_thread(writer.whole, received), headers=headers)
+        return json_response(await asyncio.to_thread(writer.whole, received))
 
 
 def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
@@ -59,6 +59,7 @@ def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
         prompt_logprobs=body.logprobs if body.echo else body.prompt_logprobs,
         prompt_token_ids=bool(body.echo or body.prompt_logprobs is not None or body.return_token_ids),
         keep_special_tokens=body.skip_special_tokens is False,
+        keep_stop_string=bool(body.include_stop_str_in_output),
     )
     sampling, form = sampling_params(body, body.best_of), answer_format(body)
     stopping = stopping_params(body, 1 if body.only_reads else max_tokens)
@@ -70,7 +71,7 @@ def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
             sampling=sampling,
             stopping=stopping,
             response=options,
-            request_id=name if len(prompts) == 1 else f"{name}-{at}",
+            request_id=name if len(prompts) == 1 else _part(name, at),
             format=form,
             cache_salt=body.cache_salt,
         )
@@ -78,12 +79,20 @@ def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
     ]
 
 
+def _part(name: str, at: int) -> str:
+    """Return the id of one of a request's prompts."""
+    suffix = f"-{at}"
+    return name[: MAX_REQUEST_ID_CHARS - len(suffix)] + suffix
+
+
 class _Prompt(NamedTuple):
     """What a choice says of its prompt."""
 
     text: str
+    """Empty unless it is echoed."""
     token_ids: Sequence[int]
     logprobs: Sequence[pb.TokenLogprobs]
+    text_offsets: list[int]
 
 
 class _Writer:
@@ -95,9 +104,10 @@ class _Writer:
         self._name = name
         self._created = int(time.time())
         self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._skips_special_tokens = body.skip_special_tokens is not False
         self._prompts: dict[int, _Prompt] = {}
         self._started: set[int] = set()
-        self._text_offsets: dict[int, int] = {}
+        self._text_offsets: dict[int, TextOffsets] = {}
 
     async def events(self, messages: AsyncGenerator[Tagged, None]) -> AsyncGenerator[Completion, None]:
         """Yield an event for each message, and the counts if they are wanted."""
@@ -162,18 +172,17 @@ class _Writer:
         self._started.add(index)
         marked: list[pb.TokenLogprobs | None] = [*logprobs]
         all_ids = token_ids
+        offsets = self._offsets(index, prompt).of(token_ids) if body.logprobs is not None else []
         if prompt and body.echo:
             text = prompt.text + text
             all_ids = [*prompt.token_ids, *token_ids]
+            offsets = prompt.text_offsets + offsets
             marked = [None, *prompt.logprobs, *logprobs]
         choice = CompletionChoice(
             index=index, text=text, logprobs=None, finish_reason=finish_name(response.finish_reason)
         )
         if body.logprobs is not None:
-            offset = self._text_offsets.get(index, 0)
-            choice.logprobs, self._text_offsets[index] = completion_logprobs(
-                self._names, all_ids, marked, offset
-            )
+            choice.logprobs = completion_logprobs(self._names, all_ids, marked, offsets)
         if body.return_token_ids:
             choice.token_ids = token_ids
         if prompt and body.return_token_ids:
@@ -182,13 +191,26 @@ class _Writer:
             choice.prompt_logprobs = prompt_logprobs(self._names, prompt.token_ids, prompt.logprobs)
         return choice
 
+    def _offsets(self, index: int, prompt: _Prompt | None) -> TextOffsets:
+        """Return where an answer's tokens stand; the answer begins where its prompt, if any, ends."""
+        if index not in self._text_offsets:
+            start = len(prompt.text) if prompt else 0
+            self._text_offsets[index] = TextOffsets(
+                self._model.tokenizer, skip_special_tokens=self._skips_special_tokens, start=start
+            )
+        return self._text_offsets[index]
+
     def _prompt(self, at: int, response: pb.GenerateStreamResponse) -> _Prompt:
         """Return what the first message of a prompt's stream told of it."""
         if at not in self._prompts:
-            prompt = self._body.prompts[at]
-            ids = list(response.prompt_token_ids)
-            text = ""
+            ids, text, offsets = list(response.prompt_token_ids), "", []
             if self._body.echo:
-                text = prompt if isinstance(prompt, str) else self._model.tokenizer.decode(ids)
-            self._prompts[at] = _Prompt(text, ids, list(response.prompt_logprobs))
+                given, tokenizer = self._body.prompts[at], self._model.tokenizer
+                # A text that was given is returned as it was: without the special tokens that were added.
+                skips = isinstance(given, str) or self._skips_special_tokens
+                text = given if isinstance(given, str) else tokenizer.decode(ids, skip_special_tokens=skips)
+                if self._body.logprobs is not None:
+                    found = TextOffsets(tokenizer, skip_special_tokens=skips).of(ids)
+                    offsets = [min(offset, len(text)) for offset in found]
+            self._prompts[at] = _Prompt(text, ids, list(response.prompt_logprobs), offsets)
         return self._prompts[at]

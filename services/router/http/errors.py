@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import grpc
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from quire.services.errors import InvalidArgument, ServiceError
 
@@ -28,6 +29,7 @@ _TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -47,6 +49,8 @@ _FIELDS: Mapping[str, str] = {
     "format.grammar": "structured_outputs.grammar",
 }
 _MAX_FIELD_CHARS = 100
+_Place = tuple[int | str, ...]
+"""Members' names and places in lists, from the body inwards."""
 
 
 class ErrorDetail(BaseModel):
@@ -75,7 +79,9 @@ class HttpError(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` in whole seconds, and the milliseconds that OpenAI's clients prefer."""
+        """What to show; when to come back, in seconds and in milliseconds, which OpenAI's clients prefer."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         if self.retry_after_seconds is None:
             return {}
         return {
@@ -112,16 +118,48 @@ def field_name(field: str) -> str:
     return field
 
 
-def invalid_body(error: ValidationError) -> InvalidArgument:
-    """Return the first thing that is wrong with a body, with all that its field may be instead."""
+def invalid_body(error: ValidationError, body: bytes) -> InvalidArgument:
+    """Return the first thing that is wrong with a body, with all that its field may be instead.
+
+    Where a field may be of several kinds, the kind that fits best is taken for what was meant.
+    """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]
     if not first["loc"]:
         return InvalidArgument("body", first["msg"], reason="INVALID_JSON")
-    name = str(first["loc"][0])
-    problems = dict.fromkeys(_problem(each["type"], each["msg"]) for each in errors if each["loc"][0] == name)
-    field = name if len(errors) > 1 else ".".join(map(str, first["loc"]))
-    return InvalidArgument(field[:_MAX_FIELD_CHARS], "; or ".join(problems))
+    value = from_json(body)
+    by_kind: dict[_Place, list[tuple[_Place, str]]] = {}
+    for each in errors:
+        if each["loc"][0] == first["loc"][0]:
+            path, kind = _located(each["loc"], value, is_missing=each["type"] == "missing")
+            by_kind.setdefault(kind, []).append((path, _problem(each["type"], each["msg"])))
+    fits = {kind: _fit(kind, problems) for kind, problems in by_kind.items()}
+    best = [problem for kind, fit in fits.items() if fit == min(fits.values()) for problem in by_kind[kind]]
+    field, _ = max(best, key=lambda each: len(each[0]))
+    problems = dict.fromkeys(problem for path, problem in best if path == field)
+    return InvalidArgument(".".join(map(str, field))[:_MAX_FIELD_CHARS], "; or ".join(problems))
+
+
+def _located(loc: _Place, value: Any, *, is_missing: bool) -> tuple[_Place, _Place]:
+    """Return where an error is in a body, and the kinds that pydantic tried on the way."""
+    path: list[int | str] = []
+    kind: list[int | str] = []
+    for at, part in enumerate(loc):
+        is_absent = is_missing and at + 1 == len(loc)
+        if isinstance(part, int) and isinstance(value, list):
+            value = value[part]
+        elif isinstance(value, dict) and (part in value or is_absent):
+            value = value.get(part)
+        else:
+            kind.append(part)
+            continue
+        path.append(part)
+    return tuple(path), tuple(kind)
+
+
+def _fit(kind: _Place, problems: Sequence[tuple[_Place, str]]) -> tuple[bool, int, int]:
+    """Return how badly a kind fits: least if there is no other, then if wrong deepest, then least often."""
+    return bool(kind), -max(len(path) for path, _ in problems), len(problems)
 
 
 def _problem(kind: str, message: str) -> str:

@@ -13,7 +13,7 @@ from quire.services.router.http.responses import (
     TokenLogprob,
     TopLogprob,
 )
-from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.tokenizer import IncrementalDecoder, Tokenizer
 
 LEAST_LOGPROB = -9999.0
 """What JSON, which has no infinity, gets for a token that cannot be."""
@@ -43,28 +43,40 @@ class TokenNames:
         return None if "\ufffd" in text else list(text.encode())
 
 
+class TextOffsets:
+    """Where the text of each of a growing list of tokens begins.
+
+    A token without text of its own, as a special one that is skipped or a part of a character, is where the
+    next text begins.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._at = start
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the offsets of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._at)
+            self._at += len(self._decoder.step(token_id))
+        return offsets
+
+
 def completion_logprobs(
     names: TokenNames,
     token_ids: Sequence[int],
     logprobs: Sequence[pb.TokenLogprobs | None],
-    text_offset: int,
-) -> tuple[CompletionLogprobs, int]:
-    """Return the logprobs of tokens whose text begins at ``text_offset``, and where it ends.
-
-    None stands for a token without any.
-    """
-    offsets = []
-    for token_id in token_ids:
-        offsets.append(text_offset)
-        text_offset += len(names.text(token_id))
+    text_offsets: list[int],
+) -> CompletionLogprobs:
+    """Return the logprobs of tokens; None stands for a token without any."""
     pairs = list(zip(token_ids, logprobs, strict=True))
-    written = CompletionLogprobs(
+    return CompletionLogprobs(
         tokens=[names[token_id] for token_id in token_ids],
         token_logprobs=[_finite(each.logprob) if each else None for each in logprobs],
         top_logprobs=[_by_name(names, *pair) for pair in pairs],
-        text_offset=offsets,
+        text_offset=text_offsets,
     )
-    return written, text_offset
 
 
 def _by_name(names: TokenNames, token_id: int, logprobs: pb.TokenLogprobs | None) -> dict[str, float] | None:

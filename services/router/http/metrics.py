@@ -9,9 +9,13 @@ class HttpMetrics:
     """Counts of the requests that came over HTTP."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
+        self._requests = Counter(
             "quire_http_requests_total",
             "Requests over HTTP that were answered, by route and status.",
             ["route", "status"],
             registry=registry,
         )
+
+    def count(self, route: str, status: int) -> None:
+        """Count a request that was answered."""
+        self._requests.labels(route, str(status)).inc()

@@ -16,7 +16,7 @@ from quire.services.router.http.sampling_fields import (
 )
 
 MAX_PROMPTS = 256
-"""Prompts of one request; each counts as a request of its own where the router admits them."""
+"""Prompts of one request; each counts as a request of its own, and begins when the router can admit it."""
 
 Prompts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
@@ -30,7 +30,7 @@ class CompletionRequest(GenerationFields):
     logprobs: LogprobCount | None = None
     echo: bool | None = Field(None, description="Return the prompt before each answer.")
     best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
     add_special_tokens: Literal[True] | None = None
 
     @property
@@ -55,6 +55,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Ignored = None
 
 
 class CalledFunction(Body):
@@ -70,7 +71,7 @@ class CalledTool(Body):
     model_config = ConfigDict(extra="ignore")
 
     id: str
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
 
@@ -132,8 +133,11 @@ class ChatCompletionRequest(GenerationFields):
     top_logprobs: LogprobCount | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: Ignored = None
+    parallel_tool_calls: bool | None = Field(None, description="False returns the first call alone.")
     modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
     reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
 

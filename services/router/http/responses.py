@@ -102,6 +102,7 @@ class ToolCall(BaseModel):
     """A call of a tool; in a stream it comes whole, with its place among the calls."""
 
     index: int | None = None
+    """Of a stream's alone."""
     id: str
     type: Literal["function"]
     function: FunctionCall
@@ -206,6 +207,12 @@ class TokenizerInfo(BaseModel):
     vocab_size: int
     model_max_length: int
     eos_token_ids: list[int]
+
+
+class Version(BaseModel):
+    """The answer of ``/version``."""
+
+    version: str
 
 
 class Status(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from importlib import metadata
 from typing import NamedTuple
 
 from aiohttp import web
@@ -83,6 +84,7 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
             "Special tokens and chat template",
             answer=responses.TokenizerInfo,
         ),
+        Route("GET", "/version", _version, "The server's version", answer=responses.Version),
         Route("GET", "/health", _health, "Whether it lives", answer=responses.Status, is_open=True),
         Route(
             "GET", "/ready", _ready(servicer), "Whether it can answer", answer=responses.Status, is_open=True
@@ -93,6 +95,15 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
 
 async def _health(request: web.Request) -> web.Response:
     return json_response(responses.Status(status="ok"))
+
+
+async def _version(request: web.Request) -> web.Response:
+    try:
+        installed = metadata.version("quire")
+    except metadata.PackageNotFoundError:
+        # Run from its sources. This is how build tools write that.
+        installed = "0+unknown"
+    return json_response(responses.Version(version=installed))
 
 
 def _ready(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:

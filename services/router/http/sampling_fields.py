@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire.engine.limits import MAX_LOGPROBS, MAX_SEQUENCES
 from quire.protos import inference_pb2 as pb
@@ -23,10 +23,25 @@ LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Ignored = Annotated[Any, Field(description="Accepted, and without effect.")]
 
 
+def _allow_nulls(schema: dict[str, Any]) -> None:
+    if schema.get("additionalProperties") is False:
+        schema["additionalProperties"] = {"type": "null"}
+
+
 class Body(BaseModel):
     """A JSON object of which every member is known; a null is an absent member."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_allow_nulls
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Leave out nulls, so that one is allowed for a member that is not known here, too."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -105,6 +120,8 @@ class GenerationFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Literal[0] | None = Field(None, description="Requests are first come, first served.")
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     use_beam_search: bool | None = Field(None, description="Return the n best of a search with n beams.")

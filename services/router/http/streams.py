@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import NamedTuple
 
@@ -41,34 +41,33 @@ class Tagged(NamedTuple):
 async def run(
     servicer: GenerationServicer, tenant: Tenant, generations: Sequence[pb.Generation], headers: Headers
 ) -> AsyncGenerator[Tagged, None]:
-    """Serve all of a tenant's prompts side by side; the first error ends them all.
+    """Serve a tenant's prompts, a number side by side; the first error ends them all.
 
     Raises:
         ServiceError: one of them cannot be served, or not to its end.
     """
     answers = [servicer.generate(each, tenant, servicer.deadline(), headers) for each in generations]
-    streams = [_tagged(at, answer) for at, answer in enumerate(answers)]
+    places = servicer.places(tenant)
+    streams = [_tagged(at, answer, places) for at, answer in enumerate(answers)]
     async with aclosing(merged(streams) if len(streams) > 1 else streams[0]) as messages:
         async for message in messages:
             yield message
 
 
 async def _tagged(
-    at: int, responses: AsyncGenerator[pb.GenerateStreamResponse, None]
+    at: int, responses: AsyncGenerator[pb.GenerateStreamResponse, None], places: asyncio.Semaphore
 ) -> AsyncGenerator[Tagged, None]:
-    async with aclosing(responses):
+    async with places, aclosing(responses):
         async for response in responses:
             yield Tagged(at, response)
 
 
-async def send_events(
-    request: web.Request, events: AsyncGenerator[BaseModel, None], headers: Mapping[str, str]
-) -> web.StreamResponse:
+async def send_events(request: web.Request, events: AsyncGenerator[BaseModel, None]) -> web.StreamResponse:
     """Send each event when it comes, then ``[DONE]``.
 
     An error before the first event is raised, so that it has its status; a later one becomes the last event.
     """
-    response = web.StreamResponse(headers={**_HEADERS, **headers})
+    response = web.StreamResponse(headers=_HEADERS)
     async with aclosing(events):
         first = asyncio.create_task(_next(events))
         try:

@@ -20,9 +20,6 @@ CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 
 _WRITTEN_CALL = re.compile(f"{CALL_BEGIN}(.*?){CALL_END}", re.DOTALL)
 
-# The grammar's own option: a call is no place for blanks, which a model could else write to the end.
-_ONE_SPACE = {"whitespace_pattern": " ?"}
-
 
 class ToolUse(NamedTuple):
     """What a request wants of its tools."""
@@ -32,6 +29,8 @@ class ToolUse(NamedTuple):
     must_call: bool = False
     function: str | None = None
     """The only function that it may call."""
+    is_parallel: bool = True
+    """Whether an answer may have several calls."""
 
     @classmethod
     def of(cls, body: ChatCompletionRequest) -> ToolUse:
@@ -50,7 +49,7 @@ class ToolUse(NamedTuple):
             if name not in {tool.function.name for tool in tools}:
                 raise InvalidArgument("tool_choice", f"names no tool of the request: {name!r}")
             return cls(tools, True, name)
-        return cls(tools, choice == "required")
+        return cls(tools, choice == "required", is_parallel=body.parallel_tool_calls is not False)
 
     def to_json(self) -> str:
         """Return what the template gets; empty for no tools."""
@@ -76,7 +75,7 @@ class ToolUse(NamedTuple):
                     "additionalProperties": False,
                 }
             )
-        schema = {"anyOf": calls, "$defs": definitions, "x-guidance": _ONE_SPACE}
+        schema = {"anyOf": calls, "$defs": definitions}
         return pb.ResponseFormat(json_schema=json.dumps(schema))
 
 
@@ -96,6 +95,7 @@ class CallReader:
 
     def __init__(self, use: ToolUse, template: ChatTemplate | None) -> None:
         self._must_call = use.must_call
+        self._is_parallel = use.is_parallel
         is_known = bool(use.tools) and template is not None and CALL_BEGIN in template.source
         self._matcher = StopMatcher((CALL_BEGIN,) if is_known else ())
         self._text = ""
@@ -116,11 +116,12 @@ class CallReader:
             return Finished(self._matcher.flush(), [])
         rest = self._text if self._must_call else self._text[self._text.index(CALL_BEGIN) :]
         written = [self._text] if self._must_call else _WRITTEN_CALL.findall(rest)
-        calls = [_call(text, index) for index, text in enumerate(written)]
+        calls = [_call(text) for text in written]
         if not calls or None in calls:
             return Finished(rest, [])
         content = "" if self._must_call else _WRITTEN_CALL.sub("", rest).strip()
-        return Finished(content, [call for call in calls if call is not None])
+        most = None if self._is_parallel else 1
+        return Finished(content, [call for call in calls if call is not None][:most])
 
 
 def template_calls(calls: Sequence[CalledTool]) -> list[dict[str, Any]]:
@@ -149,11 +150,11 @@ def _arguments(text: str) -> dict[str, Any]:
     return arguments
 
 
-def _call(text: str, index: int) -> ToolCall | None:
+def _call(text: str) -> ToolCall | None:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     function = FunctionCall(name=str(name), arguments=json.dumps(arguments, ensure_ascii=False))
-    return ToolCall(index=index, id=f"call_{secrets.token_hex(12)}", type="function", function=function)
+    return ToolCall(id=f"call_{secrets.token_hex(12)}", type="function", function=function)

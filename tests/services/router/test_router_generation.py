@@ -18,7 +18,6 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.services.errors import (
     Aborted,
-    DataLoss,
     FailedPrecondition,
     Internal,
     ResourceExhausted,
@@ -163,7 +162,7 @@ async def test_short_uncached_prompts_are_prefilled_by_decode(pair: Any) -> None
     assert not callers(pair, "prefill")
 
 
-@pytest.mark.parametrize("error", [Aborted("x"), Unavailable("x"), DataLoss("x"), Internal("x")])
+@pytest.mark.parametrize("error", [Aborted("x"), Unavailable("x"), Internal("x")])
 @pytest.mark.parametrize("before_token", [0, 1])
 async def test_a_lost_prefill_is_retried_on_another(
     pair: Any, fault: Any, error: Any, before_token: int

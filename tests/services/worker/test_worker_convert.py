@@ -6,14 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.sequence import (
-    BeamParams,
-    GeneratedToken,
-    SamplingParams,
-    Sequence,
-    SequenceStatus,
-    SequenceUpdate,
-)
+from quire.engine.sampling_params import BeamParams, SamplingParams
+from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.services.errors import InvalidArgument

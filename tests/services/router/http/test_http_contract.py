@@ -6,14 +6,21 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
+from quire.services.otel_tracing import OtelTracer
+from quire.services.router.http.errors import _STATUS
 from quire.services.router.http.server import http_server
 from quire.services.router.tenants import Tenant, new_key
 
@@ -47,16 +54,41 @@ async def test_the_request_id_is_the_clients_and_comes_back(http: ClientSession)
     assert (status, body["error"]["param"]) == (400, "request_id")
 
 
+async def test_the_request_id_comes_back_with_errors_too(http: ClientSession) -> None:
+    headers = {"X-Request-Id": "mine"}
+    for path, body in (("/v1/completions", {}), ("/v1/none", {}), ("/v1/completions", {"prompt": 5})):
+        async with http.post(path, json=body, headers=headers) as response:
+            assert (response.ok, response.headers["X-Request-Id"]) == (False, "mine")
+    async with http.post("/v1/completions", json={"request_id": "named", "prompt": "x" * 100}) as response:
+        assert (response.status, response.headers["X-Request-Id"]) == (400, "named")
+    async with http.post("/v1/none", headers={"X-Request-Id": "two words \xff"}) as response:
+        assert re.fullmatch("[0-9a-f]{32}", response.headers["X-Request-Id"])
+
+
+async def test_each_prompt_of_a_request_with_the_longest_id_has_one(
+    http: ClientSession, pair: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    body = {**PROMPT, "prompt": ["a", "b"], "request_id": "x" * 128}
+    async with http.post("/v1/completions", json=body) as response:
+        assert (response.status, response.headers["X-Request-Id"]) == (200, "x" * 128)
+    ended = [r.__dict__["fields"]["request_id"] for r in caplog.records if r.msg == "request_finished"]
+    assert sorted(ended) == ["x" * 126 + "-0", "x" * 126 + "-1"]
+
+
 FIELDS = [
     ("/v1/completions", {"prompt": []}, "prompt", "at least 1 item"),
-    ("/v1/completions", {"prompt": [[1], "x"]}, "prompt", "valid string"),
+    ("/v1/completions", {"prompt": [[1], "x"]}, "prompt.0", "valid string"),
+    ("/v1/completions", {"prompt": [1, -1]}, "prompt.1", "greater than or equal to 0"),
+    ("/v1/completions", {"prompt": 5}, "prompt", "valid string; or input should be a valid"),
+    ("/v1/completions", {"priority": 1}, "priority", "should be 0"),
     ("/v1/completions", {"prompt": [9999]}, "prompt[0]", "below 320"),
     ("/v1/completions", {"prompt": "x" * 100}, "prompt", "at most 63 tokens"),
     ("/v1/completions", {"prompt": "\ud800"}, "body", "Invalid JSON"),
     ("/v1/completions", {"temperature": -1}, "temperature", "greater than or equal to 0"),
     ("/v1/completions", {"temperature": "1"}, "temperature", "valid number"),
     ("/v1/completions", {"temperture": 1}, "temperture", "not a field"),
-    ("/v1/completions", {"suffix": "x"}, "suffix", "null"),
+    ("/v1/completions", {"suffix": "x"}, "suffix", "should be ''"),
     ("/v1/completions", {"max_tokens": 0}, "max_tokens", "from 1 to"),
     ("/v1/completions", {"n": 3, "best_of": 2}, "best_of", "from n = 3"),
     ("/v1/completions", {"best_of": 2, "use_beam_search": True, "n": 2}, "best_of", "width"),
@@ -65,7 +97,7 @@ FIELDS = [
     ("/v1/completions", {"stop": ""}, "stop[0]", "from 1 to 256"),
     ("/v1/completions", {"stop_token_ids": [999]}, "stop_token_ids[0]", "below 320"),
     ("/v1/completions", {"logit_bias": {"999": 1}}, "logit_bias", "below 320"),
-    ("/v1/completions", {"logit_bias": {"x": 1}}, "logit_bias.x.[key]", "valid integer"),
+    ("/v1/completions", {"logit_bias": {"x": 1}}, "logit_bias.x", "valid integer"),
     ("/v1/completions", {"top_k": 999}, "top_k", "320"),
     ("/v1/completions", {"length_penalty": 1.0}, "length_penalty", "use_beam_search"),
     ("/v1/completions", {"use_beam_search": True}, "n", "from 2 to 64"),
@@ -77,9 +109,17 @@ FIELDS = [
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages",
+        "messages.0.content.0.type",
         "'text'",
     ),
+    ("/v1/chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role", "field required"),
+    (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.name",
+        "field required",
+    ),
+    ("/v1/chat/completions", {"verbosity": "high"}, "verbosity", "'medium'"),
     ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice", "needs tools"),
     (
@@ -100,6 +140,58 @@ async def test_what_is_wrong_is_named(http: ClientSession) -> None:
         error = body["error"]
         assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param), error
         assert problem in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (
+            "/v1/completions",
+            {"suffix": "", "priority": 0, "include_stop_str_in_output": False, "prediction": None},
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+                    }
+                ],
+                "functions": None,
+                "function_call": None,
+                "stream_options": {"include_usage": True, "other": None},
+                "structured_outputs": {"regex": "a", "json": None},
+                "verbosity": "medium",
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "parallel_tool_calls": False,
+            },
+        ),
+    ],
+)
+async def test_what_clients_send_by_default_is_accepted(http: ClientSession, path: str, fields: Any) -> None:
+    status, body = await post(http, path, {**(PROMPT if path == "/v1/completions" else CHAT), **fields})
+    assert status == 200, body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("keeps", "text"), [(False, "hello wor"), (True, "hello world, st")])
+async def test_a_stop_string_is_cut_off_or_kept(
+    http: ClientSession, stream: bool, keeps: bool, text: str
+) -> None:
+    body = {**PROMPT, "stop": ["ld, st"], "include_stop_str_in_output": keeps, "stream": stream}
+    async with http.post("/v1/completions", json=body) as response:
+        answer = await response.text()
+    events = [line.removeprefix("data: ") for line in answer.strip().split("\n\n")]
+    choices = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
+    assert "".join(choice["text"] for choice in choices) == text
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+async def test_the_version_is_told(http: ClientSession) -> None:
+    async with http.get("/version") as response:
+        assert re.match(r"\d+", (await response.json())["version"])
 
 
 async def test_what_is_no_request_of_the_api(http: ClientSession) -> None:
@@ -211,8 +303,11 @@ async def test_the_openapi_document_has_every_route_and_resolves(http: ClientSes
     paths = set(document["paths"])
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"} <= paths
     completion = document["components"]["schemas"]["CompletionRequest"]
-    assert completion["additionalProperties"] is False
+    assert completion["additionalProperties"] == {"type": "null"}
     assert completion["required"] == ["prompt"]
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert {str(status) for status in _STATUS.values()} <= set(operation["responses"])
 
 
 async def test_the_headers_decide_who_may_call(pair: Any, tmp_path: Path) -> None:
@@ -223,6 +318,7 @@ async def test_the_headers_decide_who_may_call(pair: Any, tmp_path: Path) -> Non
     async with ClientSession(f"http://{pair.running.http.address}") as http:
         status, body = await post(http, "/v1/completions", PROMPT)
         assert (status, body["error"]["code"]) == (401, "no_api_key")
+        assert (await http.get("/v1/models")).headers["WWW-Authenticate"] == "Bearer"
         assert (await http.get("/metrics")).status == 401
         headers = {"Authorization": f"Bearer {key.key}"}
         assert (await http.get("/metrics", headers=headers)).status == 200
@@ -230,6 +326,59 @@ async def test_the_headers_decide_who_may_call(pair: Any, tmp_path: Path) -> Non
         answer = await http.post("/v1/completions", json=PROMPT, headers=headers)
         assert answer.status == 200
         assert (await http.get("/ready")).status == 200
+
+
+@pytest.mark.parametrize(("tenant", "router"), [(2, 1024), (None, 3)])
+async def test_prompts_of_one_request_do_not_refuse_each_other(
+    pair: Any, tmp_path: Path, tenant: int | None, router: int
+) -> None:
+    key = new_key(Tenant("blue", max_requests=tenant))
+    keys = tmp_path / "keys"
+    keys.write_text(key.line)
+    await pair.start(api_keys_file=keys, http_port=0, max_requests=router)
+    headers = {"Authorization": f"Bearer {key.key}"}
+    async with ClientSession(f"http://{pair.running.http.address}", headers=headers) as http:
+        status, body = await post(http, "/v1/completions", {**PROMPT, "prompt": ["say it"] * 8})
+        assert status == 200
+        assert [choice["text"] for choice in body["choices"]] == ["hello world, stop here"] * 8
+        async with http.post(
+            "/v1/completions", json={**PROMPT, "prompt": ["say it"] * 8, "stream": True}
+        ) as response:
+            assert (await response.text()).count('"finish_reason":"stop"') == 8
+
+
+async def test_a_tenants_tokens_are_counted(pair: Any, tmp_path: Path) -> None:
+    key = new_key(Tenant("blue", tokens_per_minute=10))
+    keys = tmp_path / "keys"
+    keys.write_text(key.line)
+    await pair.start(api_keys_file=keys, http_port=0)
+    headers = {"Authorization": f"Bearer {key.key}"}
+    async with ClientSession(f"http://{pair.running.http.address}", headers=headers) as http:
+        status, body = await post(http, "/v1/completions", {**PROMPT, "prompt": [7]})
+        assert status == 200
+        async with http.post("/v1/completions", json={**PROMPT, "prompt": [7] * 9}) as response:
+            refused = await response.json()
+    assert (response.status, refused["error"]["code"]) == (429, "token_rate")
+    # A token comes in six seconds.
+    missing = body["usage"]["total_tokens"] + 9 - 10
+    assert int(response.headers["Retry-After-Ms"]) == pytest.approx(6000 * missing, abs=6000)
+
+
+async def test_a_clients_trace_goes_on(start: Any, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    @contextlib.asynccontextmanager
+    async def opened(*arguments: Any, clock: Any, **options: Any) -> AsyncIterator[OtelTracer]:
+        yield OtelTracer(provider, clock)
+
+    monkeypatch.setattr("quire.services.router.app.open_tracer", opened)
+    http = await start()
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    await post(http, "/v1/completions", PROMPT, headers={"traceparent": f"00-{trace_id}-{span_id}-01"})
+    (span,) = [span for span in exporter.get_finished_spans() if span.name == "request"]
+    assert span.parent is not None
+    assert (span.parent.trace_id, span.parent.span_id) == (int(trace_id, 16), int(span_id, 16))
 
 
 async def test_a_bug_is_told_without_its_details(

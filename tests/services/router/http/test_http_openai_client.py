@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,6 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from quire.services.errors import FailedPrecondition
+from quire.tokenization.tokenizer import Tokenizer
 
 TEXT = "hello world, stop here"
 MESSAGES: Any = [
@@ -189,3 +193,34 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(
         async for chunk in stream:
             texts.append(chunk.choices[0].text)
     assert "".join(texts) == "hello world,"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_the_model_may_make(
+    pair: Any, model_folder: Path, tokenizer: Tokenizer, tmp_path: Path, stream: bool
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% if tools %}<tool_call>{% endif %}{{ messages[0].content }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    written = 'so <tool_call>{"name": "f"}</tool_call>'
+    pair.script.answer[:] = [*await tokenizer.encode(written, add_special_tokens=False), 1]
+    await pair.start(http_port=0, model=str(folder))
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": tools}
+    url = f"http://{pair.running.http.address}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        if stream:
+            chunks = [chunk async for chunk in await client.chat.completions.create(**options, stream=True)]
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            content = "".join(delta.content or "" for delta in deltas)
+            (streamed,) = [call for delta in deltas for call in delta.tool_calls or []]
+            assert streamed.index == 0
+            function, reason = streamed.function, chunks[-1].choices[0].finish_reason
+        else:
+            (choice,) = (await client.chat.completions.create(**options)).choices
+            (call,) = choice.message.tool_calls or []
+            assert "index" not in call.model_dump()
+            content, function, reason = choice.message.content or "", call.function, choice.finish_reason
+    assert function is not None
+    assert (content.strip(), function.name, function.arguments, reason) == ("so", "f", "{}", "tool_calls")

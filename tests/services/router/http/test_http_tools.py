@@ -41,7 +41,7 @@ def test_calls_are_found_whatever_the_pieces(cuts: list[int]) -> None:
     pieces = [text[start:end] for start, end in itertools.pairwise(places)]
     shown, (rest, calls) = read(CallReader(use(), HERMES), pieces)
     assert (shown, rest) == ("so <b> ", "")
-    assert [call.index for call in calls] == [0, 1]
+    assert len(calls) == 2
     assert {call.function.name for call in calls} == {"weather"}
     assert json.loads(calls[0].function.arguments) == {"city": "Århus"}
     assert len({call.id for call in calls}) == 2
@@ -62,6 +62,12 @@ def test_without_tools_nothing_is_looked_for() -> None:
     assert use("none") == ToolUse()
     shown, (rest, calls) = read(CallReader(use("none"), HERMES), [CALL])
     assert (shown + rest, calls) == (CALL, [])
+
+
+def test_calls_that_may_not_be_parallel_are_one() -> None:
+    single = use()._replace(is_parallel=False)
+    _, (rest, calls) = read(CallReader(single, HERMES), [f"{CALL}\n{CALL}"])
+    assert (rest, len(calls)) == ("", 1)
 
 
 def test_a_demanded_call_is_the_whole_answer_or_text_when_it_was_cut_off() -> None:

@@ -1,0 +1,170 @@
+"""The ledger of block tables: which blocks a sequence holds, finds, fills and gives back.
+
+Whether there are blocks is the scheduler's affair; here they are taken and sealed in the right places.
+"""
+
+from __future__ import annotations
+
+from quire.engine.block_pool import BlockPool
+from quire.engine.cache_tiers import CacheTiers
+from quire.engine.group import SequenceGroup
+from quire.engine.partial_hits import BlockTokens, PartialHit
+from quire.engine.sequence import NO_BLOCK, HashBlock, Sequence, SequenceStatus
+
+_MIN_PARTIAL_HIT = 0.25
+"""Share of a block's tokens from which copying it is worth more than computing them in the batch."""
+
+
+class BlockTables:
+    """Extends and shortens the tables of sequences over one pool.
+
+    Args:
+        pool: the blocks.
+        block_size: tokens of a block.
+        hash_block: names full blocks.
+        window: how many tokens a token sees, itself included; None means all before it.
+        max_step_tokens: most tokens of a step, which hold blocks beside those of the window.
+        tiers: the prefix cache below the pool; None means none.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        hash_block: HashBlock,
+        window: int | None = None,
+        max_step_tokens: int = 0,
+        tiers: CacheTiers | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self._pool = pool
+        self._hash_block = hash_block
+        self._window = window
+        self._max_step_tokens = max_step_tokens
+        self._tiers = tiers
+        self._block_tokens = BlockTokens(pool)
+
+    def take_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
+        """Start the table with the longest held prefix of at most ``max_tokens`` tokens.
+
+        A sequence that is computed here leaves at least its last token, since its logits are needed.
+        """
+        sequence.extend_hashes(self.block_size, self._hash_block)
+        max_tokens = min(max_tokens, sequence.max_cached_tokens)
+        block_ids = self._pool.look_up(sequence.block_hashes[: max_tokens // self.block_size])
+        self._pool.share(block_ids)
+        self._block_tokens.note(sequence, 0, len(block_ids), self.block_size)
+        sequence.block_table = block_ids
+        sequence.num_sealed_blocks = len(block_ids)
+        sequence.num_computed_tokens = sequence.num_dropped_blocks = 0
+        self.count_cached(sequence, len(block_ids) * self.block_size)
+        self.drop_unseen(sequence, sequence.num_computed_tokens)
+
+    def partial_hit(self, sequence: Sequence) -> PartialHit | None:
+        """Return a cached block that begins as the sequence goes on, if a copy saves some of its tokens."""
+        size, index = self.block_size, len(sequence.block_table)
+        end = min((index + 1) * size, sequence.num_tokens - 1, sequence.max_cached_tokens)
+        hit = self._block_tokens.find(sequence.parent_hash(index), sequence.token_ids[index * size : end])
+        return None if hit is None or hit.num_tokens < size * _MIN_PARTIAL_HIT else hit
+
+    def count_cached(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count tokens as computed that were found."""
+        sequence.num_computed_tokens += num_tokens
+        if sequence.status != SequenceStatus.PREEMPTED:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+
+    def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Return the hashes of all full blocks that a sequence may find held."""
+        sequence.extend_hashes(self.block_size, self._hash_block)
+        return sequence.block_hashes[: sequence.max_cached_tokens // self.block_size]
+
+    def bring_prefix(self, sequence: Sequence) -> None:
+        """Bring what host memory has of a prompt into the pool; only between steps."""
+        if self._tiers is not None:
+            self._tiers.promote_into(self._pool, self.prefix_hashes(sequence))
+
+    def reserve(self, sequence: Sequence) -> None:
+        """Extend the table to hold every token of the sequence.
+
+        Raises:
+            NoFreeBlocksError: there are too few blocks; the table is unchanged.
+        """
+        num_missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        sequence.block_table += self._pool.allocate(max(0, num_missing))
+
+    def seal(self, sequence: Sequence) -> None:
+        """Make the blocks that became full reusable by anyone."""
+        num_full = min(sequence.num_computed_tokens, sequence.num_exact_tokens) // self.block_size
+        if num_full == sequence.num_sealed_blocks:
+            return
+        sequence.extend_hashes(self.block_size, self._hash_block)
+        self.seal_blocks(sequence, num_full)
+
+    def seal_blocks(self, sequence: Sequence, num_full: int) -> None:
+        """Do the same up to a block of which it is known that it is full."""
+        for index in range(sequence.num_sealed_blocks, num_full):
+            if (block_id := sequence.block_table[index]) != NO_BLOCK:
+                block_hash, parent = sequence.block_hashes[index], sequence.parent_hash(index)
+                sequence.block_table[index] = self._pool.seal(block_id, block_hash, parent if index else None)
+        self._block_tokens.note(sequence, sequence.num_sealed_blocks, num_full, self.block_size)
+        sequence.num_sealed_blocks = num_full
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks that hold nothing but guesses that were wrong."""
+        num_needed = self.blocks_for(sequence.num_computed_tokens)
+        self._pool.free(sequence.block_table[num_needed:])
+        del sequence.block_table[num_needed:]
+
+    def drop_unseen(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Give back the blocks that no token after the computed ones looks at.
+
+        The table may end before them, if they were never brought here.
+        """
+        if self._window is None:
+            return
+        first, last = sequence.num_dropped_blocks, self._first_seen_block(num_computed_tokens)
+        if last > first:
+            self._pool.free(sequence.block_table[first:last])
+            sequence.block_table[first:last] = [NO_BLOCK] * (last - first)
+            sequence.num_dropped_blocks = last
+
+    def drop(self, sequence: Sequence, places: list[int]) -> None:
+        """Give back the blocks at some places of a table."""
+        table = sequence.block_table
+        self._pool.free([table[place] for place in sorted(places)])
+        for place in places:
+            table[place] = NO_BLOCK
+        sequence.num_dropped_blocks += len(places)
+
+    def max_blocks(self, group: SequenceGroup, num_tokens: int) -> int:
+        """Return the most blocks that a group can hold when its sequences have ``num_tokens`` tokens each."""
+        num_sequences = group.params.num_sequences
+        shared = group.prompt.num_prompt_tokens // self.block_size
+        at_end = shared + num_sequences * (self.blocks_for(num_tokens) - shared)
+        return min(at_end, self.max_held_blocks(group.prompt, num_sequences, num_tokens))
+
+    def max_held_blocks(self, prompt: Sequence, num_sequences: int, num_tokens: int) -> int:
+        """Return the most blocks that sequences of ``num_tokens`` hold at once, sharing what may be gone."""
+        at_end = num_sequences * self.blocks_for(num_tokens)
+        budget = prompt.params.kv_budget_tokens
+        if budget is not None and not prompt.stops_after_prefill:
+            in_prompt, in_budget = (
+                self.blocks_for(prompt.num_prompt_tokens),
+                budget // self.block_size,
+            )
+            several = in_prompt + num_sequences * in_budget
+            return min(at_end, max(in_prompt, in_budget) if num_sequences == 1 else several)
+        if self._window is None:
+            return at_end
+        # A window may begin and end within a block, and so may the new tokens of a step.
+        in_windows = num_sequences * (self.blocks_for(self._window - 1) + 2)
+        return min(at_end, in_windows + self._max_step_tokens // self.block_size)
+
+    def _first_seen_block(self, position: int) -> int:
+        """Return the first block that a token at ``position`` looks at."""
+        assert self._window is not None
+        return max(0, position + 1 - self._window) // self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold the tokens."""
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,60 @@
+"""A decode worker is killed in the middle of an answer, and the answer goes on, token for token.
+
+Starts a stack of its own, one prefill and two decode workers: python examples/kill_a_worker.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import grpc
+from rich.console import Console
+
+from quire.client import Client
+from quire.protos.admin_pb2 import ListWorkersRequest
+from quire.protos.admin_pb2_grpc import AdminServiceStub
+from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.services.router.app import RouterConfig
+
+PROMPT = "the code of the lantern is 417. the age of the cat is 900. "
+NUM_TOKENS = 400
+KILL_AFTER = 150
+
+
+def busy_decode_worker(stack: RunningStack) -> tuple[str, int]:
+    """Return name and pid of the decode worker that has the request."""
+    with grpc.insecure_channel(stack.admin_address) as channel:
+        workers = AdminServiceStub(channel).ListWorkers(ListWorkersRequest()).workers
+    [busy] = (worker.address for worker in workers if worker.role == "decode" and worker.num_requests)
+    [name] = (name for name, ready in stack.ready.items() if ready.address == busy)
+    pid = stack.workers[name].process.pid
+    assert pid is not None
+    return name, pid
+
+
+def main() -> None:
+    console = Console(highlight=False)
+    config = LocalStackConfig(num_prefill=1, num_decode=2, router=RouterConfig(port=0))
+    with local_stack(config, console) as stack, Client(stack.address, timeout=60) as client:
+        sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 7, "ignore_eos": True}
+        undisturbed = client.generate(PROMPT, **sampling).token_ids
+
+        token_ids: list[int] = []
+        is_killed = False
+        for delta in client.stream(PROMPT, **sampling):
+            console.print(delta.text, end="", style="green" if is_killed else None)
+            token_ids += delta.token_ids
+            if not is_killed and len(token_ids) >= KILL_AFTER:
+                name, pid = busy_decode_worker(stack)
+                os.kill(pid, signal.SIGKILL)
+                is_killed = True
+                console.print(f"\n[bold red]kill -9 {pid} ({name}), after {len(token_ids)} tokens[/]")
+        console.print()
+        if token_ids != undisturbed:
+            raise SystemExit("the answer is not the one without the kill")
+        console.print(f"{len(token_ids)} tokens, the same as without the kill.")
+
+
+if __name__ == "__main__":
+    main()

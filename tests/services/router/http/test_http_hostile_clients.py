@@ -1,0 +1,160 @@
+"""Clients that mean harm, over HTTP: what they send is told to nobody, and how long they take is limited."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from quire.services.router.http.times import HttpTimes
+
+KEY = "quire-a-key-that-nobody-may-see"
+PATIENCE_SECONDS = 10.0
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+GET = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}".encode()
+
+Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(pair: Any) -> AsyncIterator[Pipe]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", pair.running.http.port)
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def answered(reader: asyncio.StreamReader) -> tuple[bytes, Any]:
+    """Return the head and the body of an answer after which the connection ends."""
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    return head, json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        GET + b"\x01\r\n\r\n",
+        GET + b"\r\nno header\r\n\r\n",
+        GET + b"\r\nX: " + b"x" * 9000 + b"\r\n\r\n",
+        GET.replace(b"HTTP/1.1", b"HTTP/9.9") + b"\r\n\r\n",
+        GET.replace(b"/v1", b"http://[/") + b"\r\n\r\n",
+        POST
+        + f"Authorization: Bearer {KEY}\r\nContent-Encoding: br\r\nContent-Length: 2\r\n\r\n{{}}".encode(),
+        POST + f"Authorization: Bearer {KEY}\r\nContent-Length: x\r\n\r\n{{}}".encode(),
+        f"{KEY}\r\n\r\n".encode(),
+        b"\x16\x03\x01\x02" + KEY.encode(),
+    ],
+)
+async def test_malformed_bytes_are_not_repeated(
+    http: ClientSession, pair: Any, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with connected(pair) as (reader, writer):
+        writer.write(sent)
+        head, body = await answered(reader)
+    assert head.startswith(b"HTTP/1.0 400") or head.startswith(b"HTTP/1.1 400")
+    assert b"Server: quire\r\n" in head
+    assert body["error"]["code"] == "malformed_request"
+    assert KEY not in json.dumps(body) + caplog.text
+    assert not [record for record in caplog.records if record.name.startswith("aiohttp")]
+    assert pair.metric("quire_http_requests_total", route="unknown", status="400") == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Encoding: gzip\r\nContent-Length: 20\r\n\r\n" + KEY.encode()[:20],
+        b"Content-Encoding: deflate\r\nContent-Length: 20\r\n\r\n" + KEY.encode()[:20],
+        b"Transfer-Encoding: chunked\r\n\r\n" + KEY.encode() + b"\r\n",
+    ],
+)
+async def test_a_body_that_is_not_what_it_says(
+    http: ClientSession, pair: Any, caplog: pytest.LogCaptureFixture, body: bytes
+) -> None:
+    async with connected(pair) as (reader, writer):
+        writer.write(POST + b"Connection: close\r\n" + body)
+        head, answer = await answered(reader)
+    assert b" 400 " in head.splitlines()[0]
+    assert answer["error"]["code"] in ("malformed_body", "malformed_request")
+    assert KEY[:20] not in caplog.text + json.dumps(answer)
+
+
+async def silent(writer: asyncio.StreamWriter) -> None:
+    """Say nothing."""
+
+
+async def half(writer: asyncio.StreamWriter) -> None:
+    """Begin to say who one is."""
+    writer.write(GET)
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    """Say a byte now and then, without an end."""
+    writer.write(GET + b"\r\nX: ")
+    with suppress(ConnectionError):
+        while True:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("send", [silent, half, drip])
+async def test_headers_have_to_come(
+    start: Any, pair: Any, send: Callable[[asyncio.StreamWriter], Coroutine[Any, Any, None]]
+) -> None:
+    await start(http_times=HttpTimes(head_seconds=0.1))
+    async with connected(pair) as (reader, writer):
+        sending = asyncio.create_task(send(writer))
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        sending.cancel()
+
+
+async def test_a_connection_that_has_been_of_use_ends_too(start: Any, pair: Any) -> None:
+    await start(http_times=HttpTimes(head_seconds=0.1))
+    async with connected(pair) as (reader, writer):
+        writer.write(GET + b"\r\n\r\n" + b"GET /v1/models HTTP/1.1\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_body_has_to_come(start: Any, pair: Any) -> None:
+    await start(http_times=HttpTimes(body_seconds=0.1))
+    async with connected(pair) as (reader, writer):
+        writer.write(POST + b"Content-Length: 99\r\n\r\n{")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408")
+        assert b"Connection: close" in head
+        assert b"within 0.1 s" in await reader.readuntil(b"}}")
+
+
+async def test_who_does_not_read_is_cut_off(start: Any, pair: Any) -> None:
+    pair.script.answer[-1:] = pair.script.answer[:4] * 10
+    await start(http_times=HttpTimes(read_seconds=0.1))
+    (listening,) = pair.running.http._listening.sockets
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = json.dumps({"prompt": "say it", "n": 64, "stream": True, "logprobs": 0, "max_tokens": 50}).encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", pair.running.http.port))
+        client.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await asyncio.gather(*(worker.ended.wait() for worker in (await _asked(pair))))
+            while pair.metric("quire_router_requests_running"):
+                await asyncio.sleep(0.005)
+    assert pair.metric("quire_http_requests_total", route="/v1/completions", status="499") == 1
+
+
+async def _asked(pair: Any) -> list[Any]:
+    """Return the workers that have a part in a request, once there are two."""
+    while len(asked := [worker for worker in pair.workers.values() if worker.calls]) < 2:
+        await asyncio.sleep(0.005)
+    return asked

@@ -1,0 +1,29 @@
+"""Where tokens stand in a completion's text."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.services.router.http.logprobs import TextOffsets
+from quire.tokenization.tokenizer import Tokenizer
+
+BOS, EOS = 0, 1
+
+
+@pytest.mark.parametrize("skips", [True, False])
+async def test_offsets_are_those_of_the_text(tokenizer: Tokenizer, skips: bool) -> None:
+    words = await tokenizer.encode("hi 🎉 thé end", add_special_tokens=False)
+    ids = [BOS, *words[:3], EOS, *words[3:], EOS]
+    text = tokenizer.decode(ids, skip_special_tokens=skips)
+    offsets = TextOffsets(tokenizer, skip_special_tokens=skips).of(ids)
+    for at, (offset, token_id) in enumerate(zip(offsets, ids, strict=True)):
+        assert text[:offset] == tokenizer.decode(ids[:at], skip_special_tokens=skips).rstrip("\ufffd")
+        if token_id in (BOS, EOS):
+            assert text.startswith("" if skips else ["<s>", "</s>"][token_id], offset)
+
+
+async def test_offsets_go_on_where_they_were(tokenizer: Tokenizer) -> None:
+    ids = await tokenizer.encode("stop here", add_special_tokens=False)
+    whole = TextOffsets(tokenizer, skip_special_tokens=True, start=5)
+    pieces = TextOffsets(tokenizer, skip_special_tokens=True, start=5)
+    assert whole.of(ids) == [offset for token_id in ids for offset in pieces.of([token_id])]
