@@ -38,7 +38,7 @@ def main() -> None:
     config = LocalStackConfig(num_prefill=1, num_decode=2, router=RouterConfig(port=0))
     with local_stack(config, console) as stack, Client(stack.address, timeout=60) as client:
         sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 7, "ignore_eos": True}
-        undisturbed = client.generate(PROMPT, **sampling).token_ids
+        undisturbed = list(client.generate(PROMPT, **sampling).token_ids)
 
         token_ids: list[int] = []
         is_killed = False

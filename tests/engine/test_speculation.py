@@ -299,8 +299,8 @@ def test_another_vocabulary_is_refused(
     ("values", "message"),
     [
         (("guess",), "speculation must be one of"),
-        (("ngram", 0), "num_speculative_tokens must be from 1 to 7"),
-        (("ngram", 8), "num_speculative_tokens must be from 1 to 7"),
+        (("ngram", 0), "num_speculative_tokens must be from 1 to 16"),
+        (("ngram", 17), "num_speculative_tokens must be from 1 to 16"),
         (("draft",), "give both or neither"),
         (("ngram", 4, "model"), "give both or neither"),
     ],
