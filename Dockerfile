@@ -17,8 +17,8 @@ RUN --mount=type=cache,target=/root/.cache/pip pip wheel --no-deps --wheel-dir /
 
 # What is installed before the project changes less often than the project, and stays in the builder's cache.
 FROM python AS requirements
-ARG ROUTER_EXTRAS="http"
-ARG WORKER_EXTRAS="worker structured"
+ARG ROUTER_EXTRAS="http tracing"
+ARG WORKER_EXTRAS="worker structured vllm-grpc"
 WORKDIR /requirements
 COPY pyproject.toml deploy/requirements.py ./
 RUN python requirements.py pyproject.toml ${ROUTER_EXTRAS} >router.txt \

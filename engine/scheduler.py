@@ -476,7 +476,10 @@ class Scheduler:
         if not num_held or not self._hold_dropped(sequence, max_blocks):
             return []
         host_ids = self._tiers.lend(wanted[:num_held])
-        self.tables.count_cached(sequence, len(host_ids) * self.config.block_size)
+        num_tokens = len(host_ids) * self.config.block_size
+        self.tables.count_cached(sequence, num_tokens)
+        if sequence.status != SequenceStatus.PREEMPTED:
+            sequence.num_promoted_tokens = num_tokens
         return host_ids
 
     def _hold_dropped(self, sequence: Sequence, num_new_blocks: int) -> bool:

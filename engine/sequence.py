@@ -75,6 +75,8 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_promoted_tokens: int = 0
+    """Those of the cached tokens that came back from the tiers below the pool."""
     num_sealed_blocks: int = 0
     num_dropped_blocks: int = 0
     """Places of the block table that hold ``NO_BLOCK``."""

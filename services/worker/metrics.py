@@ -20,6 +20,7 @@ from quire.engine.speculation import SpeculationCounts
 from quire.services.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
 
 STEP_PHASES = ("propose", "schedule", "prepare", "forward", "sample", "process")
+HIT_SOURCES = ("own", "tier", "peer")
 SNAPSHOT_SECONDS = 5.0
 """How long a scrape waits for the engine, which answers between two steps."""
 
@@ -115,20 +116,22 @@ class PromptMetrics:
         )
         hits = Counter(
             "quire_prefix_cache_hits_total",
-            "Of these, tokens whose KV was not computed: own blocks, or a peer's that were pulled.",
+            "Of these, tokens whose KV was not computed: of the pool, of the tiers below it, or pulled from a peer.",
             ["source"],
             registry=registry,
         )
-        self._own_hits, self._peer_hits = hits.labels("own"), hits.labels("peer")
+        self._hits = {source: hits.labels(source) for source in HIT_SOURCES}
 
     def computed(self, sequence: Sequence, num_pulled_tokens: int) -> None:
         """Count a prompt of which all was computed that was not cached."""
         self._queries.inc(sequence.num_prompt_tokens)
         # A later attempt's cached tokens include those that earlier ones generated.
         num_cached = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
-        num_peer = min(num_pulled_tokens, num_cached)
-        self._peer_hits.inc(num_peer)
-        self._own_hits.inc(num_cached - num_peer)
+        num_tier = min(sequence.num_promoted_tokens, num_cached)
+        num_peer = min(num_pulled_tokens, num_cached - num_tier)
+        self._hits["own"].inc(num_cached - num_tier - num_peer)
+        self._hits["tier"].inc(num_tier)
+        self._hits["peer"].inc(num_peer)
 
 
 class EngineSnapshot(NamedTuple):

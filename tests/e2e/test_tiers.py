@@ -63,6 +63,9 @@ async def test_the_same_tokens_from_every_tier_and_after_a_restart(
             assert hits["pool"] >= NUM_FULL
             assert hits["disk"] >= NUM_FULL
             assert hits["pool"] + hits["host"] + hits["disk"] == 5 * NUM_FULL
+            by_source = await samples(stack, "prefill-0", "quire_prefix_cache_hits_total")
+            num_tier = int(hits["host"] + hits["disk"])
+            assert by_source == {"own": (5 * NUM_FULL - num_tier) * 16, "tier": num_tier * 16, "peer": 0}
             assert await samples(stack, "prefill-0", "quire_cache_tier_disk_errors_total") == {}
     with start_stack("llama", **settings) as stack:
         async with e2e.connected(stack) as (client, workers):

@@ -68,17 +68,26 @@ def test_a_scrape_does_not_wait_for_ever(thread: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cached", "pulled", "own", "peer"),
-    [(0, 0, 0, 0), (8, 0, 8, 0), (8, 4, 4, 4), (4, 8, 0, 4), (14, 0, 12, 0)],
+    ("cached", "promoted", "pulled", "own", "tier", "peer"),
+    [
+        (0, 0, 0, 0, 0, 0),
+        (8, 0, 0, 8, 0, 0),
+        (8, 0, 4, 4, 0, 4),
+        (4, 0, 8, 0, 0, 4),
+        (14, 0, 0, 12, 0, 0),
+        (8, 4, 0, 4, 4, 0),
+        (10, 4, 4, 2, 4, 4),
+        (14, 14, 0, 0, 12, 0),
+    ],
 )
-def test_prefix_hits_are_a_peers_as_far_as_they_were_pulled(
-    cached: int, pulled: int, own: int, peer: int
+def test_prefix_hits_are_told_apart_by_where_the_blocks_were(
+    cached: int, promoted: int, pulled: int, own: int, tier: int, peer: int
 ) -> None:
     registry = CollectorRegistry()
     sequence = Sequence("a", [5] * 16, 12, SamplingParams(), b"")
-    sequence.num_cached_tokens = cached
+    sequence.num_cached_tokens, sequence.num_promoted_tokens = cached, promoted
     PromptMetrics(registry).computed(sequence, pulled)
     read = registry.get_sample_value
     assert read("quire_prefix_cache_queries_total") == 12
-    assert read("quire_prefix_cache_hits_total", {"source": "own"}) == own
-    assert read("quire_prefix_cache_hits_total", {"source": "peer"}) == peer
+    found = [read("quire_prefix_cache_hits_total", {"source": source}) for source in ("own", "tier", "peer")]
+    assert found == [own, tier, peer]
