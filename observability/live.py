@@ -4,7 +4,8 @@
     python -m quire.observability.live --images  # pictures of the dashboards too, into docs/images/
 
 Two prefill and two decode workers with few blocks serve the demo model: requests wait for blocks, are
-preempted, copy prefixes from peers, are cancelled, and lose a prefill worker on the way.
+preempted, copy prefixes from peers, are cancelled, and lose a prefill worker on the way. Blocks move to
+host memory and disk and back, tokens are guessed, and some requests come over HTTP.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from quire.observability.boards.all import BOARDS
@@ -26,12 +28,14 @@ from quire.observability.references import references
 from quire.services.local_stack import LocalStackConfig, local_stack
 from quire.services.router.app import RouterConfig
 from quire.services.router.slo import SloTargets
-from quire.services.worker.app import WorkerConfig
+from quire.services.worker.app import DiskFolder, WorkerConfig
 
 SCRAPE_SECONDS = 1.0
 WINDOW_SECONDS = 10
 """What stands for Grafana's $__rate_interval."""
 NUM_WORKERS = 4
+HOST_CACHE_BYTES = 1 << 20
+DISK_CACHE_BYTES = 64 << 20
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 SECONDS = 60.0
 
@@ -88,20 +92,42 @@ def absent_series(run: LiveRun) -> list[str]:
     return [text for text in sorted(asked) if not run.prometheus.query(text)]
 
 
+def _stack_config(base: int, disk: str) -> LocalStackConfig:
+    """Return a stack with everything switched on that a dashboard shows."""
+    return LocalStackConfig(
+        num_prefill=2,
+        num_decode=2,
+        router=RouterConfig(
+            port=0,
+            http_port=0,
+            metrics_port=base,
+            write_back=True,
+            slo=SloTargets(ttft_seconds=0.25, tpot_seconds=0.025),
+        ),
+        worker=WorkerConfig(
+            role="decode",
+            num_blocks=64,
+            max_num_seqs=32,
+            max_num_batched_tokens=128,
+            host_cache_bytes=HOST_CACHE_BYTES,
+            disk_cache=DiskFolder(disk, DISK_CACHE_BYTES),
+            speculation="ngram",
+        ),
+        log_level="error",
+    )
+
+
 @contextmanager
 def live_run(binary: str, seconds: float) -> Iterator[LiveRun]:
     """Start everything, put load on it for about ``seconds``, and yield the Prometheus that watched."""
     base = free_ports(NUM_WORKERS + 1)
-    config = LocalStackConfig(
-        num_prefill=2,
-        num_decode=2,
-        router=RouterConfig(port=0, metrics_port=base, slo=SloTargets(ttft_seconds=0.25, tpot_seconds=0.025)),
-        worker=WorkerConfig(role="decode", num_blocks=64, max_num_seqs=32, max_num_batched_tokens=128),
-        log_level="error",
-    )
     addresses = [f"127.0.0.1:{base + index}" for index in range(NUM_WORKERS + 1)]
     jobs = {"router": addresses[:1], "prefill": addresses[1:3], "decode": addresses[3:]}
-    with local_stack(config) as stack, running_prometheus(binary, jobs, SCRAPE_SECONDS) as prometheus:
+    with (
+        TemporaryDirectory() as disk,
+        local_stack(_stack_config(base, disk)) as stack,
+        running_prometheus(binary, jobs, SCRAPE_SECONDS) as prometheus,
+    ):
         start = time.time()
         asyncio.run(put_load(stack, seconds))
         yield LiveRun(prometheus, start + WINDOW_SECONDS, time.time())

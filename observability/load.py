@@ -1,11 +1,15 @@
-"""What a live run goes through: load, clients that leave, bad requests, pulls, and the loss of a worker."""
+"""What a live run goes through: load, clients that leave, HTTP, bad requests, pulls, the loss of a worker."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
+from contextlib import suppress
 from random import Random
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import grpc
 
@@ -42,6 +46,8 @@ async def put_load(stack: RunningStack, seconds: float) -> None:
             tasks.create_task(_leave_early(stack.address))
             tasks.create_task(_ask_for_nothing(stack.address))
             tasks.create_task(_pull(stack, number))
+            if stack.http_address is not None:
+                tasks.create_task(asyncio.to_thread(_ask_over_http, stack.http_address))
             if passed > seconds / 3 and not has_lost:
                 has_lost = True
                 stack.workers["prefill-1"].process.kill()
@@ -73,6 +79,16 @@ async def _ask_for_nothing(address: str) -> None:
             await client.generate([5], max_tokens=0)
         except InvalidRequest:
             return
+
+
+def _ask_over_http(address: str) -> None:
+    """Ask what can be answered, and what cannot: there is no such model."""
+    for model in ("demo", "nobody"):
+        body = {"model": model, "prompt": "hello", "max_tokens": 8}
+        headers = {"content-type": "application/json"}
+        request = Request(f"http://{address}/v1/completions", json.dumps(body).encode(), headers)
+        with suppress(HTTPError), urlopen(request, timeout=CALL_SECONDS) as response:
+            response.read()
 
 
 async def _pull(stack: RunningStack, number: int) -> None:

@@ -9,6 +9,7 @@ from quire.observability.boards.panels import (
     line,
     process_panels,
     step_panels,
+    tier_panels,
 )
 from quire.observability.dashboard import Board, Panel, Row, Target
 from quire.observability.promql import quantile, rate, total
@@ -87,6 +88,7 @@ def decode_board() -> Board:
                     ),
                 ],
             ),
+            Row("Tiers below the pool", tier_panels(ours)),
             Row("Process", process_panels(ours)),
         ],
     )

@@ -121,6 +121,43 @@ def block_panels(ours: str) -> Sequence[Panel]:
     ]
 
 
+def tier_panels(ours: str) -> Sequence[Panel]:
+    return [
+        line(
+            "Blocks below the pool",
+            "Cached blocks in host memory and on disk: --host-cache, --disk-cache.",
+            total("quire_cache_tier_blocks", ours, "tier"),
+            "{{tier}}",
+            is_stacked=True,
+        ),
+        line(
+            "Blocks found, by tier",
+            "Blocks that prompts did not have to compute, by where they were.",
+            rate("quire_cache_tier_hits_total", ours, "tier"),
+            "{{tier}}",
+            "ops",
+            is_stacked=True,
+        ),
+        Panel(
+            title="Blocks moved between tiers",
+            description="Evicted blocks by the tier that took them, gone if none did; blocks brought back by"
+            " the tier they came from.",
+            targets=[
+                Target(rate("quire_cache_tier_demotions_total", ours, "tier"), "to {{tier}}"),
+                Target(rate("quire_cache_tier_promotions_total", ours, "tier"), "from {{tier}}"),
+            ],
+            unit="ops",
+        ),
+        line(
+            "Disk errors",
+            "Files of the disk cache that could not be used; their blocks are computed again.",
+            rate("quire_cache_tier_disk_errors_total", ours, "reason"),
+            "{{reason}}",
+            "ops",
+        ),
+    ]
+
+
 def process_panels(ours: str) -> Sequence[Panel]:
     return [
         line(

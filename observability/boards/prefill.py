@@ -9,6 +9,7 @@ from quire.observability.boards.panels import (
     line,
     process_panels,
     step_panels,
+    tier_panels,
 )
 from quire.observability.dashboard import Board, Panel, Row, Target
 from quire.observability.promql import quantile, rate, selector, share_of_all, total
@@ -94,6 +95,7 @@ def prefill_board() -> Board:
                     ),
                 ],
             ),
+            Row("Tiers below the pool", tier_panels(ours)),
             Row("Process", process_panels(ours)),
         ],
     )

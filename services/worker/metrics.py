@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as PlainCounter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
@@ -64,19 +64,39 @@ class TierMetrics:
     """Of the prefix cache in host memory and on disk."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, label: str) -> Counter:
-            return Counter(f"quire_cache_tier_{name}_total", text, [label], registry=registry)
+        def counter(name: str, text: str, label: str, values: Iterable[str]) -> Counter:
+            made = Counter(f"quire_cache_tier_{name}_total", text, [label], registry=registry)
+            for value in values:
+                made.labels(value)
+            return made
 
         self._blocks = Gauge(
             "quire_cache_tier_blocks", "Cached blocks below the pool.", ["tier"], registry=registry
         )
+        for tier in ("host", "disk"):
+            self._blocks.labels(tier)
         self._counters = {
             "hits": counter(
-                "hits", "Blocks that prompts did not have to compute, by where they were.", "tier"
+                "hits",
+                "Blocks that prompts did not have to compute, by where they were.",
+                "tier",
+                ("pool", "host", "disk"),
             ),
-            "demotions": counter("demotions", "Blocks evicted, by the tier that took them.", "tier"),
-            "promotions": counter("promotions", "Blocks brought back, by the tier they came from.", "tier"),
-            "disk_errors": counter("disk_errors", "Files that could not be used.", "reason"),
+            "demotions": counter(
+                "demotions",
+                "Blocks evicted, by the tier that took them.",
+                "tier",
+                ("host", "disk", "gone"),
+            ),
+            "promotions": counter(
+                "promotions", "Blocks brought back, by the tier they came from.", "tier", ("host", "disk")
+            ),
+            "disk_errors": counter(
+                "disk_errors",
+                "Files that could not be used.",
+                "reason",
+                ("read", "write", "truncated", "corrupt"),
+            ),
         }
         self._counted = {name: PlainCounter[str]() for name in self._counters}
 
@@ -116,7 +136,7 @@ class PromptMetrics:
         )
         hits = Counter(
             "quire_prefix_cache_hits_total",
-            "Of these, tokens whose KV was not computed: of the pool, of the tiers below it, or pulled from a peer.",
+            "Of these, tokens whose KV was not computed: own blocks, those of a tier below the pool, a peer's.",
             ["source"],
             registry=registry,
         )
