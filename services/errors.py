@@ -89,6 +89,13 @@ class FailedPrecondition(ServiceError):
     default_reason = "FAILED_PRECONDITION"
 
 
+class OutOfRange(ServiceError):
+    """The request goes on from where this server never was."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+    default_reason = "OUT_OF_RANGE"
+
+
 class NotFound(ServiceError):
     """The request names something that does not exist here."""
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from quire.protos import worker_pb2
-from quire.services.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unimplemented
+from quire.services.errors import DeadlineExceeded, InvalidArgument, OutOfRange, ServiceError, Unimplemented
 from quire.services.grpc_server import Service
 from quire.services.served_model import ServedModel, load_served_model
 from quire.services.validation import ValidRequest, validate
@@ -37,6 +38,7 @@ SERVICE = "vllm.grpc.engine.VllmEngine"
 ALL_ATTEMPTS = 2**32 - 1
 FLUSH_POLL_SECONDS = 0.05
 MAX_FLUSH_SECONDS = 60.0
+LOAD_SECONDS = 1.0
 
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -237,7 +239,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         for piece in pieces(await asyncio.to_thread(tokenizer_archive, folder)):
             yield piece
 
-    # --- operators' calls, and those that are not served --------------------------------------------------
+    # --- load, operators' calls, and those that are not served --------------------------------------------
 
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Any
@@ -274,9 +276,28 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Any
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Refuse: gateways then follow prefixes by the requests that they sent."""
-        raise Unimplemented("cached blocks are published in Redis, not as a stream of events")
-        yield common_pb2.KvEventBatch()
+        """Stream the worker's load until the worker stops.
+
+        No batch names a block: gateways then follow prefixes by the requests that they sent.
+        """
+        if request.start_sequence_number:
+            raise OutOfRange("this stream has no history: subscribe with start_sequence_number 0")
+        for sample in count():
+            if self._worker.is_stopping:
+                return
+            load = await self._worker.GetLoad(worker_pb2.GetLoadRequest(), context)
+            record = common_pb2.EngineLoad(
+                running_requests=load.num_running,
+                waiting_requests=load.num_waiting,
+                waiting_uncached_tokens=load.prefill_backlog_tokens,
+                token_usage=load.used_blocks / self._identity.num_blocks,
+                active_token_usage=load.used_blocks / self._identity.num_blocks,
+                max_running_requests=self._max_num_seqs,
+                sample=sample,
+                load_only=sample > 0,
+            )
+            yield common_pb2.KvEventBatch(timestamp=time.time(), load=record)
+            await asyncio.sleep(LOAD_SECONDS)
 
 
 def _sequence(valid: ValidRequest) -> worker_pb2.Sequence:

@@ -136,7 +136,7 @@ class PromptMetrics:
         )
         hits = Counter(
             "quire_prefix_cache_hits_total",
-            "Of these, tokens whose KV was not computed: own blocks, those of a tier below the pool, a peer's.",
+            "Of these, tokens whose KV was not computed: own blocks, those of a lower tier, a peer's.",
             ["source"],
             registry=registry,
         )

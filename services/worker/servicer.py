@@ -272,6 +272,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.wait(tasks)
         return worker_pb2.AbortResponse()
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether requests are refused because the process is about to end."""
+        return self._is_draining
+
     async def drain(self) -> None:
         """Refuse requests from now on, and wait until those that run have ended."""
         self._is_draining = True

@@ -95,9 +95,20 @@ def test_docker_waits_for_what_the_grace_allows(name: str) -> None:
 def test_the_settings_are_those_of_the_command(name: str) -> None:
     command: Any = typer.main.get_command(make_app())
     (verb,) = SERVICES[name]["command"]
-    known = {parameter.envvar for parameter in command.commands[verb].params}
+    # The health check is in the same container.
+    known = {parameter.envvar for each in (verb, "health") for parameter in command.commands[each].params}
     given = {variable for variable in SERVICES[name]["environment"] if variable.startswith("QUIRE_")}
     assert given <= known
+
+
+def test_workers_do_not_see_the_secrets_of_the_router() -> None:
+    seen = {name: {v.rpartition("}:")[2] for v in s.get("volumes", [])} for name, s in SERVICES.items()}
+    assert {name for name, folders in seen.items() if "/secrets:ro" in folders} == {"router"}
+    assert {name for name, folders in seen.items() if "/certificates:ro" in folders} == {
+        "router",
+        "prefill",
+        "decode",
+    }
 
 
 def test_volumes_and_networks_are_declared() -> None:
@@ -117,6 +128,8 @@ def test_every_variable_is_in_the_example_with_its_default() -> None:
         has_own_meaning = "CHANGEME" in listed[name] or name in (
             "QUIRE_MODEL",
             "QUIRE_MODELS",
+            "QUIRE_SECRETS",
+            "QUIRE_CERTIFICATES",
             "QUIRE_KV_MEMORY",
             "QUIRE_WORKER_IMAGE",
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from quire.protos import admin_pb2, inference_pb2, kvtransfer_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
@@ -33,7 +35,10 @@ _REFUSALS = {
     "SetLogLevel": (grpc.StatusCode.INVALID_ARGUMENT,),
     "ChangeLogLevel": (grpc.StatusCode.INVALID_ARGUMENT,),
     "Tokenize": (grpc.StatusCode.INVALID_ARGUMENT,),
+    **dict.fromkeys(("Embed", "StartProfile", "StopProfile"), (grpc.StatusCode.UNIMPLEMENTED,)),
 }
+_ENDLESS = ("SubscribeKvEvents",)
+"""Streams that end with their caller: one message is enough."""
 # What the client's own library says when a call ended while it was still writing; the server did not.
 _WRITE_FAILED = "Internal error from Core"
 _DEFECTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
@@ -45,7 +50,7 @@ def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     match field.type:
         case FieldDescriptor.TYPE_UINT32 | FieldDescriptor.TYPE_FIXED32:
             return st.sampled_from([*integers, 2**32 - 1]) | st.integers(0, 300)
-        case FieldDescriptor.TYPE_INT32:
+        case FieldDescriptor.TYPE_INT32 | FieldDescriptor.TYPE_INT64:
             return st.sampled_from([*integers, -1, -(2**31)]) | st.integers(0, 300)
         case FieldDescriptor.TYPE_UINT64 | FieldDescriptor.TYPE_FIXED64:
             return st.sampled_from([*integers, 2**64 - 1])
@@ -73,8 +78,14 @@ def messages(draw: st.DrawFn, kind: Descriptor, depth: int = 5) -> Message:
             values = scalars(field)
         elif field.message_type.GetOptions().map_entry:
             entry = field.message_type.fields_by_name
-            keys, contents = scalars(entry["key"]), scalars(entry["value"])
-            getattr(message, field.name).update(draw(st.dictionaries(keys, contents, max_size=3)))
+            values = entry["value"]
+            if values.message_type is None:
+                drawn = draw(st.dictionaries(scalars(entry["key"]), scalars(values), max_size=3))
+                getattr(message, field.name).update(drawn)
+            elif depth:
+                for key in draw(st.lists(scalars(entry["key"]), max_size=3)):
+                    content = draw(messages(values.message_type, depth - 1))
+                    getattr(message, field.name)[key].CopyFrom(content)
             continue
         elif depth:
             values = messages(field.message_type, depth - 1)
@@ -131,6 +142,8 @@ def valid_requests(method: MethodDescriptor, info: worker_pb2.GetWorkerInfoRespo
     )
     opening = kvtransfer_pb2.PushOpen(receiver_epoch=info.epoch, layout=info.layout, num_blocks=3)
     frames = kvtransfer_pb2.PushFrames(frames=[kvtransfer_pb2.BlockFrame(payload=b"block")])
+    if method.containing_service.name == "VllmEngine":
+        return [_gateway_request(method, prompt)]
     match method.name:
         case "Generate":
             return [inference_pb2.GenerateRequest(generation=generation)]
@@ -157,6 +170,18 @@ def valid_requests(method: MethodDescriptor, info: worker_pb2.GetWorkerInfoRespo
     return [GetMessageClass(method.input_type)()]
 
 
+def _gateway_request(method: MethodDescriptor, prompt: list[int]) -> Message:
+    if method.name != "Generate":
+        return GetMessageClass(method.input_type)()
+    return vllm.GenerateRequest(
+        request_id="fuzz",
+        tokenized=vllm.TokenizedInput(input_ids=prompt),
+        sampling_params=vllm.SamplingParams(temperature=1.0, top_p=0.9, top_k=5, max_tokens=1, logprobs=2),
+        stream=True,
+        kv_transfer_params_json='{"do_remote_decode": true}',
+    )
+
+
 def services() -> Iterator[tuple[str, MethodDescriptor]]:
     """Yield which process serves a method, and the method."""
     for process, file in (
@@ -165,6 +190,8 @@ def services() -> Iterator[tuple[str, MethodDescriptor]]:
         ("prefill-0", worker_pb2),
         ("decode-0", worker_pb2),
         ("decode-0", kvtransfer_pb2),
+        ("prefill-0", vllm),
+        ("decode-0", vllm),
     ):
         for service in file.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
@@ -172,7 +199,14 @@ def services() -> Iterator[tuple[str, MethodDescriptor]]:
 
 
 CASES = list(services())
-IDS = [f"{process}-{method.name}" for process, method in CASES]
+IDS = [f"{process}-{method.containing_service.name}-{method.name}" for process, method in CASES]
+
+
+@pytest.fixture(scope="module")
+def stack(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> Iterator[RunningStack]:
+    """Run one worker of each role, with the service for gateways beside its own."""
+    with start_stack("llama", vllm_grpc=True) as running:
+        yield running
 
 
 def address(stack: RunningStack, process: str) -> str:
@@ -192,7 +226,8 @@ async def outcome(where: str, method: MethodDescriptor, requests: list[bytes]) -
         async with asyncio.timeout(CALL_SECONDS + PATIENCE_SECONDS):
             try:
                 async for _ in call:
-                    pass
+                    if method.name in _ENDLESS:
+                        return grpc.StatusCode.OK
             except grpc.aio.AioRpcError as error:
                 if error.details() == _WRITE_FAILED:
                     return grpc.StatusCode.CANCELLED

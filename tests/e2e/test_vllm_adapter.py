@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
@@ -263,12 +264,51 @@ async def test_a_draining_worker_is_not_healthy(
         assert await is_healthy()
 
 
+async def test_a_subscriber_is_told_the_load_as_it_changes(
+    cluster: RunningStack, engines: dict[str, Any], e2e: Any
+) -> None:
+    decode = engines["decode-0"]
+    async with asyncio.timeout(WAIT_SECONDS), e2e.connected(cluster) as (_, workers):
+        await e2e.quiet(workers)
+        call = decode.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+        events = aiter(call)
+        first = await anext(events)
+        assert (first.sequence_number, list(first.events), first.load.load_only) == (0, [], False)
+        assert (first.load.running_requests, first.load.token_usage) == (0, 0.0)
+        assert first.load.max_running_requests == 64
+
+        async def keep_busy() -> None:
+            while True:
+                await answers(decode, request(e2e.make_prompt(40, seed=92), {"max_tokens": 450}))
+
+        busy = asyncio.create_task(keep_busy())
+        later = await anext(events)
+        while not later.load.running_requests:
+            later = await anext(events)
+        assert (later.sequence_number, list(later.events), later.load.load_only) == (0, [], True)
+        assert later.load.sample > first.load.sample
+        assert later.load.running_requests == 1
+        assert later.load.token_usage > 0
+        busy.cancel()
+        call.cancel()
+        await e2e.quiet(workers)
+
+
+async def test_a_subscriber_with_a_history_begins_again(engines: dict[str, Any]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (
+            engines["decode-0"]
+            .SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=7))
+            .read()
+        )
+    assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
 async def test_what_is_not_served_says_so(engines: dict[str, Any]) -> None:
     calls = [
         engines["decode-0"].Embed(vllm.EmbedRequest()),
         engines["decode-0"].StartProfile(common_pb2.StartProfileRequest()),
         engines["decode-0"].StopProfile(common_pb2.StopProfileRequest()),
-        engines["decode-0"].SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read(),
     ]
     for call in calls:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

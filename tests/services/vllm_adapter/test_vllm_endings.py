@@ -1,15 +1,17 @@
-"""An engine that never answers, behind a real server."""
+"""Calls that would never end: an engine that says nothing, a stream of loads; behind a real server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
+from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
@@ -39,16 +41,24 @@ class Silent:
             self.has_ended.set()
 
 
-async def test_a_request_that_takes_too_long_ends_although_its_caller_set_no_deadline(
-    model_folder: Path,
-) -> None:
-    worker = Silent()
+class Idle:
+    """Has nothing to do, until it stops."""
+
+    is_stopping = False
+
+    async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
+        return worker_pb2.GetLoadResponse()
+
+
+@asynccontextmanager
+async def served(worker: Any, folder: Path) -> AsyncIterator[VllmEngineStub]:
+    """Serve a worker whose requests may take 0.2 s, and yield a stub of it."""
     identity = WorkerIdentity(
         worker_id="w",
         role="decode",
         epoch="e",
         model="tiny",
-        model_path=str(model_folder),
+        model_path=str(folder),
         layout=KvLayout(1, 1, 4, 8, "float32", "digest"),
         num_blocks=8,
         max_model_len=64,
@@ -58,15 +68,34 @@ async def test_a_request_that_takes_too_long_ends_although_its_caller_set_no_dea
         cluster_secret=b"",
     )
     service = vllm_service(cast(WorkerServicer, worker), identity, 8, lambda: "127.0.0.1:1")
-    request = vllm.GenerateRequest(request_id="r", tokenized=vllm.TokenizedInput(input_ids=[5]))
     async with (
+        asyncio.timeout(WAIT_SECONDS),
         grpc_server([service], registry=CollectorRegistry()) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
+        yield VllmEngineStub(channel)
+
+
+async def test_a_request_that_takes_too_long_ends_although_its_caller_set_no_deadline(
+    model_folder: Path,
+) -> None:
+    worker = Silent()
+    request = vllm.GenerateRequest(request_id="r", tokenized=vllm.TokenizedInput(input_ids=[5]))
+    async with served(worker, model_folder) as engine:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with asyncio.timeout(WAIT_SECONDS):
-                async for _ in VllmEngineStub(channel).Generate(request):
-                    pass
+            async for _ in engine.Generate(request):
+                pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "0.2 s" in str(caught.value.details())
-        await asyncio.wait_for(worker.has_ended.wait(), WAIT_SECONDS)
+        await worker.has_ended.wait()
+
+
+async def test_subscribers_do_not_keep_a_worker_from_stopping(model_folder: Path) -> None:
+    worker = Idle()
+    async with served(worker, model_folder) as engine:
+        batches = aiter(engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()))
+        assert not (await anext(batches)).load.load_only
+        assert (await anext(batches)).load.load_only
+        worker.is_stopping = True
+        async for batch in batches:
+            assert batch.load.sample <= 2
