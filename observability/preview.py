@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 from PIL import Image
 
@@ -29,7 +30,7 @@ NUM_COLORS = 96
 MAX_LEGENDS = 9
 LEGEND_COLUMNS = 3
 HEADROOM = 1.08
-RATES = {"ops": "/s", "reqps": " req/s", "Bps": "B/s", "bytes": "B"}
+RATES = {"ops": "/s", "reqps": "/s", "Bps": " B/s", "bytes": " B"}
 
 
 class Line(NamedTuple):
@@ -48,7 +49,8 @@ def draw(board: Board, run: LiveRun, folder: Path) -> Path:
     """Draw a board into ``folder`` and return the picture's path."""
     lines = list(_lines(board))
     heights = [line.inches for line in lines]
-    figure = Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.4), layout="constrained")
+    size = (WIDTH_INCHES, sum(heights) + 0.4)
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.12))
     figure.suptitle(board.title, fontsize=13)
     parts = figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)
     for part, line in zip(parts.flat, lines, strict=True):
@@ -166,7 +168,7 @@ def with_unit(value: float, unit: str) -> str:
     if unit == "percentunit":
         return f"{100 * value:.0f} %"
     if unit == "s":
-        return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+        return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.4g} s"
     for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {prefix}{RATES.get(unit, '').lstrip()}"

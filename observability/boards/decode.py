@@ -8,16 +8,17 @@ from quire.observability.boards.panels import (
     busy_panel,
     line,
     process_panels,
+    side_by_side,
     step_panels,
     tier_panels,
 )
 from quire.observability.dashboard import Board, Panel, Row, Target
-from quire.observability.promql import quantile, rate, total
+from quire.observability.promql import quantile, quotient, rate, total
 
 
 def decode_board() -> Board:
     """Return the board of the decode workers."""
-    ours = 'job="decode",instance=~"$instance"'
+    ours, guesses = 'job="decode",instance=~"$instance"', "quire_speculation_tokens_total"
     return Board(
         uid="quire-decode",
         title="quire / Decode pool",
@@ -67,15 +68,33 @@ def decode_board() -> Board:
                         "{{kind}}",
                         "ops",
                     ),
-                    line(
-                        "Guessed tokens",
-                        "Tokens that speculation drafted, and those of them that were right.",
-                        rate("quire_speculation_tokens_total", ours, "kind"),
-                        "{{kind}}",
-                    ),
                 ],
             ),
             Row("Steps", step_panels(ours)),
+            Row(
+                "Speculation",
+                side_by_side(
+                    2,
+                    [
+                        line(
+                            "Guessed tokens",
+                            "Tokens that speculation drafted, and those of them that were right.",
+                            rate(guesses, ours, "kind"),
+                            "{{kind}}",
+                        ),
+                        line(
+                            "Right guesses",
+                            "Right guesses / guesses, over a worker; nothing without --speculation.",
+                            quotient(
+                                rate(guesses, f'kind="accepted",{ours}', "instance"),
+                                rate(guesses, f'kind="drafted",{ours}', "instance"),
+                            ),
+                            "{{instance}}",
+                            "percentunit",
+                        ),
+                    ],
+                ),
+            ),
             Row(
                 "Blocks",
                 [
@@ -88,7 +107,7 @@ def decode_board() -> Board:
                     ),
                 ],
             ),
-            Row("Tiers below the pool", tier_panels(ours)),
+            Row("Tiers below the pool", side_by_side(4, tier_panels(ours))),
             Row("Process", process_panels(ours)),
         ],
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from quire.observability.dashboard import Panel, Target
+from quire.observability.dashboard import WIDTH, Panel, Target
 from quire.observability.promql import INTERVAL, buckets, mean, quantile, rate, selector, total
 
 STEP = "quire_step_phase_seconds"
@@ -61,6 +62,11 @@ def heatmap(title: str, description: str, histogram: str, unit: str) -> Panel:
         unit=unit,
         kind="heatmap",
     )
+
+
+def side_by_side(number: int, panels: Sequence[Panel]) -> Sequence[Panel]:
+    """Return panels of the width of which ``number`` fill a line."""
+    return [replace(panel, width=WIDTH // number) for panel in panels]
 
 
 def busy_panel() -> Panel:

@@ -8,6 +8,7 @@ from quire.observability.boards.panels import (
     busy_panel,
     line,
     process_panels,
+    side_by_side,
     step_panels,
     tier_panels,
 )
@@ -95,7 +96,7 @@ def prefill_board() -> Board:
                     ),
                 ],
             ),
-            Row("Tiers below the pool", tier_panels(ours)),
+            Row("Tiers below the pool", side_by_side(4, tier_panels(ours))),
             Row("Process", process_panels(ours)),
         ],
     )

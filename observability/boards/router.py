@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.observability.boards.panels import latency, line, process_panels
+from quire.observability.boards.panels import latency, line, process_panels, side_by_side
 from quire.observability.dashboard import Board, Panel, Row, Target
 from quire.observability.promql import mean, rate, total
 
@@ -134,39 +134,42 @@ def router_board() -> Board:
             ),
             Row(
                 "Index, publishing",
-                [
-                    line(
-                        "Entries",
-                        "Published, evicted, or swept away after a worker's death.",
-                        rate("quire_index_publish_entries_total", by="op"),
-                        "{{op}}",
-                        "ops",
-                    ),
-                    Panel(
-                        title="Behind",
-                        description="Changes of a worker's cache that are not in the index yet.",
-                        targets=[
-                            Target("max by (job) (quire_index_publish_queue)", "changes, {{job}}"),
-                        ],
-                    ),
-                    line(
-                        "Lag",
-                        "Age of the oldest change that is not in the index yet.",
-                        "max by (job) (quire_index_publish_lag_seconds)",
-                        "{{job}}",
-                        "s",
-                    ),
-                    Panel(
-                        title="Leases lost, index full",
-                        description="Leases found lost by their worker, and publishes that Redis had no"
-                        " memory for.",
-                        targets=[
-                            Target(rate("quire_index_fenced_total"), "lease lost"),
-                            Target(rate("quire_index_full_total"), "index full"),
-                        ],
-                        unit="ops",
-                    ),
-                ],
+                side_by_side(
+                    4,
+                    [
+                        line(
+                            "Entries",
+                            "Published, evicted, or swept away after a worker's death.",
+                            rate("quire_index_publish_entries_total", by="op"),
+                            "{{op}}",
+                            "ops",
+                        ),
+                        Panel(
+                            title="Behind",
+                            description="Changes of a worker's cache that are not in the index yet.",
+                            targets=[
+                                Target("max by (job) (quire_index_publish_queue)", "changes, {{job}}"),
+                            ],
+                        ),
+                        line(
+                            "Lag",
+                            "Age of the oldest change that is not in the index yet.",
+                            "max by (job) (quire_index_publish_lag_seconds)",
+                            "{{job}}",
+                            "s",
+                        ),
+                        Panel(
+                            title="Leases lost, index full",
+                            description="Leases found lost by their worker, and publishes that Redis had no"
+                            " memory for.",
+                            targets=[
+                                Target(rate("quire_index_fenced_total"), "lease lost"),
+                                Target(rate("quire_index_full_total"), "index full"),
+                            ],
+                            unit="ops",
+                        ),
+                    ],
+                ),
             ),
             Row("Process", process_panels(ours)),
         ],

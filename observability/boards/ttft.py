@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.observability.boards.panels import PHASE, TTFT, heatmap, line
+from quire.observability.boards.panels import PHASE, TTFT, heatmap, line, side_by_side
 from quire.observability.dashboard import Board, Panel, Row, Target
 from quire.observability.promql import quantile, quotient, rate, share_of_all
 from quire.services.phases import HAND_OVER, PROMPT_PHASES, ROUTER_PHASES, Phase
@@ -61,31 +61,34 @@ def ttft_board() -> Board:
             ),
             Row(
                 "Slow requests",
-                [
-                    line(
-                        "p95 by phase, to the first token",
-                        "95th percentile of each phase by itself; these do not add up.",
-                        quantile(0.95, PHASE, f'phase=~"{BEFORE_FIRST_TOKEN}"', "phase"),
-                        "{{phase}}",
-                        "s",
-                    ),
-                    line(
-                        "p95 by phase, to the second",
-                        "95th percentile of each phase by itself; these do not add up.",
-                        quantile(0.95, PHASE, f'phase=~"{AFTER_FIRST_TOKEN}"', "phase"),
-                        "{{phase}}",
-                        "s",
-                    ),
-                    heatmap("TTFT", "Distribution of the time to the first token.", TTFT, "s"),
-                    line(
-                        "Phases per request",
-                        "Observations of each phase / first tokens: above 1, attempts were repeated.",
-                        share_of_all(
-                            rate(f"{PHASE}_count", f'phase=~"{BEFORE_FIRST_TOKEN}"', "phase"), count
+                side_by_side(
+                    2,
+                    [
+                        line(
+                            "p95 by phase, to the first token",
+                            "95th percentile of each phase by itself; these do not add up.",
+                            quantile(0.95, PHASE, f'phase=~"{BEFORE_FIRST_TOKEN}"', "phase"),
+                            "{{phase}}",
+                            "s",
                         ),
-                        "{{phase}}",
-                    ),
-                ],
+                        line(
+                            "p95 by phase, to the second",
+                            "95th percentile of each phase by itself; these do not add up.",
+                            quantile(0.95, PHASE, f'phase=~"{AFTER_FIRST_TOKEN}"', "phase"),
+                            "{{phase}}",
+                            "s",
+                        ),
+                        heatmap("TTFT", "Distribution of the time to the first token.", TTFT, "s"),
+                        line(
+                            "Phases per request",
+                            "Observations of each phase / first tokens: above 1, attempts were repeated.",
+                            share_of_all(
+                                rate(f"{PHASE}_count", f'phase=~"{BEFORE_FIRST_TOKEN}"', "phase"), count
+                            ),
+                            "{{phase}}",
+                        ),
+                    ],
+                ),
             ),
         ],
     )
