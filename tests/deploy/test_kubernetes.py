@@ -9,12 +9,15 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import typer
 import yaml
 
+from quire.cli.main import make_app
 from quire.services.worker.app import WorkerConfig
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "deploy" / "kubernetes" / "base"
+SECURE = BASE.parent / "secure"
 REDIS = ROOT / "deploy" / "redis"
 VERSIONS = ["1.31", "1.37"]
 Manifest = dict[str, Any]
@@ -55,14 +58,24 @@ def selects(selector: Manifest, deployment: str) -> bool:
     )
 
 
+def settings(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the variables of a kustomization's ConfigMaps: of "router" and of "workers"."""
+    (kustomization,) = load(folder / "kustomization.yaml")
+    return {
+        each["name"]: dict(line.split("=") for line in each["literals"])
+        for each in kustomization["configMapGenerator"]
+    }
+
+
 def grace_seconds(name: str) -> float:
     """Return the QUIRE_GRACE_PERIOD of a deployment."""
-    if name == "router":
-        (value,) = (e["value"] for e in container(name)["env"] if e["name"] == "QUIRE_GRACE_PERIOD")
-        return float(value)
-    (kustomization,) = load(BASE / "kustomization.yaml")
-    settings = dict(line.split("=") for line in kustomization["configMapGenerator"][0]["literals"])
-    return float(settings["QUIRE_GRACE_PERIOD"])
+    return float(settings(BASE)["router" if name == "router" else "workers"]["QUIRE_GRACE_PERIOD"])
+
+
+def variables(verb: str) -> set[str]:
+    """Return the variables that a verb reads, and those of the probe in the same container."""
+    command: Any = typer.main.get_command(make_app())
+    return {parameter.envvar for each in (verb, "health") for parameter in command.commands[each].params}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -159,6 +172,53 @@ def test_the_users_of_redis_are_those_of_the_index() -> None:
 
 def test_workers_have_told_routers_before_they_are_killed() -> None:
     assert WorkerConfig(role="decode").notice_seconds < min(map(grace_seconds, OURS))
+
+
+@pytest.mark.parametrize("folder", [BASE, SECURE], ids=lambda folder: folder.name)
+def test_settings_are_those_of_the_commands(folder: Path) -> None:
+    found = settings(folder)
+    assert found["router"].keys() <= variables("router")
+    assert found["workers"].keys() <= variables("prefill") & variables("decode")
+    for name in OURS:
+        (reference,) = container(name)["envFrom"]
+        assert reference["configMapRef"]["name"] == ("router" if name == "router" else "workers")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_secrets_are_optional_and_only_the_router_has_its_own(name: str) -> None:
+    mounted = {mount["name"]: mount["mountPath"] for mount in container(name)["volumeMounts"]}
+    volumes = {each["name"]: each["secret"] for each in PODS[name]["volumes"] if "secret" in each}
+    assert volumes.keys() == {"certificates", *(["secrets"] if name == "router" else [])}
+    assert all(secret["optional"] for secret in volumes.values())
+    files = settings(SECURE)["router" if name == "router" else "workers"].values()
+    assert {value.rpartition("/")[0] for value in files if "/" in value} == {
+        mounted[each] for each in volumes
+    }
+
+
+def test_clients_are_the_namespaces_that_are_named() -> None:
+    (policy,) = (p["spec"] for p in of_kind("NetworkPolicy") if p["metadata"]["name"] == "router")
+    for rule in policy["ingress"]:
+        for peer in rule["from"]:
+            assert peer["namespaceSelector"]["matchLabels"]
+
+
+def test_the_secure_overlay_probes_as_its_ports_are() -> None:
+    (overlay,) = load(SECURE / "kustomization.yaml")
+    assert (SECURE / overlay["resources"][0]).resolve() == BASE
+    *deployments, service = overlay["patches"]
+    for patch in deployments:
+        (patched,) = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["containers"]
+        for name in patch["target"]["name"].split("|"):
+            main = container(name)
+            assert patched["name"] == main["name"]
+            probes = {probe for probe in patched if probe.endswith("Probe")}
+            assert probes == {probe for probe in main if "grpc" in main.get(probe, {})}
+            for probe in probes:
+                port = main[probe]["grpc"]["port"]
+                assert patched[probe]["grpc"] is None
+                assert patched[probe]["exec"]["command"] == ["quire", "health", f"127.0.0.1:{port}"]
+    assert service["target"] == {"kind": "Service", "name": "router"}
 
 
 def test_the_gpu_overlay_patches_containers_that_are_there() -> None:
