@@ -1,10 +1,11 @@
-"""Push throughput between two processes, beside what plain TCP does with the same bytes.
+"""Push throughput between two processes, in clear and encrypted, beside plain TCP with the same bytes.
 
-    python -m quire.benchmarks.transfer [--mebibytes 256] [--repeats 3]
+    python -m quire.benchmarks.transfer [--mebibytes 256] [--repeats 5] [--json PATH]
 
 Sender and receiver are processes of their own on the loopback. A push digests every block, copies it into
 protobuf messages, checks it at the receiver and copies it into the receiver's memory; the ceiling is
-``sendall`` and ``recv_into`` of 2 MiB buffers, which do none of that.
+``sendall`` and ``recv_into`` of 2 MiB buffers, which do none of that. With TLS the receiver shows a
+certificate, with mutual TLS, as between workers, both do. All ways take turns; medians count.
 """
 
 from __future__ import annotations
@@ -15,12 +16,23 @@ import json
 import multiprocessing
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple, get_args
 
+import grpc
 import grpc.aio
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from prometheus_client import CollectorRegistry
 
 from quire.kvtransfer.channels import ChannelPool
@@ -28,10 +40,11 @@ from quire.kvtransfer.frame import MESSAGE_BYTES, Frame
 from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.malloc import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.kvtransfer.push import BlockPush, PushSummary
+from quire.kvtransfer.push import BlockPush
 from quire.kvtransfer.receiver import KvTransferServicer
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
+from quire.services.tls import CLUSTER_NAME, ClusterTls, Connect, TlsFiles, server_credentials
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -40,6 +53,9 @@ EPOCH = "benchmark"
 NUM_LAYERS = (1, 8, 32, 80)
 """Layers of 64 KiB (8 KV heads, float16); the last two make the blocks of an 8B and of a 70B model."""
 START_SECONDS = 30.0
+
+Way = Literal["clear", "TLS", "mutual TLS"]
+WAYS: tuple[Way, ...] = get_args(Way)
 
 
 def layout(num_layers: int) -> KvLayout:
@@ -70,29 +86,77 @@ class MemorySink:
         raise RuntimeError(reason)
 
 
-class Receiver(NamedTuple):
-    """Where the receiving process listens: one gRPC port for each layout, and one for plain TCP."""
+def write_certificate(folder: Path) -> TlsFiles:
+    """Write a certificate of the cluster that is its own authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CLUSTER_NAME)])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(CLUSTER_NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    files = TlsFiles(folder / "node.pem", folder / "node.key", folder / "node.pem")
+    files.certificate.write_bytes(certificate.public_bytes(Encoding.PEM))
+    files.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return files
 
-    grpc_ports: dict[int, int]
+
+def credentials(way: Way, files: TlsFiles) -> grpc.ServerCredentials | None:
+    """Return what the receiving end of a connection needs."""
+    if way == "clear":
+        return None
+    return server_credentials(files if way == "mutual TLS" else replace(files, authority=None))
+
+
+def connect(way: Way, files: TlsFiles) -> Connect:
+    """Return what opens the sending end of a connection."""
+    if way == "clear":
+        return grpc.aio.insecure_channel
+    if way == "mutual TLS":
+        return ClusterTls(files).connect
+    trusted = grpc.ssl_channel_credentials(files.certificate.read_bytes())
+
+    def open_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+        name = ("grpc.ssl_target_name_override", CLUSTER_NAME)
+        return grpc.aio.secure_channel(address, trusted, options=[*options, name])
+
+    return open_channel
+
+
+class Receiver(NamedTuple):
+    """Where the receiving process listens: a gRPC port for each layout and way, and one for plain TCP."""
+
+    grpc_ports: dict[tuple[int, Way], int]
     tcp_port: int
 
 
-def receive(ready: Connection) -> None:
+def receive(ready: Connection, files: TlsFiles) -> None:
     """Be the receiving process, until the other end of ``ready`` is closed."""
     keep_freed_buffers()
-    asyncio.run(_receive(ready))
+    asyncio.run(_receive(ready, files))
 
 
-async def _receive(ready: Connection) -> None:
-    servers, ports = [], {}
+async def _receive(ready: Connection, files: TlsFiles) -> None:
+    servers = []
+    ports: dict[tuple[int, Way], int] = {}
     for num_layers in NUM_LAYERS:
-        options = [("grpc.max_receive_message_length", 256 * MIB)]
-        server = grpc.aio.server(options=options)
-        servicer = KvTransferServicer(MemorySink(layout(num_layers)), TransferMetrics(CollectorRegistry()))
-        kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
-        ports[num_layers] = server.add_insecure_port(f"{HOST}:0")
-        await server.start()
-        servers.append(server)
+        for way in WAYS:
+            server = grpc.aio.server(options=[("grpc.max_receive_message_length", 256 * MIB)])
+            sink = MemorySink(layout(num_layers))
+            servicer = KvTransferServicer(sink, TransferMetrics(CollectorRegistry()))
+            kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
+            shown = credentials(way, files)
+            ports[num_layers, way] = (
+                server.add_insecure_port(f"{HOST}:0")
+                if shown is None
+                else server.add_secure_port(f"{HOST}:0", shown)
+            )
+            await server.start()
+            servers.append(server)
     with socket.create_server((HOST, 0)) as listener:
         drain = asyncio.create_task(asyncio.to_thread(_drain, listener))
         ready.send(Receiver(ports, listener.getsockname()[1]))
@@ -115,11 +179,11 @@ def _drain(listener: socket.socket) -> None:
 
 
 @contextmanager
-def receiver_process() -> Iterator[Receiver]:
+def receiver_process(files: TlsFiles) -> Iterator[Receiver]:
     """Start the receiving process and end it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs,), daemon=True)
+    process = context.Process(target=receive, args=(theirs, files), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -132,73 +196,102 @@ def receiver_process() -> Iterator[Receiver]:
         process.kill()
 
 
-def measure_tcp(port: int, num_bytes: int, repeats: int) -> float:
-    """Return the best GiB/s of plain TCP."""
+def send_over_tcp(connection: socket.socket, num_bytes: int) -> float:
+    """Return the GiB/s of plain TCP."""
     payload = bytes(MESSAGE_BYTES)
-    rates = []
-    with socket.create_connection((HOST, port)) as connection:
-        for _ in range(repeats):
-            start = time.perf_counter()
-            num_messages = num_bytes // MESSAGE_BYTES
-            connection.sendall((num_messages * MESSAGE_BYTES).to_bytes(8, "little"))
-            for _ in range(num_messages):
-                connection.sendall(payload)
-            connection.recv(1)
-            rates.append(num_messages * MESSAGE_BYTES / GIB / (time.perf_counter() - start))
-    return max(rates)
+    num_messages = num_bytes // MESSAGE_BYTES
+    start = time.perf_counter()
+    connection.sendall((num_messages * MESSAGE_BYTES).to_bytes(8, "little"))
+    for _ in range(num_messages):
+        connection.sendall(payload)
+    connection.recv(1)
+    return num_messages * MESSAGE_BYTES / GIB / (time.perf_counter() - start)
 
 
-async def measure_push(address: str, kv_layout: KvLayout, num_bytes: int, repeats: int) -> PushSummary:
-    """Return the fastest of some pushes."""
-    channels = ChannelPool()
+async def push(
+    channels: ChannelPool, address: str, kv_layout: KvLayout, num_bytes: int, attempt: int
+) -> float:
+    """Return the GiB/s of one push."""
     payload = bytes(kv_layout.block_bytes)
     num_blocks = num_bytes // kv_layout.block_bytes
     ticket = pb.Ticket(ticket_id="benchmark", address=address, receiver_epoch=EPOCH)
-    summaries = []
-    for attempt in range(repeats):
-        async with BlockPush(
-            channels.get(address),
-            ticket,
-            request_id="benchmark",
-            attempt=attempt,
-            layout=kv_layout,
-            num_blocks=num_blocks,
-            timeout=60.0,
-        ) as push:
-            await push.send(Frame(i, i.to_bytes(16, "little"), payload) for i in range(num_blocks))
-            summaries.append(await push.commit(0))
-    await channels.close()
-    return min(summaries, key=lambda summary: summary.seconds)
+    async with BlockPush(
+        channels.get(address),
+        ticket,
+        request_id="benchmark",
+        attempt=attempt,
+        layout=kv_layout,
+        num_blocks=num_blocks,
+        timeout=60.0,
+    ) as opened:
+        await opened.send(Frame(i, i.to_bytes(16, "little"), payload) for i in range(num_blocks))
+        summary = await opened.commit(0)
+    return summary.num_bytes / GIB / summary.seconds
+
+
+async def measure(receiver: Receiver, files: TlsFiles, num_bytes: int, repeats: int) -> Rates:
+    """Return the rates of all ways, in turns; the first round opens connections and does not count."""
+    rates = Rates([], {key: [] for key in receiver.grpc_ports})
+    pools = {way: ChannelPool(connect(way, files)) for way in WAYS}
+    with socket.create_connection((HOST, receiver.tcp_port)) as connection:
+        for attempt in range(repeats + 1):
+            tcp = await asyncio.to_thread(send_over_tcp, connection, num_bytes)
+            pushed = {
+                (num_layers, way): await push(
+                    pools[way], f"{HOST}:{port}", layout(num_layers), num_bytes, attempt
+                )
+                for (num_layers, way), port in receiver.grpc_ports.items()
+            }
+            if attempt:
+                rates.tcp.append(tcp)
+                for key, rate in pushed.items():
+                    rates.push[key].append(rate)
+    for pool in pools.values():
+        await pool.close()
+    return rates
+
+
+class Rates(NamedTuple):
+    """GiB/s of each round."""
+
+    tcp: list[float]
+    push: dict[tuple[int, Way], list[float]]
 
 
 def main() -> None:
     """Print a table and, last, one line of JSON."""
     parser = argparse.ArgumentParser(description="Push throughput on the loopback, beside plain TCP.")
     parser.add_argument("--mebibytes", type=int, default=256, help="size of one push")
-    parser.add_argument("--repeats", type=int, default=3, help="pushes of each size; the fastest counts")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds; medians count")
+    parser.add_argument("--json", type=Path, help="write the line of JSON to this file too")
     arguments = parser.parse_args()
-    num_bytes = arguments.mebibytes * MIB
     keep_freed_buffers()
+    with TemporaryDirectory() as folder:
+        files = write_certificate(Path(folder))
+        with receiver_process(files) as receiver:
+            rates = asyncio.run(measure(receiver, files, arguments.mebibytes * MIB, arguments.repeats))
+    tcp = median(rates.tcp)
+    print("GiB/s".rjust(10) + "".join(way.rjust(20) for way in WAYS))
     rows = []
-    with receiver_process() as receiver:
-        tcp = measure_tcp(receiver.tcp_port, num_bytes, arguments.repeats)
-        print(f"{'block':>10}  {'push GiB/s':>10}  {'of TCP':>6}  {'no credit':>9}  {'sending':>7}")
-        for num_layers, port in receiver.grpc_ports.items():
-            kv_layout = layout(num_layers)
-            summary = asyncio.run(
-                measure_push(f"{HOST}:{port}", kv_layout, num_bytes, arguments.repeats),
-            )
-            rate = summary.num_bytes / GIB / summary.seconds
-            waiting, sending = (
-                part / summary.seconds for part in (summary.credit_wait_seconds, summary.send_seconds)
-            )
-            print(
-                f"{kv_layout.block_bytes // 1024:>6} KiB  {rate:>10.2f}  {rate / tcp:>6.0%}"
-                f"  {waiting:>9.0%}  {sending:>7.0%}"
-            )
-            rows.append({"block_bytes": kv_layout.block_bytes, "push_gib_per_second": round(rate, 3)})
-    print(f"{'plain TCP':>10}  {tcp:>10.2f}")
-    print(json.dumps({"benchmark": "transfer", "tcp_gib_per_second": round(tcp, 3), "pushes": rows}))
+    for num_layers in NUM_LAYERS:
+        medians = {way: median(rates.push[num_layers, way]) for way in WAYS}
+        cells = [f"{rate:.2f} ({rate / tcp:.0%} of TCP)".rjust(20) for rate in medians.values()]
+        block_bytes = layout(num_layers).block_bytes
+        print(f"{block_bytes // 1024} KiB".rjust(10) + "".join(cells))
+        rounded = {way: round(rate, 3) for way, rate in medians.items()}
+        rows.append({"block_bytes": block_bytes, "push_gib_per_second": rounded})
+    print("TCP".rjust(10) + f"{tcp:.2f}".rjust(20))
+    result = {
+        "benchmark": "transfer",
+        "mebibytes": arguments.mebibytes,
+        "repeats": arguments.repeats,
+        "tcp_gib_per_second": round(tcp, 3),
+        "pushes": rows,
+    }
+    line = json.dumps(result)
+    print(line)
+    if arguments.json is not None:
+        arguments.json.write_text(line + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
