@@ -361,6 +361,8 @@ def gateway(log: Path, num_workers: int, *arguments: str) -> Iterator[Gateway]:
     command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port), *arguments]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
     command += ["--worker-startup-check-interval", "1"]
+    # By default it turns away from a worker that says nothing for 2 s, as any may on a busy machine.
+    command += ["--worker-stall-secs", "30", "--worker-wedge-secs", "30"]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
