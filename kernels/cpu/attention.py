@@ -3,16 +3,15 @@
 A program takes a tile, consecutive new tokens of one sequence, and one KV head: its rows are the tile's
 tokens times the query heads of the group, so that every key and value is read once for all of them. It walks
 the sequence's block table, a span of blocks at a time, with a running softmax (FlashAttention, Dao et al.,
-2022).
+2022). Keys are transposed into a tile that stays in the cache; scores and outputs are matrix products.
 
-Few rows, as in decode, are bound by memory: dot products straight from the blocks, and with each key a part
-of what is read next is prefetched; a block at a time would stall on the requests that a core can have open.
-Many rows, as in prefill, are bound by arithmetic: keys are transposed and values widened into a tile that
-stays in the cache, and the work is two matrix products.
+Many rows, as in prefill, are bound by arithmetic: products over whole spans, values widened once. Few rows,
+as in decode, are bound by memory: values are read where they lie, and each step of the product with a block's
+keys prefetches a share of its values and of the next block's keys. A block asked for at once would stall on
+the requests that a core can have open.
 
-Either way a row's sums run in an order that its own position decides, not what else is in the tile; and which
-way it is depends on nothing that differs between a token alone and the same token behind a few others. So
-what a token attends to has the same bits in decode and in the verification of guesses.
+Either way a row's sums run in the order of its keys, in spans counted from the table's first block, and what
+it does not see adds nothing. So a token has the same bits alone, in a chunk and in a prompt.
 
 A kernel is compiled for each (head_dim, block_size, group, dtype), since loops of constant length are
 unrolled; it is kept in Numba's cache on disk. Everything else is an argument.
