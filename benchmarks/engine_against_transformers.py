@@ -39,6 +39,7 @@ from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.llm import LLM
 from quire.llm import SamplingParams as LLMSamplingParams
+from quire.models.random_model import byte_tokenizer
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4096
@@ -111,6 +112,7 @@ def make_100m_model(folder: str) -> str:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -434,7 +434,7 @@ def _known_errors(sequence: Sequence) -> Iterator[None]:
     except RequestTooLongError as error:
         raise InvalidArgument(_field_of_size(sequence), str(error)) from error
     except EngineStoppedError as error:
-        raise Unavailable(str(error), reason="DRAINING") from error
+        raise Unavailable(str(error), reason="ENGINE_STOPPED") from error
     except PushFailedError as error:
         raise Aborted(f"the push failed: {error}", reason="KV_TRANSFER_FAILED") from error
 

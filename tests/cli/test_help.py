@@ -46,12 +46,12 @@ def test_every_verb_has_help(quire: Quire, verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["serve", "router", "prefill", "decode"])
-def test_the_readme_lists_every_setting(verb: str) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_docs_list_every_setting(verb: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
     command = typer.main.get_group(make_app()).commands[verb]
     flags = {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")}
     assert "--host" in flags
-    assert {flag for flag in flags if not re.search(rf"`{flag}\b", readme)} <= {"--help"}
+    assert {flag for flag in flags if not re.search(rf"`{flag}\b", page)} <= {"--help"}
 
 
 def test_settings_show_their_variable(quire: Quire) -> None:

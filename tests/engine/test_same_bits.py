@@ -17,7 +17,7 @@ from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 
-BLOCK_SIZE, NUM_PROMPT, NUM_NEW = 16, 90, 60
+BLOCK_SIZE, NUM_PROMPT, NUM_NEW = 16, 90, 40
 # Not gpt_oss: the sums of its experts depend on how many tokens of a step they get.
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt2"]
 
@@ -40,8 +40,10 @@ def run(model: LoadedModel, sequence: Sequence, budget: int, company: int = 0) -
     return [*sequence.prompt_logprobs, *drawn]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [*((each, "bfloat16") for each in ARCHITECTURES), ("llama", "float32"), ("mistral", "float32")],
+)
 def test_logprobs_do_not_depend_on_how_a_sequence_is_cut(
     tiny_model: Callable[[str], Path], architecture: str, dtype: str
 ) -> None:
@@ -53,7 +55,7 @@ def test_logprobs_do_not_depend_on_how_a_sequence_is_cut(
     tokens = sequence.token_ids
 
     scored = SamplingParams(temperature=0.0, max_tokens=1, num_prompt_logprobs=2)
-    for budget, company in ((512, 0), (16, 0), (37, 0), (64, 9)):
+    for budget, company in ((512, 0), (16, 0), (37, 9)):
         again = Sequence("scored", list(tokens), len(tokens), scored, b"root")
         prefilled = run(model, again, budget, company)[NUM_PROMPT - 1 : len(tokens) - 1]
         assert prefilled == decoded, (budget, company)

@@ -115,7 +115,7 @@ class GenerationFields(Body):
     # vLLM's names for what OpenAI has not.
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31, description="0 and -1 are off.")] | None = None
     min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: TokenCount | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
