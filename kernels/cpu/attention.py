@@ -247,49 +247,29 @@ def _unpack_values(
 
 @compiled
 def _add_products(
-    total: Array, left: Array, right: Array, num_rows: int, depth: int, num_columns: int, width: int
+    total: Array,
+    left: Array,
+    right: Array,
+    num_rows: int,
+    depth: int,
+    first_column: int,
+    end_column: int,
+    width: int,
+    coming: Any,
+    step: int,
 ) -> None:
-    """Add ``left @ right``, tile by tile; the arrays have whole tiles of rows."""
+    """Add ``left @ right`` in some columns, tile by tile; the arrays have whole tiles of rows.
+
+    Meanwhile what is ``coming`` is prefetched, ``step`` bytes of each for each of the depth.
+    """
     strides = (np.int64(total.shape[1]), np.int64(left.shape[1]), np.int64(right.shape[1]))
     for row in range(0, num_rows, TILE_ROWS):
-        for column in range(0, num_columns, width):
+        for column in range(first_column, end_column, width):
             add_product(
                 np.int64(total[row:, column:].ctypes.data),
                 np.int64(left[row:].ctypes.data),
                 np.int64(right[:, column:].ctypes.data),
                 np.int64(depth),
-                strides,
-                np.float32(1.0),
-                (np.int64(0), np.int64(0)),
-                TILE_ROWS,
-                width,
-                np.float32,
-                0,
-            )
-
-
-@compiled
-def _score_block(
-    scores: Array,
-    query: Array,
-    keys: Array,
-    num_rows: int,
-    at: int,
-    coming: Any,
-    block_size: int,
-    head_dim: int,
-    width: int,
-    step: int,
-) -> None:
-    """Score the unpacked keys of one block; meanwhile its values and the next keys come."""
-    strides = (np.int64(scores.shape[1]), np.int64(query.shape[1]), np.int64(keys.shape[1]))
-    for row in range(0, num_rows, TILE_ROWS):
-        for column in range(at, at + block_size, width):
-            add_product(
-                np.int64(scores[row:, column:].ctypes.data),
-                np.int64(query[row:].ctypes.data),
-                np.int64(keys[:, column:].ctypes.data),
-                np.int64(head_dim),
                 strides,
                 np.float32(1.0),
                 coming,
@@ -413,6 +393,7 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
         scores = np.zeros((max_rows, score_columns), np.float32)
         keys = np.zeros((head_dim, score_columns), np.float32)
         values = np.zeros((span, head_dim), np.float32)
+        nothing = (np.int64(0), np.int64(0))
         best, weight = np.empty(max_rows, np.float32), np.empty(max_rows, np.float32)
         while True:
             program = np.int64(fetch_and_increment(args.next_program))
@@ -470,16 +451,16 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                     if has_few_rows:
                         next_entry = min(entry + 1, last_position // block_size)
                         next_key_at = head_at + block_stride * np.int64(table[next_entry])
-                        _score_block(
+                        _add_products(
                             scores,
                             query,
                             keys,
                             num_rows,
-                            slot,
-                            (np.int64(value_at), np.int64(next_key_at)),
-                            block_size,
                             head_dim,
+                            slot,
+                            slot + block_size,
                             block_columns,
+                            (np.int64(value_at), np.int64(next_key_at)),
                             step,
                         )
                     else:
@@ -488,7 +469,9 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                     # Else a NaN of an earlier sequence, times a weight of zero, would be a NaN.
                     values[: first_block * block_size] = 0.0
                     values[num_keys:] = 0.0
-                    _add_products(scores, query, keys, num_rows, head_dim, score_columns, TILE_COLUMNS)
+                    _add_products(
+                        scores, query, keys, num_rows, head_dim, 0, score_columns, TILE_COLUMNS, nothing, 0
+                    )
                 for row in range(num_rows):
                     position = first_position + row // group
                     _bend_scores(scores, row, span, args.softcap, slopes[row % group], base - position)
@@ -521,7 +504,9 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                             item_bytes,
                         )
                 else:
-                    _add_products(total, scores, values, num_rows, span, head_dim, value_columns)
+                    _add_products(
+                        total, scores, values, num_rows, span, 0, head_dim, value_columns, nothing, 0
+                    )
             _write_rows(total, weight, outputs, num_tokens, group, head_dim)
 
     signature = types.void(types.CPointer(_ARGUMENTS_TYPE))

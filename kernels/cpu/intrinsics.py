@@ -60,18 +60,8 @@ def fetch_and_increment(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@_instruction
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """Begin to read a cache line."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit_prefetch(builder, arguments[0])
-        return context.get_dummy_value()
-
-    return types.none(types.int64), codegen
-
-
 def _emit_prefetch(builder: Any, address: Any) -> None:
+    """Emit the instruction that begins to read a cache line."""
     byte_pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, _INT32, _INT32, _INT32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")

@@ -1,14 +1,18 @@
-"""Tiny random models, made once."""
+"""Tiny random models, made once, and an engine without one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.scheduler import SchedulerConfig
 from quire.models.random_model import make_random_model
 
 # Threads that spin beside the workers' would slow both down many times over.
@@ -42,5 +46,15 @@ class ConstantRunner:
 
 
 @pytest.fixture
-def constant_runner() -> ConstantRunner:
-    return ConstantRunner()
+def make_constant_engine() -> Callable[..., Engine]:
+    """Return a function from limits to an engine of eight blocks of four tokens that always draws 5."""
+
+    def make(max_num_seqs: int, max_num_batched_tokens: int, **options: Any) -> Engine:
+        model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
+        memory = KvMemory(KvShape(1, 1, 4, 1, torch.float32), 8, torch.device("cpu"))
+        limits = SchedulerConfig(4, max_num_seqs, max_num_batched_tokens)
+        engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens), **options)
+        engine.runner = ConstantRunner()  # type: ignore[assignment]
+        return engine
+
+    return make

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
@@ -24,13 +21,8 @@ SECONDS = 20.0
 
 
 @pytest.fixture
-def engine(constant_runner: Any) -> Engine:
-    model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
-    memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, torch.float32), NUM_BLOCKS, torch.device("cpu"))
-    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64)
-    engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens))
-    engine.runner = constant_runner
-    return engine
+def engine(make_constant_engine: Callable[..., Engine]) -> Engine:
+    return make_constant_engine(max_num_seqs=4, max_num_batched_tokens=64)
 
 
 def prompt(name: str, token: int, num_tokens: int, max_tokens: int = 2) -> Sequence:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 
 BLOCK_SIZE = 4
@@ -32,13 +29,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def engine(clock: Clock, constant_runner: Any) -> Engine:
-    model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
-    memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, torch.float32), 8, torch.device("cpu"))
-    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=1, max_num_batched_tokens=8)
-    engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens), clock=clock)
-    engine.runner = constant_runner
-    return engine
+def engine(clock: Clock, make_constant_engine: Callable[..., Engine]) -> Engine:
+    return make_constant_engine(max_num_seqs=1, max_num_batched_tokens=8, clock=clock)
 
 
 def prompt(name: str, length: int = 12, **options: Any) -> Sequence:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 
 
 @pytest.fixture
-def engine(constant_runner: Any) -> Engine:
-    model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
-    memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, torch.float32), NUM_BLOCKS, torch.device("cpu"))
-    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64)
-    engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens))
-    engine.runner = constant_runner
-    return engine
+def engine(make_constant_engine: Callable[..., Engine]) -> Engine:
+    return make_constant_engine(max_num_seqs=4, max_num_batched_tokens=64)
 
 
 def prompt(name: str, token: int, num_blocks: int) -> Sequence:
