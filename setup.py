@@ -22,6 +22,7 @@ FOLDERS = [
     "models",
     "observability",
     "protos",
+    "routing",
     "services",
     "simulator",
     "tokenization",

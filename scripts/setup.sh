@@ -1,12 +1,13 @@
-# Sourced by ./run and ./test, in the repository's root. `set_up EXTRA` makes .venv hold the project with the
-# extra "worker,http" or "dev". A stamp, written last, says for which state of the project that was done: an
-# interrupted set-up has none and is done again, a finished one costs milliseconds.
+# ./run and ./test source this file in the repository's root. `set_up EXTRA` installs the project with an
+# extra, or with several separated by commas, into .venv, in the versions of requirements/. A stamp that is
+# written last records the state of the project. An interrupted set-up has no stamp and is repeated; a
+# finished one takes milliseconds.
 
 VENV=.venv
-TORCH="torch==2.13.0"
+# The extras that the commands in README.md need.
+RUN_EXTRAS=worker,http,structured
 # The folders that setup.py maps into the package.
-FOLDERS="benchmarks cli client engine kernels kvindex kvtransfer llm models observability protos services simulator"
-FOLDERS="$FOLDERS tokenization"
+FOLDERS=$(sed -n 's/^    "\([a-z]*\)",$/\1/p' setup.py)
 
 die() {
     printf 'error: %s\n' "$*" >&2
@@ -28,11 +29,11 @@ find_python() {
     die "Python 3.11 or newer is needed and was not found; install it, or name it: PYTHON=/path/to/python $0"
 }
 
-# The files that decide what an install does. An editable install links each file, so that a new or a removed
-# one needs another install; a changed one does not.
+# Prints a hash of the files that determine an install. An editable install links each file, so a new or
+# removed file needs another install, but a changed file does not.
 fingerprint() {
     {
-        cat pyproject.toml setup.py protos/*.proto
+        cat pyproject.toml setup.py requirements/*.py requirements/*.txt protos/*.proto
         # shellcheck disable=SC2086
         find $FOLDERS -type f ! -name '*_pb2*' ! -path '*/__pycache__/*' ! -path '*/.*' 2>/dev/null | LC_ALL=C sort
     } | sha256sum | cut -d ' ' -f 1
@@ -67,14 +68,22 @@ set_up() {
         return
     fi
     make_venv
-    # Neither may an interrupted install leave an old stamp behind, nor a new one the links of files that are gone.
+    # An interrupted install must not leave an old stamp, and a new install must not keep links of removed
+    # files.
     rm -rf "$VENV"/.quire-* build
-    if ! "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
-        say "installing $TORCH (the largest part, some minutes at the first time)"
-        pip_install "$TORCH"
-    fi
-    say "installing quire with what it needs for '$extra'"
-    pip_install --editable ".[$extra]" --config-settings editable_mode=strict
-    # The extra dev has all that worker and http have.
-    printf '%s\n' "$state" | tee "$VENV/.quire-worker,http" >"$VENV/.quire-$extra"
+    local locked="$VENV/locked.txt"
+    # Install the build tools first, so that packages without a wheel for this Python are built with these
+    # versions.
+    "$VENV/bin/python" requirements/locked.py build >"$locked"
+    pip_install --no-deps --require-hashes --requirement "$locked"
+    say "installing what quire needs for '$extra'"
+    # shellcheck disable=SC2086
+    "$VENV/bin/python" requirements/locked.py ${extra//,/ } >"$locked"
+    pip_install --no-deps --require-hashes --no-build-isolation --requirement "$locked"
+    say "installing torch (the largest part, some minutes at the first time)"
+    pip_install --constraint requirements/torch.txt torch
+    say "installing quire"
+    pip_install --no-deps --no-build-isolation --editable . --config-settings editable_mode=strict
+    # The extra dev contains everything that ./run needs.
+    printf '%s\n' "$state" | tee "$VENV/.quire-$RUN_EXTRAS" >"$VENV/.quire-$extra"
 }

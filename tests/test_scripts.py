@@ -1,0 +1,70 @@
+"""``./test`` with other programs in place of its stages, and the functions of ``scripts/setup.sh``."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """#!/bin/sh
+echo "$(basename "$0") $*" >>ran.txt
+case "$(basename "$0") $*" in {failing}) exit 1 ;; esac
+"""
+
+
+def run_stages(folder: Path, failing: str) -> tuple[int, list[str], list[str]]:
+    """Run a copy of ``./test`` in which some calls fail, and return (status, calls, lines on stderr)."""
+    (folder / "scripts").mkdir()
+    (folder / "scripts" / "setup.sh").write_text('set_up() { :; }\nsay() { echo "$*" >&2; }\n')
+    shutil.copy(ROOT / "test", folder)
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("ruff", "mypy", "pytest"):
+        (programs / name).write_text(PROGRAM.format(failing=failing))
+        (programs / name).chmod(0o755)
+    ended = subprocess.run([folder / "test"], capture_output=True, text=True, timeout=30, check=False)
+    return ended.returncode, (folder / "ran.txt").read_text().splitlines(), ended.stderr.splitlines()
+
+
+ALL_STAGES = [
+    "ruff check",
+    "ruff format --check",
+    "mypy ",
+    "pytest tests --ignore tests/e2e",
+    "pytest tests/e2e",
+]
+
+
+@pytest.mark.parametrize("failing", ["'pytest tests --ignore tests/e2e'", "ruff*", "mypy*"])
+def test_a_stage_that_fails_hides_no_other(tmp_path: Path, failing: str) -> None:
+    status, ran, said = run_stages(tmp_path, failing)
+    assert status == 1
+    assert ran == ALL_STAGES
+    summary = said[said.index("summary") + 1 :]
+    assert len(summary) == len(ALL_STAGES)
+    assert sum("failed" in line for line in summary) == (2 if failing == "ruff*" else 1)
+
+
+def test_all_stages_passed(tmp_path: Path) -> None:
+    status, ran, said = run_stages(tmp_path, "none")
+    assert status == 0
+    assert ran == ALL_STAGES
+    assert [line.split()[-3] for line in said[-5:]] == ["passed"] * 5
+
+
+def test_the_folders_are_those_of_the_package() -> None:
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    (folders,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FOLDERS"
+    )
+    command = "source scripts/setup.sh && echo $FOLDERS"
+    printed = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    ).stdout
+    assert printed.split() == folders
