@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,31 @@ ALLOWED: Mapping[str, set[str]] = {
     "protos": set(),
     "kernels": set(),
     "kvindex": set(),
-    "engine": {"kernels"},
+    "engine": {"kernels", "models"},
     "kvtransfer": {"protos"},
-    "tokenization": set(),
+    "tokenization": {"models"},
     "client": {"protos"},
     "models": set(),
     "llm": {"engine", "kvindex", "models", "tokenization"},
+    "routing": set(),
     "observability": {"client", "engine", "kvindex", "kvtransfer", "protos", "services"},
-    "services": {"engine", "kvindex", "kvtransfer", "models", "protos", "tokenization"},
-    "simulator": {"client", "kvindex", "services"},
-    "cli": {"client", "models", "services", "simulator"},
+    "services": {"engine", "kvindex", "kvtransfer", "models", "protos", "routing", "tokenization"},
+    "simulator": {"client", "kvindex", "routing"},
+    "cli": {"client", "models", "routing", "services", "simulator"},
 }
+# Each room of the services, and the rooms that it may import; a file that lies in no room counts as one.
+ROOMS: Mapping[str, set[str]] = {
+    "server": set(),
+    "requests": {"server"},
+    "worker": {"server"},
+    "prefill": {"worker", "server"},
+    "decode": {"worker", "server"},
+    "vllm_adapter": {"requests", "server", "worker"},
+    "worker_process": {"decode", "prefill", "server", "vllm_adapter", "worker"},
+    "router": {"requests", "server"},
+    "local": {"router", "server", "worker", "worker_process"},
+}
+SERVICES = "quire.services"
 # The engine, but for what a request may ask of it.
 ENGINE = {f"quire.engine.{path.stem}" for path in (ROOT / "engine").glob("*.py")} - {"quire.engine.limits"}
 # Modules, and what nothing that they reach may import.
@@ -35,6 +50,7 @@ BANNED: Mapping[str, set[str]] = {
     "quire.client": {"torch", "transformers", "numba", "numpy"},
     "quire.tokenization": {"torch", "transformers", "numba", "grpc"},
     "quire.llm": {"grpc", "redis"},
+    "quire.routing": {"torch", "transformers", "numba", "grpc", "redis", "asyncio"},
     "quire.simulator": {"torch", "transformers", "numba", *ENGINE, "quire.kernels"},
     "quire.services.router": {"torch", "transformers", "numba", *ENGINE, "quire.kernels"},
 }
@@ -79,6 +95,17 @@ def forbidden_edges(graph: Graph) -> list[str]:
     ]
 
 
+def forbidden_rooms(graph: Graph) -> list[str]:
+    """Return the imports that cross the rooms of the services where they may not."""
+    rooms = {name: name.split(".")[2] for name in graph if name.startswith(SERVICES + ".")}
+    return [
+        f"{name} imports {target}"
+        for name, room in sorted(rooms.items())
+        for target in sorted(graph[name])
+        if target.startswith(SERVICES + ".") and target.split(".")[2] not in {room, *ROOMS[room]}
+    ]
+
+
 def banned_imports(graph: Graph, start: str, banned: set[str]) -> list[str]:
     """Return the banned imports of all that a package reaches."""
     reached = {name for name in graph if is_within(name, start)}
@@ -96,8 +123,16 @@ def banned_imports(graph: Graph, start: str, banned: set[str]) -> list[str]:
     ]
 
 
-def test_folders_import_downwards_alone() -> None:
+def test_folders_import_downwards_only() -> None:
     assert forbidden_edges(read_graph()) == []
+
+
+def test_rooms_of_the_services_import_downwards_only() -> None:
+    assert forbidden_rooms(read_graph()) == []
+
+
+def test_no_room_imports_itself_through_others() -> None:
+    assert list(TopologicalSorter(ROOMS).static_order())
 
 
 @pytest.mark.parametrize("start", BANNED)
@@ -106,15 +141,27 @@ def test_what_must_stay_light_reaches_nothing_heavy(start: str) -> None:
 
 
 def test_the_rules_can_fail() -> None:
-    upward = "def late():\n    from quire.services import log"
+    upward = "def late():\n    from quire.services.server import log"
     graph = {
         "quire.client.x": set(imports_of(upward)),
-        "quire.services.log": set(imports_of("import torch.nn")),
+        "quire.services.server.log": set(imports_of("import torch.nn")),
     }
-    assert forbidden_edges(graph) == ["quire.client.x imports quire.services.log"]
+    assert forbidden_edges(graph) == ["quire.client.x imports quire.services.server.log"]
     assert banned_imports(graph, "quire.client", {"torch"}) == [
-        "quire.services.log, reached from quire.client, imports torch.nn"
+        "quire.services.server.log, reached from quire.client, imports torch.nn"
     ]
+
+
+@pytest.mark.parametrize("target", ["prefill.calls", "decode", "vllm_adapter.servicer", "worker_process"])
+def test_the_rule_of_the_rooms_can_fail(target: str) -> None:
+    late = f"def late():\n    from {SERVICES}.{target} import name\n    from {SERVICES}.server import log"
+    graph = {"quire.services.worker.main": set(imports_of(late)), "quire.services": set()}
+    assert forbidden_rooms(graph) == [f"quire.services.worker.main imports quire.services.{target}.name"]
+
+
+def test_every_room_of_the_services_has_a_rule() -> None:
+    rooms = {path.stem for path in (ROOT / "services").iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert set(ROOMS) == rooms - {"__init__", "__pycache__"}
 
 
 def test_every_folder_of_the_package_has_a_rule() -> None:

@@ -1,11 +1,11 @@
-"""What an operator asks of a router: who its workers are; to drain one, clear caches, log more or less."""
+"""Serves an operator's calls: list the workers, drain one, clear caches, change the log level."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -15,13 +15,14 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
-from quire.services.closed_channel import ChannelClosedError, closed_channel_errors
-from quire.services.errors import NotFound, ServiceError, Unavailable
-from quire.services.grpc_server import GrpcServer, Service, grpc_server
-from quire.services.log import get_logger, set_level
-from quire.services.log_level import level_name
 from quire.services.router.workers import Worker, WorkerSet
-from quire.services.tls import ClusterTls
+from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.services.server.errors import NotFound, ServiceError, Unavailable
+from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
+from quire.services.server.log import get_logger, set_level
+from quire.services.server.log_level import level_name
+from quire.services.server.loopback import is_loopback
+from quire.services.server.tls import ClusterTls
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
 CALL_SECONDS = 5.0
@@ -37,22 +38,28 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self._workers = workers
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Any) -> pb.ListWorkersResponse:
-        """Describe every worker; those that do not answer have no load."""
+        """Return the status of every worker; a worker that does not answer has no load."""
         workers = sorted(self._workers.all(), key=lambda worker: (worker.info.role, worker.worker_id))
         return pb.ListWorkersResponse(workers=await asyncio.gather(*map(_status, workers)))
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
-        """Tell a worker, which tells all routers."""
+        """Start a worker's draining, or end it with ``undo``.
+
+        On return this router no longer sends the worker new requests, or sends them again. The other routers
+        learn the change from the worker.
+        """
         [worker] = self._find([request.worker_id])
-        draining = worker_pb2.SetDrainingRequest(is_draining=not request.undo)
-        await _ask(worker, worker.stub.SetDraining, draining)
+        is_draining = not request.undo
+        message = worker_pb2.SetDrainingRequest(is_draining=is_draining)
+        tell = partial(_ask, worker, worker.stub.SetDraining, message)
+        await self._workers.set_draining(worker, is_draining, tell)
         _log.info("worker_drained", worker=worker.worker_id, undo=request.undo)
         return pb.DrainWorkerResponse()
 
     async def ClearWorkerCaches(
         self, request: pb.ClearWorkerCachesRequest, context: Any
     ) -> pb.ClearWorkerCachesResponse:
-        """Make workers forget what no request uses."""
+        """Drop the cached blocks that no request uses, on the given workers or on all; return the counts."""
         workers = self._find(request.worker_ids)
         cleared = await asyncio.gather(
             *(_ask(worker, worker.stub.ClearCache, worker_pb2.ClearCacheRequest()) for worker in workers)
@@ -64,7 +71,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def ChangeLogLevel(
         self, request: pb.ChangeLogLevelRequest, context: Any
     ) -> pb.ChangeLogLevelResponse:
-        """Change the level here and at every worker that answers."""
+        """Change the log level of this router and of every worker that answers; return those workers' ids."""
         set_level(level_name(request.level))
         workers = self._workers.all()
         level = worker_pb2.SetLogLevelRequest(level=request.level)
@@ -89,13 +96,15 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 async def admin_server(
     workers: WorkerSet, host: str, port: int, cluster_tls: ClusterTls | None
 ) -> AsyncIterator[GrpcServer]:
-    """Serve operators: in clear on the loopback, elsewhere for holders of a certificate of the cluster.
+    """Serve the admin calls until the context ends.
+
+    On the loopback the port is plain. On any other host it requires a certificate of the cluster.
 
     Raises:
         OSError: the address cannot be bound, or others can reach it and the cluster has no certificates.
     """
     credentials = None
-    if not _is_loopback(host):
+    if not is_loopback(host):
         if cluster_tls is None:
             raise OSError(
                 f"the admin port does not listen on {host} without the cluster's certificates: "
@@ -147,12 +156,3 @@ async def _ask(worker: Worker, method: Callable[..., Awaitable[Answer]], request
             f"worker {worker.worker_id} did not do it: {error.code().name}: {error.details()}",
             reason="WORKER_FAILED",
         ) from error
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -1,4 +1,7 @@
-"""Which requests may run now: so many in all, and of each tenant what its limits say."""
+"""Decides which requests may run now: at most a fixed number of answers in all, and each tenant's own limits.
+
+A request takes one place for each answer that it asks for, because each answer is a sequence on a worker.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from quire.services.errors import DeadlineExceeded, ResourceExhausted
+from quire.services.requests.validation import ONE_ANSWER, Answers
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.tenants import Tenant
 from quire.services.router.token_bucket import TokenBucket
+from quire.services.server.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 RETRY_AFTER_SECONDS = 1.0
 BATCH_CONCURRENCY = 32
-"""Generations of one call that are under way at once; each counts as a request."""
+"""Maximum number of generations of one call that run at the same time."""
 
 
 class Allowance:
-    """What one admitted request may still spend of its tenant's tokens."""
+    """Charges the tokens of one admitted request to its tenant."""
 
     def __init__(self, tenant: Tenant, bucket: TokenBucket | None, metrics: RouterMetrics) -> None:
         self._tenant = tenant
@@ -26,10 +30,10 @@ class Allowance:
         self._metrics = metrics
 
     def spend_prompt(self, num_tokens: int) -> None:
-        """Pay for a prompt, beforehand.
+        """Charge a prompt before it is computed.
 
         Raises:
-            ResourceExhausted: the tenant has no tokens left; the retry's time is exact.
+            ResourceExhausted: the tenant has too few tokens left; ``retry_after_seconds`` is exact.
         """
         if self._bucket is None:
             return
@@ -45,62 +49,76 @@ class Allowance:
         self._bucket.spend(num_tokens)
 
     def spend(self, num_tokens: int) -> None:
-        """Pay for generated tokens."""
+        """Charge generated tokens; the tenant may go into debt."""
         if self._bucket is not None:
             self._bucket.spend(num_tokens)
 
 
 class Admission:
-    """Admits requests of the gRPC and the HTTP API alike.
+    """Admits the requests of both the gRPC and the HTTP API.
 
-    Limits hold within one router: of two routers, each admits as much.
+    Limits apply to each router separately: two routers together admit twice as much.
     """
 
     def __init__(self, max_requests: int, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
         self._max_requests = max_requests
         self._metrics = metrics
         self._clock = clock
-        self._num_requests = 0
+        self._num_answers = 0
         self._gates: dict[str, _Gate] = {}
         self._buckets: dict[str, TokenBucket] = {}
 
-    def num_at_once(self, tenant: Tenant) -> int:
-        """Return how many generations of one call may run: not so many that they refuse each other."""
-        return min(BATCH_CONCURRENCY, self._max_requests, tenant.max_requests or BATCH_CONCURRENCY)
+    def num_at_once(self, tenant: Tenant, num_answers: int) -> int:
+        """Return how many generations of one call may run at once without exceeding a limit together.
+
+        Args:
+            num_answers: the largest number of answers that any of them asks for.
+        """
+        return max(1, min(BATCH_CONCURRENCY, self._limit(tenant) // num_answers))
 
     @asynccontextmanager
-    async def admitted(self, tenant: Tenant, deadline: float) -> AsyncIterator[Allowance]:
-        """Admit a request, at once or after some of its tenant's have ended, until the context ends.
+    async def admitted(
+        self, tenant: Tenant, deadline: float, answers: Answers = ONE_ANSWER
+    ) -> AsyncIterator[Allowance]:
+        """Admit a request until the context ends; if its tenant is at its limit, first wait for a free place.
 
         Args:
             deadline: a reading of the clock.
 
         Raises:
+            InvalidArgument: the request asks for more answers than a limit ever allows.
             ResourceExhausted: a limit is reached.
-            DeadlineExceeded: the request's time was over before it could begin.
+            DeadlineExceeded: the deadline passed before the request could begin.
         """
-        if self._num_requests >= self._max_requests:
+        if 1 < answers.number > (limit := self._limit(tenant)):
+            raise InvalidArgument(
+                answers.field,
+                f"must be at most {limit}, since each answer counts as a request under way; "
+                f"got {answers.number}",
+                metadata={"limit": str(limit)},
+            )
+        if self._num_answers + answers.number > self._max_requests:
             raise self._refusal("max_requests", "OVERLOADED", self._max_requests, "requests are under way")
         allowance = Allowance(tenant, self._bucket(tenant), self._metrics)
-        # Who is in debt is refused before its prompt is tokenized.
+        # A tenant in debt is refused here, before its prompt is tokenized.
         allowance.spend_prompt(0)
-        self._num_requests += 1
+        self._num_answers += answers.number
         self._metrics.requests_running.inc()
         try:
-            async with self._passed_gate(tenant, deadline):
+            async with self._passed_gate(tenant, deadline, answers.number):
                 yield allowance
         finally:
-            self._num_requests -= 1
+            self._num_answers -= answers.number
             self._metrics.requests_running.dec()
 
     @asynccontextmanager
-    async def _passed_gate(self, tenant: Tenant, deadline: float) -> AsyncIterator[None]:
+    async def _passed_gate(self, tenant: Tenant, deadline: float, num_places: int) -> AsyncIterator[None]:
         if tenant.max_requests is None:
             yield
             return
         gate = self._gates.setdefault(tenant.name, _Gate())
         gate.resize(tenant.max_requests)
-        if gate.is_full and gate.num_waiting >= tenant.max_waiting:
+        if not gate.has_room(num_places) and gate.num_waiting >= tenant.max_waiting:
             raise self._refusal(
                 "tenant_requests",
                 "TENANT_REQUESTS",
@@ -109,7 +127,7 @@ class Admission:
             )
         try:
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
-                await gate.enter()
+                await gate.enter(num_places)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the request's deadline passed while {tenant.max_requests} others of its tenant were running"
@@ -117,7 +135,11 @@ class Admission:
         try:
             yield
         finally:
-            gate.leave()
+            gate.leave(num_places)
+
+    def _limit(self, tenant: Tenant) -> int:
+        """Return the maximum number of a tenant's answers that can ever run at the same time."""
+        return min(self._max_requests, tenant.max_requests or self._max_requests)
 
     def _bucket(self, tenant: Tenant) -> TokenBucket | None:
         if tenant.tokens_per_minute is None:
@@ -139,48 +161,54 @@ class Admission:
 
 
 class _Gate:
-    """Lets a number of requests run at once; the others wait in the order in which they came."""
+    """A fixed number of places for requests; requests without a place wait in order of arrival."""
 
     def __init__(self) -> None:
         self._num_places = 0
-        self._num_inside = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    @property
-    def is_full(self) -> bool:
-        return self._num_inside >= self._num_places
+        self._num_taken = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def has_room(self, num_places: int) -> bool:
+        """Return whether a request could take its places now: no other waits, and enough are free."""
+        return not self._waiting and self._num_taken + num_places <= self._num_places
+
     def resize(self, num_places: int) -> None:
         self._num_places = num_places
         self._call_next()
 
-    async def enter(self) -> None:
-        if not self.is_full and not self._waiting:
-            self._num_inside += 1
+    async def enter(self, num_places: int) -> None:
+        if self.has_room(num_places):
+            self._num_taken += num_places
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._waiting.append((num_places, turn))
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                # The place came together with the cancellation: it is the next one's.
-                self.leave()
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
+                # The request got its places just before it was cancelled: pass them on to the next one.
+                self.leave(num_places)
+            else:
+                if (num_places, turn) in self._waiting:
+                    self._waiting.remove((num_places, turn))
+                self._call_next()  # requests behind it may need fewer places
             raise
 
-    def leave(self) -> None:
-        self._num_inside -= 1
+    def leave(self, num_places: int) -> None:
+        self._num_taken -= num_places
         self._call_next()
 
     def _call_next(self) -> None:
-        while self._waiting and not self.is_full:
-            turn = self._waiting.popleft()
-            if not turn.done():  # who was cancelled has not come to remove itself yet
-                self._num_inside += 1
+        while self._waiting:
+            num_places, turn = self._waiting[0]
+            # A waiting request that was cancelled may not have removed itself yet: skip it.
+            if not turn.done():
+                if self._num_taken + num_places > self._num_places:
+                    return
+                self._num_taken += num_places
                 turn.set_result(None)
+            self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""The router process: follows the workers, learns the model from them, serves the public API."""
+"""Runs the router process: it follows the workers, loads the model that they describe, and serves the API."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,50 +21,58 @@ from quire.kvindex.membership import POLL_SECONDS
 from quire.kvtransfer.layout import KvLayout
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
-from quire.services.grpc_server import (
-    PUBLIC_MESSAGE_BYTES,
-    GrpcServer,
-    Service,
-    end_on_sigterm,
-    grpc_server,
-    serve_until_signal,
-)
-from quire.services.log import get_logger
-from quire.services.loop_lag import LoopLagMetrics, loop_lag_observed
-from quire.services.metrics_server import metrics_server
-from quire.services.open_files import raise_open_file_limit
+from quire.routing.planner import Planner, PolicyConfig
+from quire.routing.policy import Blocks, Policy
+from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
 from quire.services.router.authentication import RequireTenant
 from quire.services.router.generation import Cluster
 from quire.services.router.http.times import HttpTimes
-from quire.services.router.legs import Spawn
 from quire.services.router.metrics import RouterMetrics
-from quire.services.router.planner import Planner, PolicyConfig
-from quire.services.router.policy import Blocks, Policy
+from quire.services.router.open_calls import OpenCalls
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.slo import SloTargets
 from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
-from quire.services.router.workers import WorkerSet
+from quire.services.router.worker_calls import Spawn
+from quire.services.router.workers import SILENT_SECONDS, WorkerSet
 from quire.services.router.write_back import WriteBackMetrics, WriteBacks
-from quire.services.served_model import load_served_model
-from quire.services.tls import ClusterTls, TlsFiles, server_context, server_credentials
-from quire.services.tracing import open_tracer
+from quire.services.server.call_limits import CALL_MARGIN_SECONDS
+from quire.services.server.cluster_proof import ClusterTrust
+from quire.services.server.grpc_server import (
+    PUBLIC_MESSAGE_BYTES,
+    Draining,
+    GrpcServer,
+    Service,
+    Stop,
+    end_on_signals,
+    grpc_server,
+    serve_until_signal,
+    tell_log,
+)
+from quire.services.server.log import get_logger
+from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
+from quire.services.server.metrics_server import metrics_server
+from quire.services.server.open_files import raise_open_file_limit
+from quire.services.server.tls import ClusterTls, TlsFiles, server_context, server_credentials
+from quire.services.server.tracing import open_tracer
 
 if TYPE_CHECKING:
     from quire.services.router.http.server import HttpServer
 
 DEFAULT_HTTP_PORT = 8502
 STARTUP_POLL_SECONDS = 0.1
-"""Pace of the look for workers until the router can serve."""
+"""Interval of the search for workers until the router can serve."""
+CANCEL_SECONDS = 0.1
+"""Time that a cancelled task may take to end before it is cancelled again."""
 
 _log = get_logger("router")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """What a router needs to know. Workers come from ``redis_url``, or else from ``worker_addresses``."""
+    """Settings of a router; workers come from ``redis_url``, or from ``worker_addresses`` if that is None."""
 
     host: str = "127.0.0.1"
     port: int = 8500
@@ -72,33 +80,37 @@ class RouterConfig:
     redis_url: str | None = field(default=None, repr=False)
     worker_addresses: tuple[str, ...] = ()
     http_port: int | None = None
-    """Port of the OpenAI-compatible API, which needs the extra ``http``; None serves none."""
+    """Port of the OpenAI-compatible API, which needs the extra ``http``; None: no HTTP API."""
     http_times: HttpTimes = field(default_factory=HttpTimes)
     model: str | None = None
-    """Folder or hub id of tokenizer and chat template; None takes what the workers name."""
+    """Folder or hub id of the tokenizer and chat template; None: the model that the workers name."""
     served_model_name: str | None = None
-    """Name that clients use; None takes the workers'."""
+    """Name of the model for clients; None: the workers' name."""
     cluster_secret: bytes = field(default=b"", repr=False)
-    """Keys the block hashes; must be the workers'."""
+    """Secret that keys the block hashes and proves membership of the cluster; workers need the same one."""
     api_keys_file: Path | None = None
-    """Keys and their tenants, see ``tenants.ApiKeys``; None asks for no key."""
+    """File of API keys and their tenants, see ``tenants.ApiKeys``; None: no key is required."""
     public_tls: TlsFiles | None = None
-    """Of both public ports; None leaves them plain. With an authority, clients must show a certificate."""
+    """Certificate files of both public ports; None: plain connections. If an authority is given, clients must
+    show a certificate."""
     cluster_tls: TlsFiles | None = None
-    """Of the connections to workers, whose certificates have the same authority; None leaves them plain."""
+    """Certificate files for connections to workers, whose certificates must have the same authority; None:
+    plain connections."""
     admin_host: str = "127.0.0.1"
     admin_port: int = 0
     request_timeout_seconds: float = 600.0
     max_requests: int = 1024
     write_back: bool = False
-    """Prefill workers copy the blocks of answers in idle time."""
+    """Whether prefill workers copy the blocks of answers in idle time."""
     placing: PolicyConfig = field(default_factory=PolicyConfig)
     join_wait_seconds: float = 2.0
-    """How long a request waits for the very first worker."""
+    """Time that a request waits for the first worker to join."""
     slo: SloTargets = field(default_factory=SloTargets)
     otlp_endpoint: str | None = None
-    """Where spans go, as http://host:4317; None traces nothing."""
+    """Endpoint for spans, such as http://host:4317; None: no tracing."""
     poll_seconds: float = POLL_SECONDS
+    silent_seconds: float = SILENT_SECONDS
+    """Time after which a worker that answers no probe is lost."""
     grace_seconds: float = 5.0
 
     def __post_init__(self) -> None:
@@ -108,12 +120,12 @@ class RouterConfig:
 
 
 def has_http() -> bool:
-    """Return whether the extra that the HTTP API needs is installed."""
+    """Return whether the extra ``http``, which the HTTP API needs, is installed."""
     return all(map(find_spec, ("aiohttp", "pydantic")))
 
 
 class RouterAddresses(NamedTuple):
-    """host:port of the public APIs and of the admin calls."""
+    """Addresses (host:port) of the public APIs and of the admin calls."""
 
     grpc: str
     http: str | None
@@ -121,7 +133,7 @@ class RouterAddresses(NamedTuple):
 
 
 class RunningRouter(NamedTuple):
-    """A started router."""
+    """A started router: its servers, its addresses and its workers."""
 
     server: GrpcServer
     http: HttpServer | None
@@ -131,26 +143,43 @@ class RunningRouter(NamedTuple):
     metrics: RouterMetrics
     has_served: asyncio.Event
     """Set once requests can be served."""
+    calls: OpenCalls
+
+    async def finish(self) -> None:
+        """Refuse new requests from now on, and return when the running ones have ended."""
+        await self.calls.finish()
+        if self.http is not None:
+            await self.http.finish()
 
     @property
     def address(self) -> str:
-        """host:port of the public API."""
+        """Address (host:port) of the public gRPC API."""
         return self.server.address
 
     @property
     def addresses(self) -> RouterAddresses:
-        """Where clients reach the router."""
+        """Addresses of the public APIs and of the admin calls."""
         http = self.http.address if self.http else None
         return RouterAddresses(self.server.address, http, self.admin_address)
 
 
-async def run_router(config: RouterConfig, on_ready: Callable[[RunningRouter], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; ``on_ready`` is called once requests can be served."""
-    end_on_sigterm()
+async def run_router(
+    config: RouterConfig,
+    on_ready: Callable[[RunningRouter], None] | None = None,
+    on_drain: Callable[[Draining], None] = tell_log,
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        on_ready: called once requests can be served.
+        on_drain: called repeatedly while the router stops and waits for running requests to end.
+    """
+    end_on_signals()
     raise_open_file_limit()
     async with router(config) as running, asyncio.TaskGroup() as tasks:
         announcing = tasks.create_task(_announce(running, on_ready))
-        await serve_until_signal(running.server, running.http.stop if running.http else None)
+        stop = Stop(running.finish, lambda: running.calls.number, on_drain)
+        await serve_until_signal(running.server, stop)
         announcing.cancel()
 
 
@@ -165,7 +194,7 @@ async def _announce(running: RunningRouter, on_ready: Callable[[RunningRouter], 
 async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     """Run a router until the context ends.
 
-    Health is SERVING while the model's tokenizer is loaded and a decode worker is alive.
+    Health is SERVING once the model's tokenizer has been loaded, while a decode worker takes requests.
     """
     metrics = RouterMetrics(CollectorRegistry(), config.slo)
     cluster: asyncio.Future[Cluster] = asyncio.get_running_loop().create_future()
@@ -192,7 +221,11 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         sources = await stack.enter_async_context(_open_sources(config, metrics))
         connect = grpc.aio.insecure_channel if cluster_tls is None else cluster_tls.connect
         workers = WorkerSet(
-            sources.membership, expected_fingerprint=sources.expected_fingerprint, connect=connect
+            sources.membership,
+            expected_fingerprint=sources.expected_fingerprint,
+            connect=connect,
+            silent_seconds=config.silent_seconds,
+            trust=ClusterTrust(config.cluster_secret, has_tls=cluster_tls is not None),
         )
         stack.push_async_callback(workers.close)
         spawn = await stack.enter_async_context(background())
@@ -204,13 +237,17 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         http = None
         if config.http_port is not None:
             http = await stack.enter_async_context(_http_server(config, servicer, metrics))
-        running = RunningRouter(server, http, metrics_port, admin.address, workers, metrics, asyncio.Event())
+        running = RunningRouter(
+            server, http, metrics_port, admin.address, workers, metrics, asyncio.Event(), servicer.calls
+        )
 
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
             cluster.set_result(await _cluster(config, info, workers, sources, metrics, spawn))
 
         following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))
         stack.push_async_callback(_cancel, following)
+        asking = asyncio.create_task(_ask_busy_workers(workers, config.poll_seconds))
+        stack.push_async_callback(_cancel, asking)
         _log.info(
             "router_started",
             address=server.address,
@@ -221,6 +258,9 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             has_api_keys=config.api_keys_file is not None,
             has_cluster_tls=cluster_tls is not None,
         )
+        if config.redis_url is None and not config.worker_addresses:
+            remedy = "give --redis-url, or --worker host:port for each worker"
+            _log.warning("router_finds_no_workers", details=f"it has no place to look for them: {remedy}")
         yield running
 
 
@@ -232,7 +272,7 @@ async def _cluster(
     metrics: RouterMetrics,
     spawn: Spawn,
 ) -> Cluster:
-    """Load the model that a worker describes, and what places its requests."""
+    """Load the tokenizer of the model that a worker describes, and set up the planning of its requests."""
     model = await asyncio.to_thread(
         load_served_model, info, source=config.model, name=config.served_model_name
     )
@@ -246,7 +286,7 @@ async def _cluster(
 
 @asynccontextmanager
 async def _authenticator(api_keys_file: Path | None) -> AsyncIterator[Authenticator]:
-    """Yield who tells tenants; a key file is followed."""
+    """Yield the authenticator; a key file is reloaded when it changes, until the context ends."""
     if api_keys_file is None:
         yield NoKeys()
         return
@@ -280,6 +320,8 @@ def _grpc_server(
         grace_seconds=config.grace_seconds,
         credentials=None if config.public_tls is None else server_credentials(config.public_tls),
         interceptors=[RequireTenant(authenticator)],
+        call_seconds=config.request_timeout_seconds + CALL_MARGIN_SECONDS,
+        checks_parts=True,
     )
 
 
@@ -287,8 +329,11 @@ def _http_server(
     config: RouterConfig, servicer: GenerationServicer, metrics: RouterMetrics
 ) -> AbstractAsyncContextManager[HttpServer]:
     if not has_http():
-        raise OSError("the HTTP API needs packages that are not here: pip install 'quire[http]'")
-    # Imported late: a router that speaks gRPC alone does without the extra.
+        raise OSError(
+            "the HTTP API needs the extra 'http': pip install 'quire-llm[http]', or in a clone "
+            ".venv/bin/pip install -e '.[http]'"
+        )
+    # Imported late, because a router that serves only gRPC does not need the extra.
     from quire.services.router.http.server import http_server
 
     return http_server(
@@ -299,7 +344,6 @@ def _http_server(
         tls=None if config.public_tls is None else server_context(config.public_tls),
         times=config.http_times,
         request_timeout_seconds=config.request_timeout_seconds,
-        grace_seconds=config.grace_seconds,
     )
 
 
@@ -309,7 +353,7 @@ async def _follow_workers(
     join: Callable[[worker_pb2.GetWorkerInfoResponse], Coroutine[Any, Any, None]],
     poll_seconds: float,
 ) -> None:
-    """Keep workers, model and health up to date, for ever."""
+    """Keep the workers, the model and the health status up to date until cancelled."""
     workers = running.workers
     while True:
         try:
@@ -327,11 +371,24 @@ async def _follow_workers(
         await asyncio.sleep(poll_seconds if is_ready else min(poll_seconds, STARTUP_POLL_SECONDS))
 
 
+async def _ask_busy_workers(workers: WorkerSet, poll_seconds: float) -> None:
+    """Probe the busy workers every ``poll_seconds`` until cancelled.
+
+    This is a task of its own, so that a slow membership does not delay the probes.
+    """
+    while True:
+        await asyncio.sleep(poll_seconds)
+        try:
+            await workers.ask_busy()
+        except Exception:
+            _log.exception("ask_failed")
+
+
 @asynccontextmanager
 async def background() -> AsyncIterator[Spawn]:
-    """Yield a way to run short coroutines beyond their caller's end; they are awaited at the end.
+    """Yield a function that runs short coroutines which may outlive their caller; await them at the end.
 
-    What fails is logged: nobody else would hear of it.
+    Failures are logged here, because no caller sees them.
     """
     tasks: set[asyncio.Task[None]] = set()
 
@@ -351,6 +408,7 @@ async def background() -> AsyncIterator[Spawn]:
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    """Cancel a task again and again until it ends: redis-py may take a cancellation for a lost connection."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_SECONDS)

@@ -1,4 +1,4 @@
-"""Many generations in one call."""
+"""Runs the generations of one batch call side by side."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import InvalidArgument, ServiceError
+from quire.services.server.errors import InvalidArgument, ServiceError
 
 MAX_BATCH_SIZE = 256
 
 
 def check_batch_size(size: int) -> None:
-    """Refuse an empty batch and one that is too large."""
+    """Refuse an empty batch, and one with more than ``MAX_BATCH_SIZE`` generations.
+
+    Raises:
+        InvalidArgument: the size is out of range.
+    """
     if not 1 <= size <= MAX_BATCH_SIZE:
         raise InvalidArgument(
             "generations",
@@ -26,10 +30,10 @@ async def batch_answers(
     perform: Callable[[pb.Generation], Awaitable[pb.GenerateResponse]],
     places: asyncio.Semaphore,
 ) -> AsyncGenerator[pb.GenerateBatchResponse]:
-    """Yield what became of each generation, as soon as it is known; begin them in their order.
+    """Start the generations in order, and yield the result of each one as soon as it has ended.
 
-    Each takes one of the places while it is under way. One that fails with a typed error has it for an
-    answer, and the others go on.
+    A generation takes one of the places while it runs. If it fails with a ``ServiceError``, its result is
+    that error, and the others continue.
     """
 
     async def answer(index: int, generation: pb.Generation) -> pb.GenerateBatchResponse:

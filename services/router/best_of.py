@@ -1,7 +1,8 @@
-"""Of more answers than were asked for, the most probable ones."""
+"""Selects the most probable answers when more were generated than the client asked for."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -15,9 +16,9 @@ async def best_of(
     answers: Sequence[OutputAssembler],
     num_best: int,
 ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-    """Wait for all answers, then yield each of the best in one message, scored by its logprob.
+    """Wait for all answers, then yield each of the best in one message with its logprob as the score.
 
-    The best is number 0. Among equals the one drawn with the smaller seed comes first.
+    The best answer has index 0. Among equals, the answer sampled with the smaller seed comes first.
     """
     pieces: defaultdict[int, list[pb.GenerateStreamResponse]] = defaultdict(list)
     async with aclosing(responses):
@@ -25,11 +26,17 @@ async def best_of(
             pieces[response.index].append(response)
     best = sorted(answers, key=lambda answer: -answer.cumulative_logprob)[:num_best]
     for rank, answer in enumerate(best):
-        whole = pb.GenerateStreamResponse()
-        for piece in pieces[answer.index]:
-            # Merging joins lists and takes the last value of everything else: text has to be joined here.
-            piece.text = whole.text + piece.text
-            whole.MergeFrom(piece)
+        whole = await asyncio.to_thread(_joined, pieces.pop(answer.index))
         whole.index = rank
         whole.score = answer.cumulative_logprob
         yield whole
+
+
+def _joined(pieces: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateStreamResponse:
+    """Return one message with the contents of all messages of an answer."""
+    whole = pb.GenerateStreamResponse()
+    for piece in pieces:
+        whole.MergeFrom(piece)
+    # MergeFrom joins lists, but keeps only the last value of other fields: the text has to be joined here.
+    whole.text = "".join(piece.text for piece in pieces)
+    return whole

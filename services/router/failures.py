@@ -1,10 +1,19 @@
-"""What a failed leg means: another attempt, or which error for the client."""
+"""Decides what a failed worker call leads to: another attempt, or an error for the client."""
 
 from __future__ import annotations
 
-import grpc
+from collections.abc import Mapping
 
-from quire.services.errors import (
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import ErrorInfo  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+from quire.services.router.workers import Worker, WorkerSet
+from quire.services.server.errors import (
+    ENGINE_FAILED,
+    REQUEST_FAILED,
+    SUSPECTED,
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
@@ -13,7 +22,6 @@ from quire.services.errors import (
     ServiceError,
     Unavailable,
 )
-from quire.services.router.workers import Worker
 
 RETRY_AFTER_SECONDS = 1.0
 
@@ -25,38 +33,81 @@ _RETRYABLE = frozenset(
         grpc.StatusCode.CANCELLED,
         grpc.StatusCode.INTERNAL,
         grpc.StatusCode.UNKNOWN,
+        # Another process answers at the worker's address, or the worker restarted with another secret.
+        grpc.StatusCode.UNAUTHENTICATED,
     }
 )
 
 
+# Beginnings of gRPC's details for a call that never reached its server.
+_NEVER_REACHED = ("failed to connect", "name resolution", "dns resolution")
+
+
 class LegFailed(Exception):
-    """A worker's stream failed, or ended before its work did (then there is no error)."""
+    """A worker call failed, or ended before its work was complete (then ``error`` is None).
+
+    Attributes:
+        reason: the worker's machine-readable reason; empty if the status came from gRPC itself.
+    """
 
     def __init__(self, worker: Worker, error: grpc.aio.AioRpcError | None) -> None:
         self.worker = worker
         self.code = error.code() if error is not None else grpc.StatusCode.INTERNAL
         self.details = (error.details() or "") if error is not None else "the stream ended too early"
+        self.reason = _reason(error) if error is not None else ""
         super().__init__(f"{worker.info.role} worker {worker.worker_id}: {self.code.name}: {self.details}")
 
     @property
     def is_retryable(self) -> bool:
-        """Whether another worker may succeed."""
-        return self.code in _RETRYABLE
+        """Whether the same request may succeed on another worker."""
+        return self.code in _RETRYABLE and self.reason != REQUEST_FAILED
 
     @property
     def is_unreachable(self) -> bool:
         """Whether other requests should prefer other workers for a while."""
-        return self.code is grpc.StatusCode.UNAVAILABLE
+        return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+
+    @property
+    def is_death(self) -> bool:
+        """Whether the worker died while it served the request: its engine failed or its connection broke."""
+        if self.reason:
+            return self.reason == ENGINE_FAILED
+        is_reached = not self.details.lower().startswith(_NEVER_REACHED)
+        return self.code is grpc.StatusCode.UNAVAILABLE and is_reached
 
 
-def to_service_error(failure: LegFailed, num_emitted: int, num_retries: int) -> ServiceError:
-    """Return the client's error for a failure that is not retried; worker names stay in the log."""
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # the error has all methods that are used
+    except (ValueError, DecodeError):  # the details are damaged, or contradict the status
+        return ""
+    info = ErrorInfo()
+    is_found = status is not None and any(detail.Unpack(info) for detail in status.details)
+    return str(info.reason) if is_found else ""
+
+
+def suspected(request_id: str, num_workers: int, num_emitted: int, num_retries: int) -> ServiceError:
+    """Return the error of a request that is not tried again, because several workers died with it."""
+    return Internal(
+        f"{num_workers} workers ended while they served request {request_id}, which may be why; "
+        "it is not tried on another one",
+        reason=SUSPECTED,
+        metadata={"tokens_emitted": str(num_emitted), "retries": str(num_retries)},
+    )
+
+
+def to_service_error(failure: LegFailed, request_id: str, num_emitted: int, num_retries: int) -> ServiceError:
+    """Return the client's error for a failure that is not retried; only the log names the worker."""
     role = failure.worker.info.role
     metadata = {"tokens_emitted": str(num_emitted), "retries": str(num_retries)}
+    if failure.reason == REQUEST_FAILED:
+        return Internal(
+            f"request {request_id} failed: {failure.details}", reason=REQUEST_FAILED, metadata=metadata
+        )
     match failure.code:
         case grpc.StatusCode.INVALID_ARGUMENT:
             field, _, problem = failure.details.partition(": ")
-            return InvalidArgument(field, problem, metadata=metadata)
+            return InvalidArgument(field, problem, reason=failure.reason or None, metadata=metadata)
         case grpc.StatusCode.FAILED_PRECONDITION:
             return FailedPrecondition(f"the {role} worker refused: {failure.details}", metadata=metadata)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -78,8 +129,28 @@ def to_service_error(failure: LegFailed, num_emitted: int, num_retries: int) -> 
             return Internal(f"the {role} worker answered {code.name}", metadata=metadata)
 
 
+def no_decode_worker(workers: WorkerSet, metadata: Mapping[str, str] | None = None) -> Unavailable:
+    """Return the error of a request for which no decode worker takes requests."""
+    if draining := workers.draining("decode"):
+        number = (
+            "the only decode worker is" if len(draining) == 1 else f"all {len(draining)} decode workers are"
+        )
+        return Unavailable(
+            f"{number} draining; end that with `quire admin drain --undo`, start another, or try again",
+            reason="DRAINING",
+            metadata=metadata,
+            retry_after_seconds=RETRY_AFTER_SECONDS,
+        )
+    return Unavailable(
+        "no decode worker is alive; start one, or try again",
+        reason="NO_DECODE_WORKER",
+        metadata=metadata,
+        retry_after_seconds=RETRY_AFTER_SECONDS,
+    )
+
+
 def deadline_exceeded(num_emitted: int) -> DeadlineExceeded:
-    """Return the error of a request whose time is over."""
+    """Return the error of a request whose deadline passed after ``num_emitted`` tokens."""
     return DeadlineExceeded(
         f"the request's deadline passed after {num_emitted} tokens; allow more time, or fewer max_tokens",
         metadata={"tokens_emitted": str(num_emitted)},

@@ -1,4 +1,7 @@
-"""The life of one request in the router."""
+"""Runs one request in the router, from the choice of its workers to its last token.
+
+D is the decode worker and P the prefill worker of an attempt. ``Legs`` runs the streaming calls to them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from contextlib import ExitStack, aclosing, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import grpc
@@ -17,81 +20,88 @@ import grpc.aio
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.errors import Unavailable
-from quire.services.log import get_logger
-from quire.services.phases import Phase, RequestPhases
+from quire.routing.planner import Placement, Planner, Prompt, WorkerState
+from quire.services.requests.served_model import ServedModel
+from quire.services.requests.validation import ValidRequest
+from quire.services.router.answer_group import Part
 from quire.services.router.best_of import best_of
 from quire.services.router.failures import (
-    RETRY_AFTER_SECONDS,
     LegFailed,
     deadline_exceeded,
+    no_decode_worker,
+    suspected,
     to_service_error,
 )
-from quire.services.router.legs import Event, Legs, Spawn
 from quire.services.router.merge import merged
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.output import OutputAssembler
-from quire.services.router.part import Part
-from quire.services.router.planner import Placement, Planner, Prompt, WorkerState
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.pulls import pull_source
 from quire.services.router.request_account import RequestAccount
+from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Suspects
+from quire.services.router.worker_calls import Event, Legs, Spawn, connection_lost
 from quire.services.router.workers import Worker, WorkerSet
 from quire.services.router.write_back import WriteBacks
-from quire.services.served_model import ServedModel
-from quire.services.validation import ValidRequest
+from quire.services.server.errors import InvalidArgument
+from quire.services.server.log import get_logger
+from quire.services.server.phases import Phase, RequestPhases
 
 MAX_RETRIES = 3
 RETRY_BACKOFF_SECONDS = 0.05
 SETTLE_SECONDS = 0.5
-"""How long a finished request waits for P's account of what it pushed."""
+"""Longest time that a request waits for one worker call to end after the other has ended: for P's summary of
+the push, or for the failure that caused an abort."""
 
 _log = get_logger("router")
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What all requests share."""
+    """Objects that all requests of a router share."""
 
     model: ServedModel
     workers: WorkerSet
     prefixes: PrefixLookup
     metrics: RouterMetrics
     spawn: Spawn
-    """Runs a coroutine beyond the end of its request."""
+    """Starts a coroutine that may outlive its request."""
     planner: Planner
     clock: Callable[[], float] = time.monotonic
+    suspects: Suspects = field(default_factory=Suspects)
     write_backs: WriteBacks | None = None
-    """Bring the blocks of answers to prefill workers; None: nobody does."""
+    """Copies the blocks of answers to prefill workers; None: they are not copied."""
 
 
 class Plan(NamedTuple):
-    """Who serves an attempt; without a prefill worker the decode worker computes the prompt."""
+    """The workers of an attempt; without a prefill worker, the decode worker computes the prompt."""
 
     decode: Worker
     prefill: Worker | None
     placement: Placement
-    """Why these two, and what is expected of them."""
+    """The planner's reasons for these workers, and its estimates."""
     pull_from: worker_pb2.PullSource | None = None
-    """Whose blocks the worker that computes the prompt copies first."""
+    """Peer from which the worker that computes the prompt first copies blocks; None: no pull."""
 
 
 class GenerationRun:
-    """Serves one request, over as many attempts as it takes.
+    """Serves one request in one or more attempts, up to ``MAX_RETRIES`` + 1.
 
-    1. Choose: ask the index who holds the prompt's blocks; choose D, and P if P is worth it.
-    2. ``D.Decode``: D accepts, names the place for the blocks and what it holds of them.
-    3. ``P.Prefill``: P computes the prompt, pushes the blocks to D and draws the first token, which goes to
-       the client at once. Without P, D does it all and this step falls away.
-       Of several answers D draws all tokens, from the prompt's last one, which P leaves to it.
-    4. D streams the tokens. What is new of an answer becomes one message to the client: ids, and the text
-       that is certain and holds no stop string.
-    5. The end: a finish reason from P or D, or a stop string, for each answer. Whoever still runs is aborted.
-    6. A leg fails: both are aborted, and the next attempt continues on other workers from prompt + tokens
-       already sent, with the same seed. Nothing is repeated or lost. Several answers go on each by itself; a
-       beam search, of which nothing was sent, starts again.
+    1. Choose: look up in the index which workers have cached the prompt's blocks. Choose D, and also P if a
+       prefill worker is worth it.
+    2. ``D.Decode``: D accepts, and returns a ticket for the blocks and the number of blocks that it has
+       already.
+    3. ``P.Prefill``: P computes the prompt, pushes the blocks to D and samples the first token, which goes to
+       the client at once. Without P, D computes the prompt and this step is skipped.
+       If the request has several answers, P leaves the prompt's last token to D, and D samples all tokens.
+    4. D streams the tokens. The new part of an answer becomes one message to the client: token ids, and the
+       text that is certain and contains no stop string.
+    5. End: each answer ends with a finish reason from P or D, or with a stop string. A worker call that is
+       still running is aborted.
+    6. Failure of a worker call: both calls are aborted, and the next attempt continues on other workers from
+       the prompt and the tokens already sent, with the same seed. Nothing is repeated or lost. Several
+       answers continue separately. A beam search has sent nothing yet and starts again.
 
-    One deadline, a reading of the cluster's clock, holds for all of it: every call carries what is left.
+    One deadline, a reading of the cluster's clock, limits all attempts: every call carries the time left.
     """
 
     def __init__(
@@ -121,14 +131,14 @@ class GenerationRun:
 
     @property
     def usage(self) -> pb.Usage:
-        """What the request has cost until now."""
+        """Tokens, blocks, bytes and retries of the request so far."""
         return self._account.usage
 
     async def stream(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Yield the answers' messages; each answer's last one carries its finish reason.
+        """Yield the messages of all answers; the last message of each answer carries its finish reason.
 
         Raises:
-            ServiceError: the request cannot be served, or not to its end.
+            ServiceError: the request cannot be served or cannot be completed.
         """
         request = self._request
         part = Part(self._sequence_id, request.prompt_token_ids, request.sampling, self._answers)
@@ -149,19 +159,21 @@ class GenerationRun:
                 num_finished += bool(response.finish_reason)
                 if is_last := num_finished == (request.num_best or len(self._answers)):
                     response.usage.CopyFrom(self.usage)
+                    for answer in self._answers:
+                        self._cluster.planner.answered(len(answer.token_ids))
                     self._offer_write_back()
                 yield response
                 if is_last:
                     return
 
     async def _serve(self, part: Part) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Yield the messages of a part's answers, over as many attempts as it takes."""
+        """Yield the messages of a part's answers, and retry until they have finished or an error is final."""
         while not part.is_finished:
             try:
                 async with aclosing(self._attempt(part)) as outputs:
                     async for output in outputs:
                         answer = part.answers[output.index]
-                        # Past its stop string D goes on until the others have ended.
+                        # D continues an answer past its stop string until the other answers have ended.
                         if not answer.finish_reason:
                             self.usage.accepted_draft_tokens += output.num_accepted_draft_tokens
                             yield answer.respond(output)
@@ -185,19 +197,28 @@ class GenerationRun:
         self._plan = plan = await self._choose(part)
         with ExitStack() as accounts:
             dispatched = self._cluster.workers.dispatched
-            num_tokens, owed = len(part.token_ids), plan.placement.owed_tokens
+            kept, owed = plan.placement.kept_tokens, plan.placement.owed_tokens
             if plan.prefill is None:
-                computed = accounts.enter_context(
-                    dispatched(plan.decode, owed_tokens=owed, kept_tokens=num_tokens)
-                )
+                computed = accounts.enter_context(dispatched(plan.decode, owed_tokens=owed, kept_tokens=kept))
             else:
-                accounts.enter_context(dispatched(plan.decode, kept_tokens=num_tokens))
+                accounts.enter_context(dispatched(plan.decode, kept_tokens=kept))
                 computed = accounts.enter_context(dispatched(plan.prefill, owed_tokens=owed))
+            clear = None
+            if part.deaths:
+                worker_ids = {worker.worker_id for worker in (plan.decode, plan.prefill) if worker}
+                clear = accounts.enter_context(self._cluster.suspects.placed(worker_ids))
+            num_clearing = part.num_tokens + CLEARING_TOKENS
             legs = Legs(part.sequence_id, part.attempt, self._cluster.spawn)
             async with legs, aclosing(self._run(legs, plan, part)) as outputs:
-                async for output in outputs:
-                    computed()
-                    yield output
+                try:
+                    async for output in outputs:
+                        computed()
+                        yield output
+                        if clear is not None and part.num_tokens >= num_clearing:
+                            part.deaths = ()
+                            clear()
+                except LegFailed as failure:
+                    raise await _cause(failure, legs) from failure
 
     async def _choose(self, part: Part) -> Plan:
         cluster, token_ids = self._cluster, part.token_ids
@@ -205,21 +226,25 @@ class GenerationRun:
         block_hashes, held_tokens = await cluster.prefixes.look_up(token_ids, self._scope)
         looked_up = cluster.clock()
         self._phases.record(Phase.LOOKUP, start, looked_up)
-        # The logprob of the prompt's last token would be lost where P computes the prompt without it.
+        if part.deaths:
+            await cluster.suspects.turn(self._healthy_decode_workers)
+        # With several answers P does not compute the prompt's last token, and its logprob would be lost.
         is_scored = not part.is_single and self._request.num_prompt_logprobs is not None
         must_be_local = is_scored or part.num_prefilled_tokens == 0
         placement = cluster.planner.place(
-            Prompt(len(token_ids), block_hashes, held_tokens, must_be_local),
-            self._states("prefill"),
-            self._states("decode"),
+            Prompt(
+                len(token_ids),
+                block_hashes,
+                held_tokens,
+                must_be_local,
+                max_output_tokens=self._request.stopping.max_tokens - len(part.output_token_ids),
+                num_answers=len(part.answers),
+            ),
+            self._states("prefill", part),
+            self._states("decode", part),
         )
         if placement is None:
-            raise Unavailable(
-                "no decode worker is alive; start one, or try again",
-                reason="NO_DECODE_WORKER",
-                metadata={"tokens_emitted": str(self._num_emitted)},
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
+            raise no_decode_worker(cluster.workers, {"tokens_emitted": str(self._num_emitted)})
         self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
         self._account.chosen(part, placement)
         workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.live(role)}
@@ -230,8 +255,15 @@ class GenerationRun:
             pull_source(placement.pull, workers[placement.pull.worker_id]) if placement.pull else None,
         )
 
-    def _states(self, role: str) -> list[WorkerState]:
-        workers = self._cluster.workers
+    def _is_shunned(self, worker: Worker) -> bool:
+        return self._cluster.workers.is_shunned(worker) or worker.worker_id in self._shunned
+
+    def _healthy_decode_workers(self) -> list[str]:
+        live = self._cluster.workers.live("decode")
+        return [worker.worker_id for worker in live if not self._is_shunned(worker)]
+
+    def _states(self, role: str, part: Part) -> list[WorkerState]:
+        suspects = self._cluster.suspects
         return [
             WorkerState(
                 worker.worker_id,
@@ -239,9 +271,10 @@ class GenerationRun:
                 owed_tokens=worker.owed_tokens,
                 kept_tokens=worker.kept_tokens,
                 num_requests=worker.num_requests,
-                is_shunned=workers.is_shunned(worker) or worker.worker_id in self._shunned,
+                is_shunned=self._is_shunned(worker)
+                or bool(part.deaths and suspects.is_near(worker.worker_id)),
             )
-            for worker in workers.live(role)
+            for worker in self._cluster.workers.live(role)
         ]
 
     async def _run(
@@ -262,6 +295,8 @@ class GenerationRun:
             prefill = worker_pb2.PrefillRequest(
                 sequence=sequence, ticket=accepted.ticket, pull_from=plan.pull_from
             )
+            if plan.prefill.is_lost:
+                raise LegFailed(plan.prefill, connection_lost())
             remaining = self._remaining_seconds()
             call = plan.prefill.stub.Prefill(prefill, timeout=remaining, metadata=self._metadata)
             legs.start(plan.prefill, call)
@@ -283,15 +318,19 @@ class GenerationRun:
             sampling=part.sampling,
             stopping=request.stopping,
             format=request.format,
-            # The best answers are found by the logprobs of their tokens.
+            # ``best_of`` ranks the answers by the logprobs of their tokens.
             logprobs=0 if request.num_logprobs is None and request.num_best else request.num_logprobs,
             cache_scope=worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt),
-            # The first message brings them, and with it the first token.
+            # Prompt logprobs come with the first message; once that was sent, they are not needed again.
             prompt_logprobs=request.num_prompt_logprobs if self._is_first_message else None,
         )
 
     async def _accepted(self, legs: Legs, plan: Plan) -> worker_pb2.Accepted:
-        """Return what D promised."""
+        """Return D's acceptance of the sequence.
+
+        Raises:
+            LegFailed: the call failed, or D sent something else first.
+        """
         start = self._cluster.clock()
         message = _message(await legs.next())
         if not message.HasField("accepted"):
@@ -308,10 +347,14 @@ class GenerationRun:
         return accepted
 
     async def _first_token(self, legs: Legs, plan: Plan, early: deque[Event]) -> worker_pb2.SequenceOutput:
-        """Return P's first token; what D sends before it goes into ``early``.
+        """Return P's first token; put the events of D that arrive before it into ``early``.
 
-        The calls are not ordered: of a short answer D's end may come first, and so may D's complaint that the
-        push ended, as it does where the first token is the last. What else ends a push, P tells by itself.
+        Events of the two calls are not ordered. D's end of a short answer may arrive first. D's ABORTED error
+        may arrive first too: D sends it when the push ends early, as it does when the first token is also the
+        last. If the push ended for another reason, P's own call reports that.
+
+        Raises:
+            LegFailed: P's call failed, or D's call failed with another status.
         """
         start = self._cluster.clock()
         while True:
@@ -328,7 +371,10 @@ class GenerationRun:
     async def _decoded(
         self, legs: Legs, plan: Plan, part: Part, early: deque[Event]
     ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
-        """Yield D's outputs; P's failure counts until D's first, which proves that the blocks arrived."""
+        """Yield D's outputs.
+
+        D's first message proves that the blocks have arrived: a failure of P after it is ignored.
+        """
         num_left = len(part.answers)
         has_blocks = plan.prefill is None
         while True:
@@ -343,7 +389,8 @@ class GenerationRun:
             has_blocks = True
             num_left -= sum(bool(output.finish_reason) for output in message.outputs)
             if part.is_search and message.outputs:
-                # All answers come at once, fewer than there were beams where few tokens are allowed.
+                # All answers of a beam search come in one message. If few tokens are allowed, there may be
+                # fewer answers than beams.
                 del part.answers[len(message.outputs) :]
                 num_left = 0
             if not num_left:
@@ -354,7 +401,10 @@ class GenerationRun:
                 return
 
     async def _settle(self, legs: Legs, plan: Plan) -> None:
-        """Wait for the legs' ends after D's last message, for P's account and to leave nothing to abort."""
+        """Wait up to ``SETTLE_SECONDS`` for the worker calls to end after D's last message.
+
+        P's summary of the push is then counted, and no call is left to abort.
+        """
         try:
             async with asyncio.timeout(SETTLE_SECONDS):
                 while legs.num_running:
@@ -365,9 +415,11 @@ class GenerationRun:
             return
 
     def _offer_write_back(self) -> None:
-        """Let the prompt's prefill worker copy what a single answer has added."""
+        """Ask the prefill worker to copy the blocks that the answer added, if there is only one answer."""
         plan, write_backs = self._plan, self._cluster.write_backs
         if write_backs is None or plan is None or plan.prefill is None or len(self._answers) > 1:
+            return
+        if plan.prefill.is_draining:
             return
         prompt = self._request.prompt_token_ids
         scope = worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt)
@@ -375,13 +427,24 @@ class GenerationRun:
         write_backs.offer(plan.decode, plan.prefill, tokens, len(prompt), scope)
 
     def _give_up_attempt(self, part: Part, failure: LegFailed) -> None:
-        """Prepare the next attempt, or raise the client's error."""
-        is_last = not failure.is_retryable or part.attempt >= MAX_RETRIES
+        """Prepare the next attempt, or raise the error for the client if this attempt was the last."""
+        if failure.is_death:
+            part.deaths += (failure.worker.worker_id,)
+        is_suspect = failure.is_death and len(part.deaths) >= MAX_DEATHS
+        is_last = is_suspect or not failure.is_retryable or part.attempt >= MAX_RETRIES
         self._account.failed(part, failure, self._num_emitted, is_last=is_last)
         if failure.is_unreachable:
             self._cluster.workers.shun(failure.worker)
+        request_id, num_emitted = self._request.request_id, self._num_emitted
+        if is_suspect:
+            _log.error("request_suspected", request_id=part.sequence_id, workers=",".join(part.deaths))
+            raise suspected(request_id, len(part.deaths), num_emitted, part.attempt) from failure
         if is_last:
-            raise to_service_error(failure, self._num_emitted, part.attempt) from failure
+            error = to_service_error(failure, request_id, num_emitted, part.attempt)
+            if isinstance(error, InvalidArgument):
+                # Workers always get token ids: name the field in which the client sent the prompt.
+                error = error.renamed({"token_ids": self._request.prompt_field})
+            raise error from failure
         self._shunned.add(failure.worker.worker_id)
         part.attempt += 1
 
@@ -396,12 +459,32 @@ class GenerationRun:
         return remaining
 
 
+async def _cause(failure: LegFailed, legs: Legs) -> LegFailed:
+    """Return the failure that caused ``failure``: a worker aborts its call when the other worker is gone.
+
+    Without another failure within ``SETTLE_SECONDS``, return ``failure`` itself.
+    """
+    if failure.code is not grpc.StatusCode.ABORTED:
+        return failure
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while legs.num_running:
+                event = await legs.next()
+                if event.error is not None and not _is_aborted(event.error):
+                    return LegFailed(event.worker, event.error)
+    return failure
+
+
 def _is_aborted(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is grpc.StatusCode.ABORTED
 
 
 def _message(event: Event) -> Any:
-    """Return the message of an event that must be one."""
+    """Return the message of an event.
+
+    Raises:
+        LegFailed: the event is an error or the end of the stream.
+    """
     if event.message is None:
         raise LegFailed(event.worker, event.error)
     return event.message

@@ -1,4 +1,4 @@
-"""Several streams as one."""
+"""Merges several streams into one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 QUEUE_SIZE = 16
-"""Items that may wait for a slow reader; then the streams wait too."""
+"""Number of items that may wait for a slow reader before the streams wait too."""
 
 
 async def merged(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yield the items of all streams as they come; the first error ends them all."""
+    """Yield the items of all streams as they come; the first error ends all streams and is raised."""
     items: asyncio.Queue[T] = asyncio.Queue(QUEUE_SIZE)
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:

@@ -1,12 +1,12 @@
-"""What the router counts; the names follow vLLM's suffixes under ``quire_``."""
+"""Defines the router's metrics; their names are vLLM's suffixes after the prefix ``quire_``."""
 
 from __future__ import annotations
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from quire.services.phases import ROUTER_PHASES, PhaseMetrics
 from quire.services.router.slo import SloMetrics, SloTargets
+from quire.services.server.phases import ROUTER_PHASES, PhaseMetrics
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -34,7 +34,7 @@ RETRY_CAUSES = tuple(
 
 
 class RouterMetrics:
-    """The router's metrics, in an injected registry."""
+    """The router's metrics, registered in the given registry."""
 
     def __init__(self, registry: CollectorRegistry, slo: SloTargets | None = None) -> None:
         self.registry = registry
@@ -104,7 +104,7 @@ class RouterMetrics:
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        """Show what has not happened yet: a rate cannot see a counter's first step from nothing."""
+        """Create the labelled counters at zero: ``rate`` misses the first increment of a new counter."""
         for reason in FINISHED_REASONS:
             self.success.labels(reason)
         for code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL", "CANCELLED"):

@@ -1,22 +1,22 @@
-"""From sampled tokens to what the client reads: text deltas, cut at a stop string."""
+"""Turns sampled tokens into the messages that the client reads: text deltas, cut at a stop string."""
 
 from __future__ import annotations
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.validation import ValidRequest
+from quire.services.requests.validation import ValidRequest
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
 
 
 class OutputAssembler:
-    """Collects the tokens of one of a request's answers, over all attempts."""
+    """Collects the tokens of one answer of a request, over all attempts."""
 
     def __init__(self, request: ValidRequest, tokenizer: Tokenizer, index: int = 0) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.cumulative_logprob = 0.0
-        """Sum over the tokens, if the worker was asked for logprobs."""
+        """Sum of the tokens' logprobs; stays 0 if the worker was not asked for logprobs."""
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         self._stopping = request.stopping
         self._wants_logprobs = request.num_logprobs is not None
@@ -29,7 +29,7 @@ class OutputAssembler:
         )
 
     def respond(self, output: worker_pb2.SequenceOutput) -> pb.GenerateStreamResponse:
-        """Return what the client gets of a worker's message: nothing after the end of a stop string."""
+        """Return the client's message for a worker's output, without anything after a stop string."""
         response = pb.GenerateStreamResponse(
             index=self.index, score=output.score if output.HasField("score") else None
         )
@@ -47,7 +47,7 @@ class OutputAssembler:
         return response
 
     def _add(self, token: worker_pb2.SampledToken, response: pb.GenerateStreamResponse) -> bool:
-        """Take a token, and return whether it completes a stop string."""
+        """Add a token to the answer and to ``response``; return whether it completes a stop string."""
         self.token_ids.append(token.token_id)
         self.cumulative_logprob += token.logprobs.logprob
         response.token_ids.append(token.token_id)
@@ -58,7 +58,10 @@ class OutputAssembler:
         return shown.is_stopped
 
     def implied_finish_reason(self, eos_token_ids: frozenset[int]) -> pb.FinishReason:
-        """Return the finish reason that a lost worker had no time to send, if the tokens imply one."""
+        """Return the finish reason that the tokens imply, for a worker that was lost before it sent one.
+
+        Return ``FINISH_REASON_UNSPECIFIED`` if the answer has not finished.
+        """
         stopping, tokens = self._stopping, self.token_ids
         if not tokens:
             return pb.FINISH_REASON_UNSPECIFIED

@@ -1,28 +1,32 @@
-"""Names a prompt's blocks, and asks the index which workers hold the first of them."""
+"""Hashes a prompt's blocks, and looks up in the index which workers have cached its leading blocks."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from quire.kvindex.block_hash import CacheScope, block_hashes
 from quire.kvindex.guarded_index import GuardedIndex
 
+INLINE_HASHED_TOKENS = 8192
+"""Prompts up to this length are hashed on the event loop (below 1 ms); longer ones in a thread."""
+
 
 class KnownPrefix(NamedTuple):
-    """What is known of a prompt's blocks."""
+    """Hashes of a prompt's full blocks, and the workers that have cached a prefix of them."""
 
     block_hashes: Sequence[bytes]
     held_tokens: Mapping[str, int] | None
-    """Tokens held, by worker id; None where the index was not asked or did not answer."""
+    """Cached tokens by worker id; None if the index was not asked or did not answer."""
 
 
 class PrefixLookup:
-    """Looks prompts up in the index, which answers in time or not at all.
+    """Looks prompts up in the index; a late answer counts as no answer.
 
     Args:
-        index: None asks nobody.
-        root_of: returns the root of a scope's hashes.
+        index: the index; None: only hashes are computed.
+        root_of: returns the root hash of a scope.
     """
 
     def __init__(
@@ -33,8 +37,12 @@ class PrefixLookup:
         self._block_size = block_size
 
     async def look_up(self, token_ids: Sequence[int], scope: CacheScope) -> KnownPrefix:
-        """Return the full blocks' hashes and who holds them in a scope. Never raises."""
-        hashes = block_hashes(self._root_of(scope), token_ids, self._block_size)
+        """Return the hashes of the full blocks in a scope, and the workers that cached them. Never raises."""
+        root = self._root_of(scope)
+        if len(token_ids) <= INLINE_HASHED_TOKENS:
+            hashes = block_hashes(root, token_ids, self._block_size)
+        else:
+            hashes = await asyncio.to_thread(block_hashes, root, token_ids, self._block_size)
         if self._index is None:
             return KnownPrefix(hashes, None)
         if not hashes:

@@ -1,22 +1,24 @@
-"""What one request cost and found: for its client, for the metrics, and for the planner to learn from."""
+"""Records what one request used and found, for its client, the metrics and the planner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import grpc
+
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.log import get_logger
+from quire.routing.planner import Placement, Planner, PullOutcome
+from quire.services.router.answer_group import Part
 from quire.services.router.failures import LegFailed
 from quire.services.router.metrics import RouterMetrics
-from quire.services.router.part import Part
-from quire.services.router.planner import Placement, Planner, PullOutcome
+from quire.services.server.log import get_logger
 
 _log = get_logger("router")
 
 
 class RequestAccount:
-    """Kept over all attempts of a request; ``usage`` is what its client is told."""
+    """Counts over all attempts of a request; the client gets ``usage``."""
 
     def __init__(
         self, metrics: RouterMetrics, planner: Planner, clock: Callable[[], float], num_prompt_tokens: int
@@ -29,7 +31,7 @@ class RequestAccount:
         self.prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
 
     def chosen(self, part: Part, placement: Placement) -> None:
-        """Count and log who was chosen, and why."""
+        """Count and log the chosen workers and the reasons for the choice."""
         decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
         self._metrics.decisions.labels("decode", decode.reason).inc()
         self._metrics.decisions.labels("prefill", prefill.reason if prefill else "none").inc()
@@ -53,14 +55,14 @@ class RequestAccount:
         )
 
     def accepted(self, message: worker_pb2.DecodeResponse) -> None:
-        """Count what D holds of a prompt that P computes."""
+        """Count the blocks that D has cached of a prompt that P computes."""
         self.prompt_logprobs = message.prompt_logprobs
         self.usage.blocks_reused_on_decode = message.accepted.num_held_blocks
 
     def computed_by_decode(
         self, message: worker_pb2.DecodeResponse, block_size: int, placement: Placement, start: float
     ) -> None:
-        """Count what D found of a prompt that it has computed itself since ``start``."""
+        """Count what D found cached of a prompt that it has computed itself since ``start``."""
         accepted = message.accepted
         self.prompt_logprobs = message.prompt_logprobs
         self._found(accepted.num_cached_tokens, accepted.pulled)
@@ -69,7 +71,7 @@ class RequestAccount:
         self.learn(placement, accepted, start)
 
     def prefilled(self, message: worker_pb2.PrefillResponse) -> None:
-        """Count what P found, or what it has pushed."""
+        """Count what P pushed, if this is its summary of the push, or else what it found cached."""
         if message.HasField("pushed"):
             self.usage.blocks_shipped += message.pushed.num_blocks
             self.usage.bytes_shipped += message.pushed.num_bytes
@@ -83,7 +85,11 @@ class RequestAccount:
         message: worker_pb2.PrefillResponse | worker_pb2.Accepted,
         start: float,
     ) -> None:
-        """Compare what was expected with what came since ``start``, and let the planner know."""
+        """Record expected and measured values, and update the planner, when the prompt has been computed.
+
+        Args:
+            start: reading of the clock when the worker was called.
+        """
         pulled, now = message.pulled, self._clock()
         if placement.pull is not None:
             self._metrics.pulls.labels(pulled.failure or "ok").inc()
@@ -107,7 +113,9 @@ class RequestAccount:
     def failed(self, part: Part, failure: LegFailed, num_emitted: int, *, is_last: bool) -> None:
         """Log a failed attempt; unless it is the last, count the next one."""
         worker, code = failure.worker, failure.code.name
-        _log.warning(
+        # An operator can do nothing about a client's mistake, even if only the worker could detect it.
+        is_clients = failure.code is grpc.StatusCode.INVALID_ARGUMENT
+        (_log.debug if is_clients else _log.warning)(
             "attempt_failed",
             request_id=part.sequence_id,
             attempt=part.attempt,
@@ -119,12 +127,12 @@ class RequestAccount:
             is_last=is_last,
         )
         if not is_last:
-            # Answers that were lost together, and go on apart, count once.
+            # Answers that were lost together and continue separately count as one retry.
             self.usage.retries = max(self.usage.retries, part.attempt + 1)
             self._metrics.retries.labels(worker.info.role, code.lower()).inc()
 
     def _found(self, num_cached_tokens: int, pulled: worker_pb2.PullSummary) -> None:
-        # Later attempts find what the first one computed: only the first tells what was there before.
+        # Later attempts find blocks that the first one computed, so only the first attempt's figure counts.
         if not self._is_cache_counted:
             self._is_cache_counted = True
             self.usage.cached_prompt_tokens = min(num_cached_tokens, self.usage.prompt_tokens)

@@ -1,4 +1,4 @@
-"""Times one request for the metrics, from its arrival to its end."""
+"""Measures the times of one request for the metrics, from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import grpc
 
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import ServiceError
 from quire.services.router.metrics import RouterMetrics
+from quire.services.server.errors import ServiceError
 
 OK = grpc.StatusCode.OK.name
 
@@ -20,7 +20,7 @@ _FINISH_NAMES = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length
 
 @dataclass(slots=True)
 class _Answer:
-    """When an answer's first and last tokens came, and how many."""
+    """Times of an answer's first and last tokens, readings of the clock, and the number of tokens."""
 
     first: float
     last: float
@@ -28,13 +28,13 @@ class _Answer:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Mean time of a token after the first message, which may hold several; None if there is no other."""
+        """Mean seconds per token after the first; None if all tokens came in one message."""
         num_more = self.num_tokens - 1
         return (self.last - self.first) / num_more if num_more and self.last > self.first else None
 
 
 class RequestTimer:
-    """Watches what a client gets; most is observed once, at the end."""
+    """Measures the messages that a client gets; most metrics are observed once, at the end of the request."""
 
     def __init__(self, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
@@ -45,12 +45,12 @@ class RequestTimer:
 
     @property
     def seconds(self) -> float:
-        """How long the request has taken."""
+        """Seconds since the request arrived."""
         return self._clock() - self.arrival
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note how the request ends, and observe all of it then."""
+        """Watch for the end of the request, and observe its outcome and its times then."""
         outcome = OK
         try:
             yield
@@ -61,7 +61,7 @@ class RequestTimer:
             self._ended(outcome)
 
     def sent(self, response: pb.GenerateStreamResponse) -> None:
-        """Time a message, just before it goes to the client."""
+        """Record the time of a message; call this just before the message goes to the client."""
         now, num_tokens = self._clock(), len(response.token_ids)
         if num_tokens:
             self._tokens(response.index, num_tokens, now)
@@ -94,7 +94,7 @@ class RequestTimer:
 
 
 def outcome_of(error: BaseException) -> str:
-    """Return the name of the gRPC status that an exception ends a request with."""
+    """Return the name of the gRPC status of a request that ends with this exception."""
     if isinstance(error, ServiceError):
         return error.code.name
     is_clients = isinstance(error, asyncio.CancelledError | GeneratorExit)

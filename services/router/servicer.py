@@ -1,4 +1,4 @@
-"""The public API, served by the router."""
+"""Serves the router's public gRPC API; the HTTP API calls the same methods."""
 
 from __future__ import annotations
 
@@ -11,17 +11,34 @@ from typing import Any
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.errors import Unavailable
-from quire.services.log import get_logger
-from quire.services.phases import Phase, RequestPhases
+from quire.services.requests.served_model import ServedModel
+from quire.services.requests.validation import (
+    answers_of,
+    check_detokenized,
+    check_size,
+    encode_chat,
+    encode_text,
+    validate,
+)
 from quire.services.router.admission import RETRY_AFTER_SECONDS, Admission
+from quire.services.router.answer_size import (
+    all_of,
+    check_answer_size,
+    check_message_size,
+    check_prompt_logprobs,
+)
+from quire.services.router.authentication import CALLER
 from quire.services.router.batch import batch_answers, check_batch_size
+from quire.services.router.failures import no_decode_worker
 from quire.services.router.generation import Cluster, GenerationRun
 from quire.services.router.metrics import RouterMetrics
+from quire.services.router.open_calls import OpenCalls
 from quire.services.router.request_timer import RequestTimer, outcome_of
 from quire.services.router.tenants import Authenticator, Headers, Tenant
-from quire.services.tracing import NoTracer, Span, Tracer
-from quire.services.validation import check_detokenized, encode_chat, encode_text, validate
+from quire.services.server.errors import Unavailable
+from quire.services.server.log import get_logger
+from quire.services.server.phases import Phase, RequestPhases
+from quire.services.server.tracing import NoTracer, Span, Tracer
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -29,7 +46,11 @@ _log = get_logger("router")
 
 
 class GenerationServicer(pb_grpc.GenerationServiceServicer):
-    """Serves ``GenerationService``; ``cluster`` resolves when the first worker has told the model."""
+    """Serves ``GenerationService``.
+
+    Args:
+        cluster: resolves once the first worker has described its model.
+    """
 
     def __init__(
         self,
@@ -49,63 +70,70 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         self._clock = clock
         self._authenticator = authenticator
         self._admission = admission
+        self.calls = OpenCalls()
         self._request_timeout_seconds = request_timeout_seconds
         self._join_wait_seconds = join_wait_seconds
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
-        """Collect the stream."""
+        """Generate all answers and return them in one message."""
         headers = context.invocation_metadata()
-        return await self._whole(request.generation, self._tenant(context), self._deadline(context), headers)
+        async with self.calls.entered():
+            return await self._whole(request.generation, CALLER.get(), self._deadline(context), headers)
 
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Stream the answer."""
-        tenant, deadline = self._tenant(context), self._deadline(context)
+        """Generate all answers and yield their tokens as they come."""
+        tenant, deadline = CALLER.get(), self._deadline(context)
         headers = context.invocation_metadata()
-        async with aclosing(self.generate(request.generation, tenant, deadline, headers)) as responses:
+        answer = self.generate(request.generation, tenant, deadline, headers)
+        async with self.calls.entered(), aclosing(answer) as responses:
             async for response in responses:
+                check_message_size(response)
                 yield response
 
     async def GenerateBatch(
         self, request: pb.GenerateBatchRequest, context: Any
     ) -> AsyncIterator[pb.GenerateBatchResponse]:
-        """Perform all generations, a number at a time, and send each answer when it is whole."""
-        tenant, deadline = self._tenant(context), self._deadline(context)
+        """Run all generations, a limited number at a time, and yield each result when it is complete."""
+        tenant, deadline = CALLER.get(), self._deadline(context)
         check_batch_size(len(request.generations))
         answers = batch_answers(
             request.generations,
             lambda generation: self._whole(generation, tenant, deadline, context.invocation_metadata()),
-            self.places(tenant),
+            self.places(tenant, request.generations),
         )
-        async with aclosing(answers):
+        async with self.calls.entered(), aclosing(answers):
             async for answer in answers:
                 yield answer
 
     async def _whole(
         self, generation: pb.Generation, tenant: Tenant, deadline: float, headers: Headers
     ) -> pb.GenerateResponse:
+        check_answer_size([generation])
         async with aclosing(self.generate(generation, tenant, deadline, headers)) as responses:
-            return collected([response async for response in responses])
+            received = await all_of(responses, lambda response: response)
+        return await asyncio.to_thread(collected, received)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        """Encode text or a conversation; it takes a request's place, since a long one takes seconds."""
-        async with self._admission.admitted(self._tenant(context), self._deadline(context)):
+        """Return the token ids of a text or a conversation.
+
+        The call counts as a request for admission, because a long text takes seconds.
+        """
+        async with self.calls.entered(), self._admission.admitted(CALLER.get(), self._deadline(context)):
             model = (await self.joined_cluster()).model
             if request.WhichOneof("prompt") == "chat":
                 return pb.TokenizeResponse(token_ids=await encode_chat(request.chat, model))
             return pb.TokenizeResponse(token_ids=await encode_text(request.text, model))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        """Decode token ids."""
-        async with self._admission.admitted(self._tenant(context), self._deadline(context)):
+        """Return the text of token ids; the call counts as a request for admission."""
+        async with self.calls.entered(), self._admission.admitted(CALLER.get(), self._deadline(context)):
             model = (await self.joined_cluster()).model
-            check_detokenized(request.token_ids, model, "token_ids")
-            text = await asyncio.to_thread(model.tokenizer.decode, list(request.token_ids))
-            return pb.DetokenizeResponse(text=text)
+            return await asyncio.to_thread(_detokenized, request, model)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        """Describe the model and count the workers."""
+        """Return the model's name and limits, and the number of live workers of each role."""
         cluster = await self.joined_cluster()
         return pb.GetModelInfoResponse(
             model=cluster.model.name,
@@ -117,31 +145,41 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             num_decode_workers=len(cluster.workers.live("decode")),
         )
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the model is known and a decode worker lives."""
-        return self._cluster.done() and bool(self._cluster.result().workers.live("decode"))
+    def check_ready(self) -> None:
+        """Return if the model is known and a decode worker takes requests.
+
+        Raises:
+            Unavailable: the router is stopping, or no worker can serve; the message says which.
+        """
+        self.calls.check()
+        if not self._cluster.done():
+            raise _no_worker()
+        workers = self._cluster.result().workers
+        if not workers.live("decode"):
+            raise no_decode_worker(workers)
 
     async def generate(
         self, generation: pb.Generation, tenant: Tenant, deadline: float, headers: Headers = ()
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Admit a tenant's request and stream its answers; what the gRPC and the HTTP API have in common.
+        """Admit a tenant's request and yield the messages of its answers, for gRPC and HTTP alike.
 
         Args:
             deadline: a reading of the clock.
-            headers: the call's, which may name a trace.
+            headers: headers of the call, which may name a trace.
 
         Raises:
-            ServiceError: it cannot be served, or not to its end.
+            ServiceError: the request cannot be served or cannot be completed.
         """
         timer = RequestTimer(self._metrics, self._clock)
         with self._tracer.span("request", headers) as span, timer.watching():
-            async with self._admission.admitted(tenant, deadline) as allowance:
+            answers = answers_of(generation.sampling)
+            async with self._admission.admitted(tenant, deadline, answers) as allowance:
                 phases = RequestPhases(self._metrics.phases, span)
                 admitted = self._clock()
                 phases.record(Phase.ADMIT, timer.arrival, admitted)
                 cluster = await self.joined_cluster()
                 request = await validate(generation, cluster.model)
+                check_prompt_logprobs(len(request.prompt_token_ids), request.num_prompt_logprobs)
                 allowance.spend_prompt(len(request.prompt_token_ids))
                 phases.record(Phase.TOKENIZE, admitted, self._clock())
                 self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
@@ -156,46 +194,54 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                             yield response
 
     def tenant_of(self, headers: Headers) -> Tenant:
-        """Return whose a request is, by its metadata or HTTP headers.
+        """Return the tenant of a request, from its gRPC metadata or HTTP headers.
 
         Raises:
-            Unauthenticated: they prove nobody.
+            Unauthenticated: the headers carry no valid key.
         """
         return self._authenticator.authenticate(headers)
 
     def deadline(self, timeout_seconds: float = math.inf) -> float:
-        """Return the reading of the clock at which a request that begins now must have ended."""
+        """Return the deadline, a reading of the clock, of a request that begins now."""
         return self._clock() + min(timeout_seconds, self._request_timeout_seconds)
 
     def admitted(self, tenant: Tenant) -> AbstractAsyncContextManager[object]:
-        """Let other work than a generation take a request's place."""
+        """Count work other than a generation as one request for admission, until the context ends."""
         return self._admission.admitted(tenant, self.deadline())
 
-    def places(self, tenant: Tenant) -> asyncio.Semaphore:
-        """Return what the generations of one call share, so that together they can be admitted."""
-        return asyncio.Semaphore(self._admission.num_at_once(tenant))
+    def places(self, tenant: Tenant, generations: Sequence[pb.Generation]) -> asyncio.Semaphore:
+        """Return a semaphore that limits how many generations of one call run at once.
 
-    def _tenant(self, context: Any) -> Tenant:
-        return self.tenant_of(context.invocation_metadata())
+        The limit is low enough that admission does not refuse one generation because of the others.
+        """
+        num_answers = max(answers_of(each.sampling).number for each in generations)
+        return asyncio.Semaphore(self._admission.num_at_once(tenant, num_answers))
 
     def _deadline(self, context: Any) -> float:
         return self.deadline(_remaining_seconds(context))
 
     async def joined_cluster(self) -> Cluster:
-        """Return the cluster, after a short wait if no worker has ever joined."""
+        """Return the cluster, after waiting up to ``join_wait_seconds`` if no worker has ever joined.
+
+        Raises:
+            Unavailable: no worker joined in that time.
+        """
         try:
             async with asyncio.timeout(self._join_wait_seconds):
                 return await asyncio.shield(self._cluster)
         except TimeoutError:
-            raise Unavailable(
-                "no worker has joined yet; start prefill and decode workers, or try again",
-                reason="NO_WORKER",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            ) from None
+            raise _no_worker() from None
+
+
+def _detokenized(request: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:
+    check_detokenized(request.token_ids, model, "token_ids")
+    text = model.tokenizer.decode(list(request.token_ids))
+    check_size(text, "token_ids")
+    return pb.DetokenizeResponse(text=text)
 
 
 def collected(responses: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateResponse:
-    """Return the whole of a request's stream."""
+    """Return one response with all that the messages of a request's stream contain."""
     answers: dict[int, list[pb.GenerateStreamResponse]] = {}
     for response in responses:
         answers.setdefault(response.index, []).append(response)
@@ -213,7 +259,7 @@ def collected(responses: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateResp
 def _described(
     request_id: str, tenant: Tenant, usage: pb.Usage, timer: RequestTimer, span: Span
 ) -> Iterator[None]:
-    """Say in the log and in the trace, however a request ends, what it was and what it took."""
+    """Log and trace the request when the context ends, whether it succeeded or failed."""
     outcome = "OK"
     try:
         yield
@@ -244,17 +290,28 @@ def _described(
         )
 
 
+def _no_worker() -> Unavailable:
+    return Unavailable(
+        "no worker has joined yet; start prefill and decode workers, or try again",
+        reason="NO_WORKER",
+        retry_after_seconds=RETRY_AFTER_SECONDS,
+    )
+
+
 def _choice(responses: Sequence[pb.GenerateStreamResponse]) -> pb.Choice:
-    """Return the whole of one streamed answer."""
+    """Return one choice with all that the messages of one answer contain."""
     last = responses[-1]
-    return pb.Choice(
+    choice = pb.Choice(
         index=last.index,
         text="".join(response.text for response in responses),
-        token_ids=[token_id for response in responses for token_id in response.token_ids],
         finish_reason=last.finish_reason,
-        logprobs=[each for response in responses for each in response.logprobs],
         score=last.score if last.HasField("score") else None,
     )
+    # Extend once per message: one large operation would hold the GIL and block the event loop.
+    for response in responses:
+        choice.token_ids.extend(response.token_ids)
+        choice.logprobs.MergeFrom(response.logprobs)
+    return choice
 
 
 def _remaining_seconds(context: Any) -> float:

@@ -1,4 +1,4 @@
-"""What users were promised, and whether a request kept it."""
+"""Counts the requests that met the latency targets (service level objectives) and those that missed them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 RESULTS = ("met", "missed")
 
-# What a client did, or asked for, is no failure of the service.
+# The client caused a request to end with one of these codes, so it does not count for or against the service.
 _CLIENTS_OWN = frozenset(
     code.name
     for code in (
@@ -26,14 +26,14 @@ _CLIENTS_OWN = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloTargets:
-    """The most that a request may take for its first token, and for each further one on average."""
+    """Maximum time to the first token, and maximum mean time for each further token."""
 
     ttft_seconds: float = 1.0
     tpot_seconds: float = 0.1
 
 
 class SloMetrics:
-    """Counts the requests that met the targets; goodput is the share or the rate of those that met both."""
+    """Counts requests by the targets that they met; goodput is the share or rate of those that met both."""
 
     def __init__(self, registry: CollectorRegistry, targets: SloTargets) -> None:
         self._targets = targets
@@ -53,7 +53,12 @@ class SloMetrics:
         }
 
     def judge(self, grpc_code: str, ttft_seconds: float | None, tpot_seconds: float | None) -> None:
-        """Count a request that ended; ``None`` for what never came, as the TPOT of a single token."""
+        """Count a request that ended.
+
+        Args:
+            ttft_seconds: time to the first token; None if no token came, which misses the target.
+            tpot_seconds: mean time for each further token; None if there was none, which meets the target.
+        """
         if grpc_code in _CLIENTS_OWN:
             return
         has_met_ttft = ttft_seconds is not None and ttft_seconds <= self._targets.ttft_seconds

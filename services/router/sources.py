@@ -1,4 +1,4 @@
-"""Where the router learns of workers and of their blocks: Redis, or a fixed list of workers and no index."""
+"""Opens the router's sources about workers and blocks: Redis, or a fixed list of workers without an index."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.guarded_index import GuardedIndex
 from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.instrumented_index import IndexMetrics, InstrumentedIndex
-from quire.kvindex.redis_index import RedisIndex, reader_client
+from quire.kvindex.redis_index import RedisIndex, membership_client, reader_client
 from quire.kvindex.strided_index import StridedIndex
+from quire.services.requests.served_model import ServedModel
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.workers import Member, Membership, MembershipLost, StaticMembership
-from quire.services.served_model import ServedModel
 
 
 class Sources(NamedTuple):
-    """What the router asks about the workers."""
+    """Sources of the router's knowledge about the workers and their blocks."""
 
     membership: Membership
     prefixes: Callable[[ServedModel], PrefixLookup]
-    """Returns the look-up for a model, once it is known."""
+    """Returns the prefix look-up for a model; called once the model is known."""
     expected_fingerprint: Callable[[bytes], str]
-    """Returns what a worker with the router's secret says of a cache descriptor."""
+    """Returns the fingerprint that a worker with the router's secret has for a cache descriptor."""
 
 
 class RedisMembership:
-    """The workers that hold a lease in Redis."""
+    """The membership in Redis: workers that hold a lease there."""
 
     def __init__(self, index: RedisIndex) -> None:
         self._index = index
 
     async def members(self) -> Sequence[Member]:
-        """Return the lease holders.
+        """Return the workers that hold a lease.
 
         Raises:
             MembershipLost: Redis does not answer.
@@ -59,7 +59,12 @@ async def open_sources(
     *,
     asks_index: bool = True,
 ) -> AsyncIterator[Sources]:
-    """Connect to Redis if there is one; a Redis that does not answer is no error."""
+    """Open the sources until the context ends; a Redis that does not answer is not an error.
+
+    Args:
+        redis_url: None: use ``worker_addresses`` and no index.
+        asks_index: whether prefixes are looked up in the index; if not, they are only hashed.
+    """
 
     def expected_fingerprint(descriptor: bytes) -> str:
         return fingerprint(descriptor, cluster_secret)
@@ -75,7 +80,7 @@ async def open_sources(
         membership = StaticMembership(worker_addresses)
         yield Sources(membership, partial(lookup, None), expected_fingerprint)
         return
-    client = reader_client(redis_url)
+    client, membership_reader = reader_client(redis_url), membership_client(redis_url)
     index = RedisIndex(client)
     breaker = CircuitBreaker()
     metrics = IndexMetrics(registry, breaker)
@@ -86,6 +91,7 @@ async def open_sources(
 
     prefixes = partial(lookup, guarded if asks_index else None)
     try:
-        yield Sources(RedisMembership(index), prefixes, expected_fingerprint)
+        yield Sources(RedisMembership(RedisIndex(membership_reader)), prefixes, expected_fingerprint)
     finally:
         await client.aclose()
+        await membership_reader.aclose()

@@ -1,10 +1,9 @@
-"""Who a request belongs to, and how it is told: API keys in a file, or nobody asks."""
+"""Determines the tenant of a request: by API keys from a file, or the same tenant for all without keys."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import re
 import secrets
 from collections.abc import Iterable
@@ -12,8 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from quire.services.errors import BadFileError, Unauthenticated
-from quire.services.log import get_logger
+from quire.services.server.errors import BadFileError, Unauthenticated
+from quire.services.server.log import get_logger
 
 KEY_PREFIX = "quire-"
 KEY_BYTES = 32
@@ -25,18 +24,20 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _log = get_logger("tenants")
 
 Headers = Iterable[tuple[str, str | bytes]]
-"""A call's metadata, or an HTTP request's headers; names in any case."""
+"""Metadata of a gRPC call or headers of an HTTP request; names may be in upper or lower case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Somebody whose requests share KV blocks with each other, and with nobody else's.
+    """A client whose requests share KV blocks with each other, and never with those of other tenants.
 
     Attributes:
-        name: empty is everybody, where no keys are asked for.
-        tokens_per_minute: of prompts and answers; a minute's worth may come at once. None: no limit.
-        max_requests: that may run at once. None: no limit.
-        max_waiting: that may wait, first come first served, for one of those to end.
+        name: name of the tenant; empty for the single tenant of a router without API keys.
+        tokens_per_minute: limit on prompt and answer tokens; one minute's worth may come at once. None: no
+            limit.
+        max_requests: limit on requests that run at the same time; a request counts once for each of its
+            answers. None: no limit.
+        max_waiting: limit on requests that wait, in order of arrival, for a running one to end.
     """
 
     name: str = ""
@@ -45,39 +46,40 @@ class Tenant:
     max_waiting: int = 0
 
     def limits(self) -> str:
-        """Return the limits as a key file has them."""
+        """Return the limits in the syntax of a key file, ``name=value`` pairs; empty without limits."""
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
         return " ".join(f"{name.replace('_', '-')}={value}" for name, value in options.items() if value)
 
 
 class Authenticator(Protocol):
-    """Tells whose a request is; the same object serves gRPC and HTTP."""
+    """Determines the tenant of a request; the same object serves gRPC and HTTP."""
 
     def authenticate(self, headers: Headers) -> Tenant:
-        """Return the tenant whom the headers prove.
+        """Return the tenant to whom the credentials in the headers belong.
 
         Raises:
-            Unauthenticated: they prove none.
+            Unauthenticated: the headers carry no valid credentials.
         """
         ...
 
 
 class NoKeys:
-    """Asks for no key: everybody is one tenant."""
+    """Accepts requests without a key; all clients are one tenant."""
 
     def authenticate(self, headers: Headers) -> Tenant:
-        """Return the tenant that everybody is."""
+        """Return the tenant that all clients share, which has no name and no limits."""
         return Tenant()
 
 
 class ApiKeys:
-    """The keys of a file, one in a line: ``sha256:<hash of the key> <tenant> [limit=number ...]``.
+    """Authenticates requests by the API keys in a file.
 
-    Limits are ``tokens-per-minute``, ``max-requests`` and ``max-waiting``. They are the tenant's, and stand
-    in any one of its lines. A tenant may have many keys: a new one can be in use before the old is gone.
-    ``#`` begins a comment.
+    A line of the file is ``sha256:<hash of the key> <tenant> [limit=number ...]``.
+    The limits are ``tokens-per-minute``, ``max-requests`` and ``max-waiting``. They apply to the tenant, not
+    to the key, and may be given in any one of its lines. A tenant may have several keys, so that a new key
+    can be in use before the old one is removed. ``#`` begins a comment.
 
-    Keys are 32 random bytes, so a fast hash hides them: there is nothing to guess.
+    Keys are 32 random bytes. A fast hash is enough to protect them, because they cannot be guessed.
 
     Raises:
         BadFileError: the file cannot be read, or a line is malformed.
@@ -90,24 +92,21 @@ class ApiKeys:
 
     def authenticate(self, headers: Headers) -> Tenant:
         """Return the tenant of the bearer's key; see ``Authenticator``."""
+        # The time of the look-up can reveal only something about the hash, and no key follows from a hash.
         digest = hashlib.sha256(_bearer_token(headers).encode()).digest()
-        found: Tenant | None = None
-        # All are compared, each in constant time: how long it takes tells nothing about any.
-        for known, tenant in self._tenants.items():
-            if hmac.compare_digest(known, digest):
-                found = tenant
-        if found is None:
+        tenant = self._tenants.get(digest)
+        if tenant is None:
             raise Unauthenticated("the API key is not known here", reason="UNKNOWN_API_KEY")
-        return found
+        return tenant
 
     async def follow(self) -> None:
-        """Read the file again whenever it changes, for ever; while it is malformed the old keys hold."""
+        """Reload the file whenever it changes, until cancelled; while it is malformed, the old keys hold."""
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             await asyncio.to_thread(self.reload)
 
     def reload(self) -> None:
-        """Read the file again if it changed."""
+        """Read the file again if it changed; if it is malformed, log that and keep the old keys."""
         try:
             version = _version(self._path)
             if version == self._version:
@@ -121,17 +120,17 @@ class ApiKeys:
 
 
 class NewKey(NamedTuple):
-    """A key, which is shown once, and the line that makes it known."""
+    """A new key, which is shown only once, and its line for the key file."""
 
     key: str
     line: str
 
 
 def new_key(tenant: Tenant) -> NewKey:
-    """Make a key.
+    """Return a new random key for a tenant, with its line for the key file.
 
     Raises:
-        ValueError: the tenant's name cannot stand in a key file.
+        ValueError: the tenant's name is not allowed in a key file.
     """
     if not _NAME.fullmatch(tenant.name):
         raise ValueError(f"a tenant's name {NAME_RULE}; got {tenant.name!r}")
@@ -141,7 +140,7 @@ def new_key(tenant: Tenant) -> NewKey:
 
 
 def read_keys(path: Path) -> dict[bytes, Tenant]:
-    """Return the tenant of each key's hash.
+    """Return the tenants of a key file by SHA-256 digest of their keys.
 
     Raises:
         BadFileError: the file cannot be read, or a line is malformed.
@@ -174,7 +173,7 @@ def _parse(words: list[str]) -> tuple[bytes, Tenant]:
     hashed, *rest = words
     match = _DIGEST.fullmatch(hashed)
     if match is None or not rest:
-        # The word may be a key that somebody wrote here in clear: it is not repeated.
+        # The word may be a key in plain text, so the message does not repeat it.
         raise ValueError("must be sha256:<64 hexadecimal digits> <tenant>; `quire keys new` makes such lines")
     name, *options = rest
     if not _NAME.fullmatch(name):

@@ -1,4 +1,4 @@
-"""A budget of tokens that fills at a steady rate."""
+"""Implements a token bucket: a budget of tokens that fills at a steady rate."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from collections.abc import Callable
 
 SECONDS_PER_MINUTE = 60.0
 ROUNDING_TOKENS = 1e-6
-"""So little may be missing: who waited exactly as long as told must not be refused for a rounding error."""
+"""Shortfall that is ignored, so that a client that waited exactly as long as told is not refused because of a
+rounding error."""
 
 
 class TokenBucket:
-    """Holds at most a minute's worth. It may go into debt, which must be paid before more is taken.
+    """A budget of at most one minute's tokens.
 
-    Prompts are taken beforehand; answers, whose length nobody knows, are spent as they come. In any time T,
-    what is taken and spent is at most capacity + rate · T + what was spent in debt.
+    It may go into debt, and the debt must be repaid before more tokens are taken.
+
+    Prompts are taken in advance. Answers are spent as they come, because their length is not known. In any
+    time T, the tokens taken and spent are at most capacity + rate · T + the tokens that were spent in debt.
 
     Args:
-        tokens_per_minute: the rate, and the capacity.
-        clock: seconds that only go forward.
+        tokens_per_minute: the rate, and also the capacity.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, tokens_per_minute: int, clock: Callable[[], float]) -> None:
@@ -28,16 +31,16 @@ class TokenBucket:
         self._filled_at = clock()
 
     def wait_seconds(self, num_tokens: int) -> float:
-        """Return the seconds until so many can be taken, if nobody else takes any; 0: now.
+        """Return the seconds until ``num_tokens`` can be taken if no others are taken meanwhile; 0: now.
 
-        More than the capacity can be taken when the bucket is full.
+        More tokens than the capacity can be taken when the bucket is full.
         """
         self._fill()
         missing = min(num_tokens, self.tokens_per_minute) - self._level
         return missing / self._rate if missing > ROUNDING_TOKENS else 0.0
 
     def spend(self, num_tokens: int) -> None:
-        """Take tokens, into debt if need be."""
+        """Take tokens; if too few are left, the bucket goes into debt."""
         self._fill()
         self._level -= num_tokens
 

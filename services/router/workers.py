@@ -1,23 +1,28 @@
-"""The live workers: who they are, whether they answer, what the router has in flight there."""
+"""Tracks the live workers: their descriptions, whether they answer, and the router's work in flight there."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.kvtransfer.channels import CHANNEL_OPTIONS
+from quire.kvtransfer.proof import Caller, Peer, new_challenge
 from quire.protos import worker_pb2, worker_pb2_grpc
-from quire.services.log import get_logger
-from quire.services.tls import Connect
+from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.services.server.cluster_proof import ClusterTrust
+from quire.services.server.log import get_logger
+from quire.services.server.tls import Connect
 
 PROBE_SECONDS = 2.0
+SILENT_SECONDS = 7.0
+"""A worker that answers no probe for this long is lost, and its calls end."""
 PENALTY_SECONDS = 2.0
 _MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor", "index_stride")
 
@@ -25,21 +30,21 @@ _log = get_logger("router")
 
 
 class Member(NamedTuple):
-    """A worker as the membership knows it."""
+    """A worker's entry in the membership."""
 
     address: str
     epoch: str | None = None
-    """Proves together with a live lease that the worker is the one that joined; None: ask the worker."""
+    """Together with a live lease, the epoch proves that the worker is the one that joined; None: ask it."""
     is_draining: bool = False
     fingerprint: str | None = None
 
 
 class MembershipLost(Exception):
-    """Who is a member cannot be known now; says nothing about the workers."""
+    """The membership cannot be read now; this says nothing about the workers themselves."""
 
 
 class Membership(Protocol):
-    """Knows the addresses of the workers."""
+    """Source of the workers' addresses, such as Redis or a fixed list."""
 
     async def members(self) -> Sequence[Member]:
         """Return the members.
@@ -51,17 +56,17 @@ class Membership(Protocol):
 
 
 class StaticMembership:
-    """A fixed list of addresses, each asked for its health."""
+    """A fixed list of worker addresses; the router asks each worker for its health."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._members = [Member(address) for address in addresses]
 
     async def members(self) -> Sequence[Member]:
-        """Return all of them."""
+        """Return a member for every configured address."""
         return self._members
 
 
-def worker_stub(channel: grpc.aio.Channel) -> worker_pb2_grpc.WorkerServiceStub:
+def worker_stub(channel: grpc.aio.Channel | Peer) -> worker_pb2_grpc.WorkerServiceStub:
     """Return the worker's service over a channel."""
     return worker_pb2_grpc.WorkerServiceStub(channel)
 
@@ -73,46 +78,95 @@ class Connection:
     channel: grpc.aio.Channel
     stub: worker_pb2_grpc.WorkerServiceStub
     health: health_pb2_grpc.HealthStub
+    peer: Peer | None = None
+    """Set once the worker has proved its identity; ``stub`` then signs its calls."""
+    is_doubted: bool = False
+    """Whether another process may have answered a call: probe the address again even if the lease is live."""
 
     @classmethod
     def to(cls, address: str, connect: Connect) -> Connection:
-        """Return an unconnected channel; it connects with its first call."""
-        # Retries are the router's, which knows what was already sent to the client.
+        """Return a connection to an address; its channel connects with the first call."""
+        # gRPC must not retry: only the router knows what was already sent to the client.
         channel = connect(address, options=[*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)])
         return cls(channel, worker_stub(channel), health_pb2_grpc.HealthStub(channel))
+
+    def sign_as(self, caller: Caller, info: worker_pb2.GetWorkerInfoResponse) -> None:
+        """Sign all later calls as ``caller``, for the worker that ``info`` describes."""
+        self.peer = Peer(self.channel, caller, info.address, info.epoch)
+        self.stub = worker_stub(self.peer)
+
+    async def check(self, call: Any) -> None:
+        """Return once the call has reached the worker that proved its identity; see ``Peer.check``.
+
+        Raises:
+            AioRpcError: the call failed, or another process answered it.
+        """
+        if self.peer is None:
+            return
+        try:
+            await self.peer.check(call)
+        except grpc.aio.AioRpcError:
+            self.is_doubted = True
+            raise
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """A worker that joined, and the router's account of it."""
+    """A worker that joined, and the router's state for it."""
 
     address: str
     info: worker_pb2.GetWorkerInfoResponse
     connection: Connection
     is_draining: bool = False
     has_left: bool = False
+    is_lost: bool = False
+    """Whether it was removed because it was silent: its calls have ended, and new ones would never return."""
+    is_asked_to_stay: bool = False
+    """Whether its lease is gone, and it has not answered yet whether it stays."""
+    is_stalled: bool = False
+    """Whether it reports that its engine makes no progress."""
+    silent_since: float | None = None
+    """Start of the first unanswered probe, a reading of the clock; None: the last probe was answered."""
+    num_unanswered: int = 0
+    """Number of consecutive probes that it has not answered."""
     shunned_until: float = 0.0
+    """Time until which it counts as unhealthy after a failure, a reading of the clock."""
     num_requests: int = 0
+    """Number of this router's requests in flight on the worker."""
     owed_tokens: int = 0
-    """Tokens that it has to compute before first tokens."""
+    """Pending prefill tokens: those that it has to compute before the first tokens of its requests."""
     kept_tokens: int = 0
-    """Tokens of the sequences whose blocks it keeps."""
+    """Resident tokens: those of the sequences whose blocks it keeps."""
 
     @property
     def worker_id(self) -> str:
-        """Unique name of the worker."""
+        """Unique id of the worker."""
         return self.info.worker_id
 
     @property
+    def peer_address(self) -> str:
+        """Address (host:port) at which other workers reach this one."""
+        return self.info.address or self.address
+
+    @property
     def stub(self) -> worker_pb2_grpc.WorkerServiceStub:
-        """The worker's service."""
+        """Stub for calls to the worker's service over its present connection."""
         return self.connection.stub
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether it may be unable to serve; the router prefers other workers until it answers a probe."""
+        return self.is_asked_to_stay or self.is_stalled or self.num_unanswered > 0
 
 
 class WorkerSet:
     """Follows the membership and keeps one channel for each worker.
 
-    All workers must serve the first one's model with the same KV layout and block hashes; others are refused.
+    A worker that answers stays until it reports that it is leaving. If its lease is gone, the router asks the
+    worker itself, because Redis may have lost all leases at once.
+
+    All workers must serve the model of the first worker, with the same KV layout and block hashes. Others are
+    refused.
     """
 
     def __init__(
@@ -121,43 +175,53 @@ class WorkerSet:
         *,
         expected_fingerprint: Callable[[bytes], str] | None = None,
         connect: Connect = grpc.aio.insecure_channel,
+        silent_seconds: float = SILENT_SECONDS,
+        trust: ClusterTrust | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_leave: Callable[[str], None] = lambda worker_id: None
-        """Hears of workers that have left."""
+        """Called with the id of each worker that has left."""
         self._membership = membership
         self._expected_fingerprint = expected_fingerprint
         self._connect = connect
+        self._silent_seconds = silent_seconds
+        self._probe_seconds = min(PROBE_SECONDS, silent_seconds / 3)
+        self._trust = trust or ClusterTrust()
+        self._caller = Caller(self._trust.secret)
         self._clock = clock
         self._workers: dict[str, Worker] = {}
-        self._refused: set[tuple[str, str]] = set()
+        self._refused: dict[str, str] = {}
+        """Last logged reason for refusing the worker at each address."""
         self._is_membership_lost = False
         self._closing: set[asyncio.Task[None]] = set()
         self._refreshing = asyncio.Lock()
         self.reference: worker_pb2.GetWorkerInfoResponse | None = None
-        """The description of the first worker that joined."""
+        """Description of the first worker that joined; None until one has joined."""
 
     def all(self) -> list[Worker]:
-        """Return every worker, draining ones included."""
+        """Return every worker, including those that drain."""
         return list(self._workers.values())
 
     def live(self, role: str) -> list[Worker]:
-        """Return the workers of a role that take requests."""
+        """Return the workers of a role that take new requests."""
         return [w for w in self._workers.values() if w.info.role == role and not w.is_draining]
 
     def is_shunned(self, worker: Worker) -> bool:
-        """Return whether the worker failed a moment ago."""
-        return self._clock() < worker.shunned_until
+        """Return whether the worker is unhealthy: it failed recently, or it may be unable to serve."""
+        return worker.is_in_doubt or self._clock() < worker.shunned_until
 
     def shun(self, worker: Worker) -> None:
-        """Prefer other workers for a while."""
+        """Mark a worker as unhealthy for ``PENALTY_SECONDS``, so that other workers are preferred."""
         worker.shunned_until = self._clock() + PENALTY_SECONDS
 
     @contextmanager
     def dispatched(
         self, worker: Worker, *, owed_tokens: int = 0, kept_tokens: int = 0
     ) -> Iterator[Callable[[], None]]:
-        """Account a request and its tokens to a worker; the yielded call says: what is owed is computed."""
+        """Count a request and its tokens as in flight on a worker until the context ends.
+
+        Call the yielded function once the prompt has been computed: it clears the pending prefill tokens.
+        """
         worker.num_requests += 1
         worker.owed_tokens += owed_tokens
         worker.kept_tokens += kept_tokens
@@ -183,9 +247,35 @@ class WorkerSet:
             records: dict[str, list[Member]] = {}
             for member in await self._members():
                 records.setdefault(member.address, []).append(member)
-            for worker in [w for w in self._workers.values() if w.address not in records]:
-                self._leave(worker, "lease_ended")
-            await asyncio.gather(*(self._update(address, found) for address, found in records.items()))
+            self._refused = {at: problem for at, problem in self._refused.items() if at in records}
+            addresses = records.keys() | self._workers.keys()
+            await asyncio.gather(*(self._update(address, records.get(address, [])) for address in addresses))
+
+    async def ask_busy(self) -> None:
+        """Probe the workers that have requests or are in doubt; end the calls of those that do not serve.
+
+        A lease is not enough for a busy worker: it expires late, and it stays alive when the engine is stuck.
+        """
+        busy = [worker for worker in self._workers.values() if worker.num_requests or worker.is_in_doubt]
+        await asyncio.gather(*map(self._ask, busy))
+
+    def draining(self, role: str) -> list[Worker]:
+        """Return the workers of a role that drain: they finish their requests and take no new ones."""
+        return [w for w in self._workers.values() if w.info.role == role and w.is_draining]
+
+    async def set_draining(
+        self, worker: Worker, is_draining: bool, tell: Callable[[], Awaitable[Any]]
+    ) -> None:
+        """Start or end the draining of a worker; on return, this set has the new state too.
+
+        No refresh runs meanwhile: a refresh that had read the membership earlier would undo the change.
+
+        Args:
+            tell: sends the change to the worker.
+        """
+        async with self._refreshing:
+            await tell()
+            self._mark(worker, is_draining)
 
     async def close(self) -> None:
         """Close every channel."""
@@ -207,43 +297,121 @@ class WorkerSet:
         return members
 
     async def _update(self, address: str, records: Sequence[Member]) -> None:
-        """Bring the worker at an address up to date; a worker that restarts has two records for a while."""
-        worker, member = self._workers.get(address), records[0]
-        if worker is not None and [worker.info.epoch] == [record.epoch for record in records]:
-            self._set_draining(worker, member.is_draining)
+        """Bring the worker at an address up to date; a restarted worker has two records for a while."""
+        worker = self._workers.get(address)
+        if worker is None:
+            await self._meet(address, records)
             return
-        connection = worker.connection if worker is not None else Connection.to(address, self._connect)
-        probe = await self._probe(connection)
-        if probe is not None:
-            member = next((record for record in records if record.epoch == probe.info.epoch), member)
-        if worker is not None and probe is not None and probe.info.epoch == worker.info.epoch:
-            self._set_draining(worker, member.is_draining or probe.is_draining)
+        is_its_record = [worker.info.epoch] == [record.epoch for record in records]
+        is_same = is_its_record and worker.is_draining == records[0].is_draining
+        if is_same and not worker.connection.is_doubted:
             return
-        if worker is not None:
-            self._leave(worker, "no_answer" if probe is None else "restarted")
-            connection = Connection.to(address, self._connect)
-        if probe is None or not probe.is_serving or not self._accepts(member, probe.info):
-            await connection.channel.close(grace=None)
+        # The worker may be about to stop and would refuse requests: prefer others until it has answered.
+        worker.is_asked_to_stay = not records
+        probe = await self._ask(worker)
+        worker.is_asked_to_stay = False
+        if probe is None:
+            if is_its_record:
+                self._mark(worker, records[0].is_draining)
             return
-        is_draining = member.is_draining or probe.is_draining
-        self._join(Worker(address, probe.info, connection, is_draining=is_draining))
+        worker.connection.is_doubted = False
+        if probe.info.epoch != worker.info.epoch:
+            self._leave(worker, "restarted")
+            await self._meet(address, records)
+        elif not records and not probe.is_serving:
+            self._leave(worker, "lease_ended")
+        else:
+            # The worker's own answer counts, because the record may lag behind it.
+            self._mark(worker, probe.is_draining)
 
-    async def _probe(self, connection: Connection) -> _Probe | None:
+    async def _meet(self, address: str, records: Sequence[Member]) -> None:
+        """Probe the address of a new record, and let its worker join if it serves and is accepted."""
+        if not records:
+            return
+        connection = Connection.to(address, self._connect)
         try:
-            health = await connection.health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_SECONDS)
-            info = await connection.stub.GetWorkerInfo(
-                worker_pb2.GetWorkerInfoRequest(), timeout=PROBE_SECONDS
-            )
-        except grpc.aio.AioRpcError:
-            return None
-        return _Probe(info, health.status == health_pb2.HealthCheckResponse.SERVING)
+            probe = await self._probe(connection)
+        except (grpc.aio.AioRpcError, ChannelClosedError):
+            probe = None
+        if probe is not None and probe.is_serving:
+            member = next((record for record in records if record.epoch == probe.info.epoch), records[0])
+            if self._accepts(member, probe):
+                connection.sign_as(self._caller, probe.info)
+                self._join(Worker(address, probe.info, connection, is_draining=probe.is_draining))
+                return
+        await connection.channel.close(grace=None)
 
-    def _accepts(self, member: Member, info: worker_pb2.GetWorkerInfoResponse) -> bool:
-        problem = self._mismatch(member, info)
+    async def _ask(self, worker: Worker) -> _Probe | None:
+        """Probe a worker and return its answer, or None if there is none.
+
+        A worker that does not answer for ``silent_seconds`` leaves, and its calls end.
+        """
+        begin = self._clock()
+        code = None
+        try:
+            probe = await self._probe(worker.connection)
+        except _StrangerError:
+            if self._workers.get(worker.address) is worker:
+                self._leave(worker, "stranger")
+            return None
+        except (grpc.aio.AioRpcError, ChannelClosedError) as error:
+            probe, code = None, error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+        if self._workers.get(worker.address) is not worker:
+            return None
+        if probe is not None:
+            worker.silent_since, worker.num_unanswered = None, 0
+            if probe.info.epoch == worker.info.epoch:
+                self._set_stalled(worker, probe.info.is_stalled)
+        elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            worker.num_unanswered += 1
+            worker.silent_since = begin if worker.silent_since is None else worker.silent_since
+            # One late answer may be this process's own delay; a second unanswered probe rules that out.
+            if worker.num_unanswered > 1 and self._clock() - worker.silent_since >= self._silent_seconds:
+                self._leave(worker, "silent")
+                worker.is_lost = True
+                self._close_soon(worker.connection)
+        elif code is not None:
+            self._leave(worker, "no_answer")
+        return probe
+
+    async def _probe(self, connection: Connection) -> _Probe:
+        """Return the worker's health and description.
+
+        Raises:
+            AioRpcError: there is no answer, or none within the probe's time.
+            ChannelClosedError: this process closed the connection.
+            _StrangerError: the worker had proved its identity, and now another process answered.
+        """
+        try:
+            return await self._probe_once(connection)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+        # A connection that was lost while idle fails one call with UNAVAILABLE; then gRPC connects again.
+        return await self._probe_once(connection)
+
+    async def _probe_once(self, connection: Connection) -> _Probe:
+        seconds, nonce = self._probe_seconds, new_challenge()
+        request = worker_pb2.GetWorkerInfoRequest(nonce=nonce)
+        with closed_channel_errors():
+            health = await connection.health.Check(health_pb2.HealthCheckRequest(), timeout=seconds)
+            info = await connection.stub.GetWorkerInfo(request, timeout=seconds)
+        if connection.peer is not None and not self._trust.is_proven(nonce, info):
+            raise _StrangerError
+        return _Probe(info, health.status == health_pb2.HealthCheckResponse.SERVING, nonce)
+
+    def _accepts(self, member: Member, probe: _Probe) -> bool:
+        info = probe.info
+        # First check the proof: the description of an unproven worker cannot be trusted.
+        is_named_by_operator = member.fingerprint is None
+        problem = self._trust.problem(
+            member.address, probe.nonce, info, is_named_by_operator=is_named_by_operator
+        ) or self._mismatch(member, info)
         if problem is None:
+            self._refused.pop(member.address, None)
             return True
-        if (member.address, info.epoch) not in self._refused:
-            self._refused.add((member.address, info.epoch))
+        if self._refused.get(member.address) != problem:
+            self._refused[member.address] = problem
             _log.error("worker_refused", worker=info.worker_id, address=member.address, problem=problem)
         return False
 
@@ -276,10 +444,26 @@ class WorkerSet:
         if worker.num_requests == 0:
             self._close_soon(worker.connection)
 
-    def _set_draining(self, worker: Worker, is_draining: bool) -> None:
+    def _mark(self, worker: Worker, is_draining: bool) -> None:
         if worker.is_draining != is_draining:
             worker.is_draining = is_draining
             _log.info("worker_draining" if is_draining else "worker_serving", worker=worker.worker_id)
+
+    def _set_stalled(self, worker: Worker, is_stalled: bool) -> None:
+        if worker.is_stalled != is_stalled:
+            worker.is_stalled = is_stalled
+            log = _log.warning if is_stalled else _log.info
+            log("worker_stalled" if is_stalled else "worker_moves", worker=worker.worker_id)
+        if is_stalled and worker.num_requests and self._has_substitute(worker):
+            # Closing the channel ends its calls, and their requests continue on other workers.
+            self._close_soon(worker.connection)
+            worker.connection = Connection.to(worker.address, self._connect)
+            worker.connection.sign_as(self._caller, worker.info)
+
+    def _has_substitute(self, worker: Worker) -> bool:
+        """Return whether other workers can take over; decode workers can compute prompts too."""
+        others = {*self.live(worker.info.role), *self.live("decode")} - {worker}
+        return any(not other.is_in_doubt for other in others)
 
     def _close_soon(self, connection: Connection) -> None:
         task = asyncio.create_task(connection.channel.close(grace=None))
@@ -287,9 +471,14 @@ class WorkerSet:
         task.add_done_callback(self._closing.discard)
 
 
+class _StrangerError(Exception):
+    """Another process now answers at the address of a worker that had joined."""
+
+
 class _Probe(NamedTuple):
     info: worker_pb2.GetWorkerInfoResponse
     is_serving: bool
+    nonce: str
 
     @property
     def is_draining(self) -> bool:

@@ -1,7 +1,7 @@
-"""After an answer, asks the prefill worker to copy the answer's blocks from the decode worker.
+"""Asks the prefill worker, after an answer, to copy the answer's blocks from the decode worker.
 
-The next turn of the conversation then finds all of it where it is computed. It is done in idle time or not at
-all: few at once, none that has to wait long, and nobody waits for it.
+The next turn of the conversation then finds the whole conversation cached on its prefill worker. Copies run
+only in idle time: only a few at once, with a short time limit, and no request waits for them.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from quire.protos import worker_pb2
-from quire.services.closed_channel import ChannelClosedError, closed_channel_errors
-from quire.services.log import get_logger
-from quire.services.router.legs import Spawn
+from quire.services.router.worker_calls import Spawn
 from quire.services.router.workers import Worker
+from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.services.server.log import get_logger
 
 MAX_UNDER_WAY = 4
-"""Of all workers; more are dropped."""
+"""Maximum number of copies in flight on all workers together; further ones are dropped."""
 WAIT_SECONDS = 2.0
-"""Longest that a copy waits for an idle worker and takes."""
+"""Time limit of a copy, including its wait for an idle worker."""
 
 _log = get_logger("router")
 
 
 class WriteBackMetrics:
-    """What came of the copies."""
+    """Counts the copies by result, and the blocks copied."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.results = Counter(
@@ -43,7 +43,7 @@ class WriteBackMetrics:
 
 
 class WriteBacks:
-    """Copies under way."""
+    """Starts copies, and limits how many are in flight."""
 
     def __init__(self, spawn: Spawn, metrics: WriteBackMetrics) -> None:
         self._spawn = spawn
@@ -58,9 +58,13 @@ class WriteBacks:
         num_prompt_tokens: int,
         scope: worker_pb2.CacheScope,
     ) -> None:
-        """Begin to copy the blocks that a sequence has beyond its prompt, unless too many are under way."""
+        """Start to copy the blocks that a sequence has after its prompt, unless too many are in flight.
+
+        Args:
+            token_ids: the prompt and the answer.
+        """
         block_size = prefill.info.layout.block_size
-        # The last token was drawn and not computed.
+        # The last token was sampled but never computed, so it has no KV.
         num_blocks = (len(token_ids) - 1) // block_size
         if num_blocks <= num_prompt_tokens // block_size:
             return
@@ -69,7 +73,7 @@ class WriteBacks:
             return
         self.num_under_way += 1
         source = worker_pb2.PullSource(
-            address=decode.address,
+            address=decode.peer_address,
             epoch=decode.info.epoch,
             num_blocks=num_blocks,
             timeout_ms=int(1000 * WAIT_SECONDS),

@@ -1,1 +1,1 @@
-"""Serves ``vllm.grpc.engine.VllmEngine`` on a worker's port, for gateways that drive vLLM's engines."""
+"""Serves ``vllm.grpc.engine.VllmEngine`` on a worker's port, for gateways made for vLLM's engines."""

@@ -1,4 +1,4 @@
-"""From a worker's tokens to the messages of ``vllm.grpc.engine``."""
+"""Turns a worker's tokens into the messages of ``vllm.grpc.engine``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from quire.protos import inference_pb2, worker_pb2
-from quire.services.validation import ValidRequest
+from quire.services.requests.validation import ValidRequest
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
 
@@ -19,7 +19,7 @@ _FINISH_REASONS = {
 
 
 class Answer:
-    """One of a request's answers: collects its tokens, and ends at a stop string."""
+    """One answer of a request: collects its tokens, and ends it at a stop string."""
 
     def __init__(self, request: ValidRequest, tokenizer: Tokenizer, index: int) -> None:
         self.num_cached_tokens = 0
@@ -32,13 +32,13 @@ class Answer:
         self._num_sent = 0
         self._finish_reason = inference_pb2.FINISH_REASON_UNSPECIFIED
         self._stop_string: str | None = None
-        # Without stop strings nobody here reads the text.
+        # The text is needed only to find stop strings.
         self._decoder = _decoder(request, tokenizer) if request.stop_strings else None
 
     def add(
         self, tokens: Sequence[worker_pb2.SampledToken], finish_reason: inference_pb2.FinishReason
     ) -> None:
-        """Take what a step drew; tokens after a stop string are not part of the answer."""
+        """Add the tokens that a step sampled; tokens after a stop string are left out of the answer."""
         for token in tokens:
             self._tokens.append(token)
             if self._decoder is not None and (stop := self._decoder.step(token.token_id).stop):
@@ -51,7 +51,7 @@ class Answer:
             self._end_at(stop)
 
     def chunk(self) -> vllm.GenerateResponse:
-        """Return what is new."""
+        """Return a message with the tokens since the last chunk."""
         is_first, tokens = not self._num_sent, self._tokens[self._num_sent :]
         self._num_sent = len(self._tokens)
         chunk = vllm.GenerateStreamChunk(
@@ -66,7 +66,7 @@ class Answer:
         return vllm.GenerateResponse(chunk=chunk)
 
     def complete(self) -> vllm.GenerateResponse:
-        """Return the whole answer."""
+        """Return the message with the complete answer."""
         return vllm.GenerateResponse(
             complete=vllm.GenerateComplete(
                 index=self._index,
@@ -87,7 +87,7 @@ class Answer:
         self._finish_reason, self.is_finished = inference_pb2.FINISH_REASON_STOP, True
 
     def _matched_stop(self) -> dict[str, Any]:
-        """Return what ended the answer, if the client named it; the model's own end is not named."""
+        """Return the client's stop string or stop token that ended the answer; empty for other endings."""
         if self._stop_string is not None:
             return {"matched_stop_str": self._stop_string}
         last = self._tokens[-1].token_id if self._tokens else None
@@ -109,7 +109,7 @@ class Answer:
         values = [vllm.InputTokenLogProb(value=each.logprob) for each in self.prompt_logprobs]
         return vllm.InputLogProbs(
             token_ids=self._request.prompt_token_ids,
-            # Nothing comes before the first token that could make it probable.
+            # The first token has no logprob, because no token precedes it.
             token_logprobs=[vllm.InputTokenLogProb(), *values],
             top_logprobs=[vllm.TopLogProbs(), *map(_top, self.prompt_logprobs)]
             if self._request.num_prompt_logprobs

@@ -1,7 +1,8 @@
-"""What a gateway carries from the prefill worker's answer to the decode worker's request.
+"""Defines the hand-off that a gateway carries from a prefill worker's answer to a decode worker's request.
 
-A gateway passes it on unread. Its members are those with which vLLM's NIXL connector names an engine; whoever
-holds it can learn of a prompt's blocks only by their hashes, which take the prompt and the cluster's secret.
+The gateway passes it on without reading it. It has the members with which vLLM's NIXL connector names an
+engine, and a proof. Without the proof, a client behind a gateway could name a machine of its own, and the
+decode worker would copy blocks from there into the cache that all requests share.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from quire.kvtransfer.proof import REMEDY, is_equal, proof
 from quire.protos import worker_pb2
-from quire.services.errors import InvalidArgument
+from quire.services.server.cluster_proof import ClusterTrust
+from quire.services.server.errors import InvalidArgument
+from quire.services.server.loopback import is_loopback
 
 FIELD = "kv_transfer_params_json"
 
 
-def hand_off(address: str, epoch: str, num_blocks: int) -> str:
-    """Return where a prompt's blocks are."""
+def hand_off(address: str, epoch: str, num_blocks: int, secret: bytes) -> str:
+    """Return the JSON that tells a decode worker where a prompt's blocks are, with a proof."""
     host, _, port = address.rpartition(":")
     return json.dumps(
         {
@@ -26,16 +30,47 @@ def hand_off(address: str, epoch: str, num_blocks: int) -> str:
             "remote_host": host,
             "remote_port": int(port),
             "remote_num_blocks": num_blocks,
+            "remote_proof": _proof(secret, address, epoch) if secret else "",
         }
     )
 
 
-def pull_source(request: Any) -> worker_pb2.PullSource | None:
-    """Return where a ``GenerateRequest`` says that its prompt's blocks are; None if it does not.
+def has_hand_off(request: Any) -> bool:
+    """Return whether a ``GenerateRequest`` carries the hand-off of a prefill worker.
 
     Raises:
-        InvalidArgument: it is not what ``hand_off`` returned.
+        InvalidArgument: the hand-off is malformed.
     """
+    return _members(request) is not None
+
+
+def pull_source(request: Any, trust: ClusterTrust) -> worker_pb2.PullSource | None:
+    """Return the worker from which to pull the blocks of a ``GenerateRequest``; None without a hand-off.
+
+    Raises:
+        InvalidArgument: the hand-off does not come from a worker of this cluster.
+    """
+    members = _members(request)
+    if members is None:
+        return None
+    host, epoch = (_text(members, name) for name in ("remote_host", "remote_engine_id"))
+    port, num_blocks = (_number(members, name) for name in ("remote_port", "remote_num_blocks"))
+    address = f"{host}:{port}"
+    if trust.secret:
+        if not is_equal(str(members.get("remote_proof", "")), _proof(trust.secret, address, epoch)):
+            raise InvalidArgument(
+                FIELD,
+                f"{address} is not proved to be a worker of this cluster: pass on what the prefill worker "
+                f"returned, and {REMEDY}",
+            )
+    elif not trust.has_tls and not is_loopback(host):
+        raise InvalidArgument(
+            FIELD, f"{address} is on another machine, and this worker has no cluster secret: {REMEDY}"
+        )
+    return worker_pb2.PullSource(address=address, epoch=epoch, num_blocks=num_blocks)
+
+
+def _members(request: Any) -> dict[str, Any] | None:
     if not request.HasField(FIELD):
         return None
     try:
@@ -44,11 +79,11 @@ def pull_source(request: Any) -> worker_pb2.PullSource | None:
         raise InvalidArgument(FIELD, f"must be JSON: {error}") from error
     if not isinstance(members, dict):
         raise InvalidArgument(FIELD, "must be a JSON object")
-    if not members.get("do_remote_prefill"):
-        return None
-    host, epoch = (_text(members, name) for name in ("remote_host", "remote_engine_id"))
-    port, num_blocks = (_number(members, name) for name in ("remote_port", "remote_num_blocks"))
-    return worker_pb2.PullSource(address=f"{host}:{port}", epoch=epoch, num_blocks=num_blocks)
+    return members if members.get("do_remote_prefill") else None
+
+
+def _proof(secret: bytes, address: str, epoch: str) -> str:
+    return proof(secret, "hand-off", address, epoch)
 
 
 def _text(members: dict[str, Any], name: str) -> str:

@@ -1,21 +1,25 @@
-"""From the requests of ``vllm.grpc.engine`` to those of ``quire.v1``."""
+"""Translates the requests of ``vllm.grpc.engine`` to those of ``quire.v1``."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import InvalidArgument
+from quire.services.requests.choice_format import choice_format
+from quire.services.server.errors import InvalidArgument
 
 _CONSTRAINTS = "json_schema, regex, grammar, json_object, choice"
 
 
 def generation_from_proto(request: Any) -> pb.Generation:
-    """Return what a ``GenerateRequest`` asks for; scalars without presence say by 0 that they are absent.
+    """Return the generation that a ``GenerateRequest`` asks for.
+
+    A value of 0 in a scalar field without presence means that the field is absent.
 
     Raises:
-        InvalidArgument: it asks for something that is not served here.
+        InvalidArgument: the request uses a feature that is not served here.
     """
     _refuse_what_is_not_served(request)
     params = request.sampling_params
@@ -37,6 +41,28 @@ def generation_from_proto(request: Any) -> pb.Generation:
         ),
         format=_format(params),
     )
+
+
+@contextmanager
+def fields_as_sent() -> Iterator[None]:
+    """Rename the fields of ``quire.v1`` in errors to their names in ``vllm.grpc.engine``."""
+    try:
+        yield
+    except InvalidArgument as error:
+        field = _field(error.field)
+        raise InvalidArgument(
+            field, error.problem, reason=error.reason, metadata={**error.metadata, "field": field}
+        ) from error
+
+
+def _field(field: str) -> str:
+    name, bracket, index = field.partition("[")
+    if name in ("token_ids", "token_ids.ids"):
+        return f"tokenized.input_ids{bracket}{index}"
+    group, dot, rest = field.partition(".")
+    if not dot or group not in ("sampling", "stopping", "response", "format"):
+        return field
+    return f"sampling_params.{'stop' + bracket + index if name == 'stopping.stop_strings' else rest}"
 
 
 def _refuse_what_is_not_served(request: Any) -> None:
@@ -65,7 +91,7 @@ def _sampling(params: Any) -> pb.SamplingParams:
         top_p=params.top_p or None,
         top_k=params.top_k,
         min_p=params.min_p,
-        # Signed there; the same seed must go on meaning the same tokens.
+        # vLLM's seed is signed and quire's is not; equal seeds must still give equal tokens.
         seed=params.seed % (1 << 64) if params.HasField("seed") else None,
         n=params.n or None,
         presence_penalty=params.presence_penalty or None,
@@ -93,8 +119,6 @@ def _format(params: Any) -> pb.ResponseFormat | None:
         case "json_object":
             return pb.ResponseFormat(json_schema='{"type":"object"}') if params.json_object else None
         case "choice":
-            # Lark's strings have the escapes of JSON's.
-            choices = map(json.dumps, params.choice.choices)
-            return pb.ResponseFormat(grammar="start: " + " | ".join(choices))
+            return choice_format(params.choice.choices)
         case kind:
             raise InvalidArgument(f"sampling_params.{kind}", f"is not served; {_CONSTRAINTS} are")

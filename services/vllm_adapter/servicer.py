@@ -1,8 +1,9 @@
 """Serves ``vllm.grpc.engine.VllmEngine`` over one worker.
 
-A gateway in front of decode workers alone sends them whole requests. One in front of prefill workers too
-sends each prompt to one of those first, and what that returns along with the request to a decode worker,
-which pulls the prompt's blocks: those it cannot have it computes.
+A gateway that has only decode workers sends them complete requests. A gateway that also has prefill workers
+first sends each prompt to one of them. It then sends the request, with the hand-off that the prefill worker
+returned, to a decode worker. The decode worker pulls the prompt's blocks, and computes those that it cannot
+get.
 """
 
 from __future__ import annotations
@@ -14,21 +15,28 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
+from quire.models.source import CONFIGURATION_FILES, find_model, without_revision
 from quire.protos import worker_pb2
-from quire.services.errors import DeadlineExceeded, InvalidArgument, OutOfRange, ServiceError, Unimplemented
-from quire.services.grpc_server import Service
-from quire.services.served_model import ServedModel, load_served_model
-from quire.services.validation import ValidRequest, validate
+from quire.services.requests.served_model import ServedModel, load_served_model
+from quire.services.requests.validation import ValidRequest, validate
+from quire.services.server.cluster_proof import ClusterTrust
+from quire.services.server.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    OutOfRange,
+    ServiceError,
+    Unimplemented,
+)
+from quire.services.server.grpc_server import Service
 from quire.services.vllm_adapter.answers import Answer
-from quire.services.vllm_adapter.hand_off import hand_off, pull_source
-from quire.services.vllm_adapter.requests import generation_from_proto
+from quire.services.vllm_adapter.hand_off import hand_off, has_hand_off, pull_source
+from quire.services.vllm_adapter.requests import fields_as_sent, generation_from_proto
 from quire.services.vllm_adapter.tokenizer_archive import pieces, tokenizer_archive
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.servicer import WorkerServicer
@@ -44,20 +52,27 @@ _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 def vllm_service(
-    worker: WorkerServicer, identity: WorkerIdentity, max_num_seqs: int, address: Callable[[], str]
+    worker: WorkerServicer,
+    identity: WorkerIdentity,
+    max_num_seqs: int,
+    address: Callable[[], str],
+    trust: ClusterTrust,
 ) -> Service:
-    """Return the service over a worker; ``address`` says where other workers reach it. Reads files.
+    """Return the service over a worker; this reads the model's files.
+
+    Args:
+        address: returns the address (host:port) at which other workers reach this one.
 
     Raises:
         MissingTokenizerError: the model has no ``tokenizer.json``.
     """
     model = load_served_model(identity.to_proto())
-    servicer = VllmEngineServicer(worker, identity, model, max_num_seqs, address)
+    servicer = VllmEngineServicer(worker, identity, model, max_num_seqs, address, trust)
     return Service(vllm_grpc.add_VllmEngineServicer_to_server, servicer, SERVICE)
 
 
 class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
-    """A worker as gateways see vLLM's engines: token ids in, token ids out."""
+    """Serves a worker to gateways as one of vLLM's engines, which takes and returns token ids."""
 
     def __init__(
         self,
@@ -66,12 +81,14 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         model: ServedModel,
         max_num_seqs: int,
         address: Callable[[], str],
+        trust: ClusterTrust,
     ) -> None:
         self._worker = worker
         self._identity = identity
         self._model = model
         self._max_num_seqs = max_num_seqs
         self._address = address
+        self._trust = trust
         self._start = time.monotonic()
 
     # --- generation ---------------------------------------------------------------------------------------
@@ -79,27 +96,29 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def Generate(
         self, request: vllm.GenerateRequest, context: Any
     ) -> AsyncIterator[vllm.GenerateResponse]:
-        """Answer a request, or as a prefill worker its beginning."""
+        """Generate the answers of a request; a prefill worker computes only the prompt and one token."""
         generation = generation_from_proto(request)
         if self._identity.role == "prefill":
-            # The decode worker draws the first token anew. With the format of the request gateways send
-            # ignore_eos, and the two contradict each other.
+            # The decode worker samples the first token again, so the format has no effect here. Gateways send
+            # it together with ignore_eos, and the two contradict each other.
             generation.ClearField("format")
-        valid = await validate(generation, self._model)
+        with fields_as_sent():
+            valid = await validate(generation, self._model)
         run = self._prefill if self._identity.role == "prefill" else self._decode
         seconds = self._identity.request_timeout_seconds
         try:
             # Gateways set no deadlines of their own.
-            async with asyncio.timeout(seconds), aclosing(run(request, valid, context)) as responses:
-                async for response in responses:
-                    yield response
+            with fields_as_sent():
+                async with asyncio.timeout(seconds), aclosing(run(request, valid, context)) as responses:
+                    async for response in responses:
+                        yield response
         except TimeoutError:
             raise DeadlineExceeded(f"the answer took more than {seconds:g} s") from None
 
     async def _prefill(
         self, request: vllm.GenerateRequest, valid: ValidRequest, context: Any
     ) -> AsyncGenerator[vllm.GenerateResponse, None]:
-        """Compute a prompt and say where its blocks are."""
+        """Compute a prompt, and yield an answer whose hand-off says where the prompt's blocks are."""
         if valid.stopping.max_tokens != 1:
             raise InvalidArgument(
                 "sampling_params.max_tokens",
@@ -107,7 +126,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             )
         if valid.sampling.n > 1:
             raise InvalidArgument("sampling_params.n", "must be 1 at a prefill worker")
-        if pull_source(request) is not None:
+        if has_hand_off(request):
             raise InvalidArgument(
                 "kv_transfer_params_json",
                 "do_remote_prefill is for a decode worker, and this is a prefill worker",
@@ -120,7 +139,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                 answer.prompt_logprobs = response.prompt_logprobs
                 answer.add(response.tokens, response.finish_reason)
         num_blocks = len(valid.prompt_token_ids) // self._model.block_size
-        answer.hand_off = hand_off(self._address(), self._identity.epoch, num_blocks)
+        answer.hand_off = hand_off(self._address(), self._identity.epoch, num_blocks, self._trust.secret)
         if request.stream:
             yield answer.chunk()
         yield answer.complete()
@@ -128,8 +147,10 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def _decode(
         self, request: vllm.GenerateRequest, valid: ValidRequest, context: Any
     ) -> AsyncGenerator[vllm.GenerateResponse, None]:
-        """Generate, from blocks that a prefill worker holds if the request names one."""
-        decode = worker_pb2.DecodeRequest(sequence=_sequence(valid), pull_from=pull_source(request))
+        """Generate all answers; if the request has a hand-off, first pull the prompt's blocks."""
+        decode = worker_pb2.DecodeRequest(
+            sequence=_sequence(valid), pull_from=pull_source(request, self._trust)
+        )
         answers = [Answer(valid, self._model.tokenizer, index) for index in range(max(1, valid.sampling.n))]
         async with aclosing(self._worker.Decode(decode, context)) as responses:
             async for response in responses:
@@ -150,15 +171,15 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                     return
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
-        """End requests; unknown and ended ones are no error."""
+        """End requests; ids of unknown and ended requests are ignored."""
         abort = worker_pb2.AbortRequest(request_ids=request.request_ids, attempt=ALL_ATTEMPTS)
         await self._worker.Abort(abort, context)
         return vllm.AbortResponse()
 
-    # --- what the worker is, and how it is ----------------------------------------------------------------
+    # --- description and state of the worker --------------------------------------------------------------
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Any) -> vllm.HealthCheckResponse:
-        """Say whether requests should be sent here."""
+        """Return whether this worker should get requests; it is not healthy while it drains."""
         try:
             await self._worker.GetLoad(worker_pb2.GetLoadRequest(), context)
         except ServiceError as error:
@@ -171,12 +192,12 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def GetModelInfo(
         self, request: vllm.GetModelInfoRequest, context: Any
     ) -> vllm.GetModelInfoResponse:
-        """Describe the model."""
+        """Return the model's names, limits and architecture."""
         identity = self._identity
         config = await asyncio.to_thread(_model_config, identity.model_path)
         return vllm.GetModelInfoResponse(
-            model_path=identity.model_path,
-            tokenizer_path=identity.model_path,
+            model_path=without_revision(identity.model_path),
+            tokenizer_path=without_revision(identity.model_path),
             served_model_name=identity.model,
             is_generation=True,
             max_context_length=identity.max_model_len,
@@ -192,7 +213,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def GetServerInfo(
         self, request: vllm.GetServerInfoRequest, context: Any
     ) -> vllm.GetServerInfoResponse:
-        """Describe the worker, and with which others it can share blocks."""
+        """Return the worker's state, and a fingerprint that is equal for workers that can share blocks."""
         identity = self._identity
         load = await self._worker.GetLoad(worker_pb2.GetLoadRequest(), context)
         return vllm.GetServerInfoResponse(
@@ -206,12 +227,13 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             kv_engine_id=identity.epoch,
             kv_cache_dtype=identity.layout.dtype,
             block_size=identity.layout.block_size,
-            # Equal exactly where blocks are interchangeable: a gateway pairs no others.
+            # The fingerprints are equal exactly if the blocks are interchangeable. A gateway pairs only
+            # workers with the same value.
             pairing_protocol=identity.fingerprint,
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
-        """Count the worker's requests and blocks."""
+        """Return the worker's numbers of requests and of tokens in its blocks."""
         load = await self._worker.GetLoad(worker_pb2.GetLoadRequest(), context)
         block_size, num_blocks = self._model.block_size, self._identity.num_blocks
         return vllm.GetLoadsResponse(
@@ -234,7 +256,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Any
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """Send what a gateway without the model's folder tokenizes with."""
+        """Yield the tokenizer's files as an archive, for a gateway that does not have the model's folder."""
         folder = (await asyncio.to_thread(load_model_files, self._identity.model_path)).folder
         for piece in pieces(await asyncio.to_thread(tokenizer_archive, folder)):
             yield piece
@@ -244,7 +266,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Any
     ) -> common_pb2.FlushCacheResponse:
-        """Forget all cached blocks, once no request uses any."""
+        """Drop all cached blocks, after waiting up to ``timeout_s`` until no request uses a block."""
         if not 0 <= request.timeout_s <= MAX_FLUSH_SECONDS:
             raise InvalidArgument(
                 "timeout_s", f"must be from 0 to {MAX_FLUSH_SECONDS:g}; got {request.timeout_s:g}"
@@ -258,19 +280,19 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         return common_pb2.FlushCacheResponse(success=True, message=f"forgot {cleared.num_blocks} blocks")
 
     async def Embed(self, request: vllm.EmbedRequest, context: Any) -> vllm.EmbedResponse:
-        """Refuse."""
+        """Refuse the call, because embeddings are not supported."""
         raise Unimplemented("the model generates; it embeds nothing")
 
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Any
     ) -> common_pb2.ProfileResponse:
-        """Refuse."""
+        """Refuse the call, because there is no profiler."""
         raise Unimplemented("there is no profiler; the worker's metrics have the time of each step's phases")
 
     async def StopProfile(
         self, request: common_pb2.StopProfileRequest, context: Any
     ) -> common_pb2.ProfileResponse:
-        """Refuse."""
+        """Refuse the call, because there is no profiler."""
         raise Unimplemented("there is no profiler; the worker's metrics have the time of each step's phases")
 
     async def SubscribeKvEvents(
@@ -278,7 +300,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
         """Stream the worker's load until the worker stops.
 
-        No batch names a block: gateways then follow prefixes by the requests that they sent.
+        The batches name no blocks. Gateways then track prefixes by the requests that they have sent.
         """
         if request.start_sequence_number:
             raise OutOfRange("this stream has no history: subscribe with start_sequence_number 0")
@@ -313,7 +335,7 @@ def _sequence(valid: ValidRequest) -> worker_pb2.Sequence:
 
 
 def _model_config(model_path: str) -> dict[str, Any]:
-    """Return the model's ``config.json``; a model from the hub has one only where its weights are."""
-    path = Path(model_path) / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    """Return the contents of the model's ``config.json``."""
+    path = find_model(model_path, CONFIGURATION_FILES) / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return config

@@ -1,4 +1,4 @@
-"""A model's tokenizer as a gateway fetches it: a zip archive in pieces."""
+"""Packs a model's tokenizer for gateways: a zip archive, sent in pieces."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from smg_grpc_proto.generated import common_pb2
 
-from quire.tokenization.tokenizer import TOKENIZER_FILES
+from quire.models.source import TOKENIZER_FILES
 
 FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json")
 PIECE_BYTES = 64 << 10
 
 
 def tokenizer_archive(folder: Path) -> bytes:
-    """Return a zip archive of the files by which a model's text is read and written."""
+    """Return a zip archive of the tokenizer's files and of the model's configuration."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
         for path in (folder / name for name in FILES):
@@ -27,7 +27,7 @@ def tokenizer_archive(folder: Path) -> bytes:
 
 
 def pieces(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:
-    """Yield an archive, its digest with the last piece."""
+    """Yield an archive in pieces of at most ``PIECE_BYTES``; the last piece has the archive's SHA-256."""
     for start in range(0, len(archive), PIECE_BYTES):
         is_last = start + PIECE_BYTES >= len(archive)
         yield common_pb2.GetTokenizerChunk(

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from quire.engine.logits_processing import LogitsRules
+from quire.engine.output_format import OutputFormat
+from quire.engine.request_errors import NoTokenLeftError, request_error
 from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
-from quire.engine.structured_output import GrammarMatcher, OutputFormat
+from quire.engine.structured_output import GrammarMatcher
 from quire.protos import inference_pb2, worker_pb2
-from quire.services.errors import InvalidArgument
+from quire.services.server.errors import NO_TOKEN_LEFT, InvalidArgument
 
+logger = logging.getLogger(__name__)
+
+# Where the fields of the engine's parameters are in a sequence of the wire; the others are in ``sampling``.
+_PATHS = {
+    **{name: f"stopping.{name}" for name in ("max_tokens", "min_tokens", "stop_token_ids")},
+    "num_logprobs": "logprobs",
+    "num_prompt_logprobs": "prompt_logprobs",
+    "format": "format",
+}
 _FINISH_REASONS = {
     SequenceStatus.FINISHED_STOPPED: inference_pb2.FINISH_REASON_STOP,
     SequenceStatus.FINISHED_LENGTH: inference_pb2.FINISH_REASON_LENGTH,
@@ -76,7 +89,8 @@ def sequence_from_proto(
             beam=_beam_from_proto(sampling.beam) if sampling.HasField("beam") else None,
         )
     except ValueError as error:
-        raise InvalidArgument(str(error).split(" ", 1)[0], str(error)) from error
+        name, problem = str(error).split(" ", 1)
+        raise InvalidArgument(_path(name), problem) from error
     num_prompt_tokens = len(token_ids) - message.num_output_tokens
     return Sequence(
         request_id=engine_id(message.request_id, message.attempt),
@@ -87,6 +101,25 @@ def sequence_from_proto(
         root_hash=root_hash,
         stops_after_prefill=stops_after_prefill,
     )
+
+
+def no_token_left(error: NoTokenLeftError) -> InvalidArgument:
+    """Return the error of a request whose constraints forbid every token."""
+    return InvalidArgument(_path(error.field), error.problem, reason=NO_TOKEN_LEFT)
+
+
+def _path(name: str) -> str:
+    return _PATHS.get(name, f"sampling.{name}")
+
+
+@contextmanager
+def converting() -> Iterator[None]:
+    """Let what goes wrong with the conversion of a request's results end this request."""
+    try:
+        yield
+    except Exception as error:
+        logger.exception("the results of a request cannot be sent")
+        raise request_error(error) from error
 
 
 def format_from_proto(message: inference_pb2.ResponseFormat) -> OutputFormat | None:
@@ -156,11 +189,12 @@ def _check_token_ids(
     sampling: inference_pb2.SamplingParams, stopping: inference_pb2.StoppingParams, vocab_size: int
 ) -> None:
     """Refuse ids that have no logit."""
+    bad_words = (token_id for word in sampling.bad_word_token_ids for token_id in word.ids)
     ids: dict[str, Iterable[int]] = {
-        "logit_bias": sampling.logit_bias,
-        "allowed_token_ids": sampling.allowed_token_ids,
-        "bad_word_token_ids": (token_id for word in sampling.bad_word_token_ids for token_id in word.ids),
-        "stop_token_ids": stopping.stop_token_ids,
+        "sampling.logit_bias": sampling.logit_bias,
+        "sampling.allowed_token_ids": sampling.allowed_token_ids,
+        "sampling.bad_word_token_ids": bad_words,
+        "stopping.stop_token_ids": stopping.stop_token_ids,
     }
     for name, token_ids in ids.items():
         largest = max(token_ids, default=0)

@@ -40,6 +40,8 @@ class WorkerIdentity:
             block_size=layout.block_size,
             head_dim=layout.head_dim,
             dtype=layout.dtype,
+            compute_dtype=layout.compute_dtype,
+            device=layout.device,
         ).to_bytes()
 
     @property

@@ -17,7 +17,7 @@ from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.scheduler import PreemptionCounts
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.speculation import SpeculationCounts
-from quire.services.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
+from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
 
 STEP_PHASES = ("propose", "schedule", "prepare", "forward", "sample", "process")
 HIT_SOURCES = ("own", "tier", "peer")

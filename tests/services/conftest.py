@@ -1,19 +1,37 @@
-"""A served model, and authorities that sign certificates."""
+"""A served model, authorities that sign certificates, and channels that ping often."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import trustme
 
-from quire.services.served_model import ServedModel
-from quire.services.tls import TlsFiles
+from quire.client import async_client
+from quire.client.channel import channel_options
+from quire.kvtransfer import channels
+from quire.kvtransfer.channels import CHANNEL_OPTIONS
+from quire.services.requests.served_model import ServedModel
+from quire.services.router import workers
+from quire.services.server import grpc_server
+from quire.services.server.grpc_server import server_options
+from quire.services.server.tls import TlsFiles
+from quire.services.server.tracing import NoTracer
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
+if TYPE_CHECKING:
+    from quire.services.worker.parts import WorkerParts
+
 VOCAB_SIZE = 320
+PING_SPEED = 20
+"""Hastened pings come this many times as often; gRPC sends no more than one a second."""
+PING_INTERVALS = ("grpc.keepalive_time_ms", "grpc.http2.min_ping_interval_without_data_ms")
 
 
 class Authority:
@@ -56,3 +74,35 @@ def model(model_folder: Path, tokenizer: Tokenizer) -> ServedModel:
         tokenizer=tokenizer,
         chat_template=ChatTemplate.load(load_model_files(str(model_folder))),
     )
+
+
+@pytest.fixture
+def make_parts() -> Callable[..., WorkerParts]:
+    """Return a maker of a worker's parts: requests and reader are real, others not given are mocks."""
+    # They load torch, which tests of the router do without.
+    from quire.services.worker.parts import WorkerParts
+    from quire.services.worker.running_requests import RunningRequests
+    from quire.services.worker.sequence_reader import SequenceReader
+
+    def make(**given: Any) -> WorkerParts:
+        parts = {field.name: Mock() for field in fields(WorkerParts)} | given
+        parts["requests"] = RunningRequests(
+            parts["engine"], parts["drain"], parts["prompts"].phases, NoTracer()
+        )
+        parts["reader"] = SequenceReader(parts["identity"], Mock())
+        return WorkerParts(**parts)
+
+    return make
+
+
+@pytest.fixture
+def hastened_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide the intervals of pings by ``PING_SPEED``, those sent and those allowed."""
+
+    def hasten(options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        return [(name, value // PING_SPEED if name in PING_INTERVALS else value) for name, value in options]
+
+    monkeypatch.setattr(grpc_server, "server_options", lambda num_bytes: hasten(server_options(num_bytes)))
+    monkeypatch.setattr(async_client, "channel_options", lambda: hasten(channel_options()))
+    for module in (channels, workers):
+        monkeypatch.setattr(module, "CHANNEL_OPTIONS", hasten(CHANNEL_OPTIONS))

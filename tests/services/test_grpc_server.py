@@ -23,10 +23,17 @@ from prometheus_client import CollectorRegistry, Counter
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.errors import InvalidArgument, ServiceError, Unavailable
-from quire.services.grpc_server import GrpcServer, Service, grpc_server, serve_until_signal
-from quire.services.log import configure_logging, get_logger
-from quire.services.metrics_server import metrics_server
+from quire.services.server.errors import InvalidArgument, ServiceError, Unavailable
+from quire.services.server.grpc_server import (
+    Draining,
+    GrpcServer,
+    Service,
+    Stop,
+    grpc_server,
+    serve_until_signal,
+)
+from quire.services.server.log import configure_logging, get_logger
+from quire.services.server.metrics_server import metrics_server
 
 NAME = "quire.v1.GenerationService"
 
@@ -240,10 +247,18 @@ async def test_while_it_drains_a_server_takes_calls(server: GrpcServer, channel:
         answers.append((await health.Check(health_pb2.HealthCheckRequest())).status)
 
     await server.ready()
-    await server.stop(drain)
+    await server.stop(Stop(drain, lambda: 0, ignore))
     assert answers == [pb.TokenizeResponse(token_ids=[1]), health_pb2.HealthCheckResponse.NOT_SERVING]
     with pytest.raises(grpc.aio.AioRpcError):
         await stub.Tokenize(pb.TokenizeRequest(text="good"))
+
+
+async def endless() -> None:
+    await asyncio.Event().wait()
+
+
+def ignore(waiting: Draining) -> None:
+    """Tell nobody."""
 
 
 async def test_draining_takes_no_longer_than_the_grace(server: GrpcServer, servicer: Servicer) -> None:
@@ -251,20 +266,50 @@ async def test_draining_takes_no_longer_than_the_grace(server: GrpcServer, servi
         call = pb_grpc.GenerationServiceStub(channel).GenerateStream(pb.GenerateStreamRequest())
         await call.read()
         await asyncio.wait_for(servicer.entered.wait(), 5)
-        await asyncio.wait_for(server.stop(asyncio.Event().wait), 5)
+        told: list[Draining] = []
+        await asyncio.wait_for(server.stop(Stop(endless, lambda: 1, told.append)), 5)
         await asyncio.wait_for(servicer.cancelled.wait(), 5)
+    assert [each.num_requests for each in told] == [1, 1]
+    assert told[0].seconds_left > 0
+    assert told[1].seconds_left == 0
 
 
-def test_before_it_serves_a_process_ends_at_once() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_it_serves_a_process_ends_at_once(number: signal.Signals) -> None:
+    """SIGINT has a handler too where it was ignored, as in the background of a script."""
     program = (
         "import signal\n"
-        "from quire.services.grpc_server import end_on_sigterm\n"
-        "end_on_sigterm()\n"
+        "from quire.services.server.grpc_server import end_on_signals\n"
+        "end_on_signals()\n"
         "print('loading', flush=True)\n"
         "signal.pause()"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+    ignored = ["env", "--ignore-signal=INT", sys.executable, "-c", program]
+    with subprocess.Popen(ignored, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"loading\n"
+        process.send_signal(number)
+        assert process.wait(10) == 128 + number
+
+
+def test_the_second_signal_ends_a_process_that_drains() -> None:
+    program = (
+        "import asyncio\n"
+        "from prometheus_client import CollectorRegistry\n"
+        "from quire.services.server.grpc_server import Stop, grpc_server, serve_until_signal\n"
+        "async def main():\n"
+        "    async with grpc_server([], registry=CollectorRegistry(), grace_seconds=60) as server:\n"
+        "        serving = asyncio.create_task(serve_until_signal(server, stop))\n"
+        "        await asyncio.sleep(0)\n"
+        "        print('serving', flush=True)\n"
+        "        await serving\n"
+        "stop = Stop(lambda: asyncio.Event().wait(), lambda: 2, lambda each: print(each, flush=True))\n"
+        "asyncio.run(main())"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "serving\n"
         process.terminate()
-        assert process.wait(10) == 128 + signal.SIGTERM
+        assert process.stdout.readline().startswith("Draining(num_requests=2, seconds_left=")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 128 + signal.SIGINT

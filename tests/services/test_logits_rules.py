@@ -9,9 +9,9 @@ import pytest
 
 from quire.engine.sampling_params import SamplingParams
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import InvalidArgument
-from quire.services.served_model import ServedModel
-from quire.services.validation import validate
+from quire.services.requests.served_model import ServedModel
+from quire.services.requests.validation import validate
+from quire.services.server.errors import InvalidArgument
 
 
 def request(**sampling: Any) -> pb.Generation:

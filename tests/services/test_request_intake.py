@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services import grpc_server as module
-from quire.services.grpc_server import GrpcServer, Service, grpc_server
-from quire.services.request_intake import RequestIntake
+from quire.services.server import grpc_server as module
+from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
+from quire.services.server.request_intake import RequestIntake
 
 NAME = "quire.v1.GenerationService"
 IMPATIENT_SECONDS = 0.2
@@ -37,7 +37,9 @@ class Servicer(pb_grpc.GenerationServiceServicer):
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GrpcServer]:
-    monkeypatch.setattr(module, "RequestIntake", lambda: RequestIntake(IMPATIENT_SECONDS))
+    monkeypatch.setattr(
+        module, "RequestIntake", lambda **options: RequestIntake(IMPATIENT_SECONDS, **options)
+    )
     services = [Service(pb_grpc.add_GenerationServiceServicer_to_server, Servicer(), NAME)]
     async with grpc_server(
         services, registry=CollectorRegistry(), grace_seconds=0, max_message_bytes=1 << 20

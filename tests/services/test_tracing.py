@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
-from quire.services.errors import Unavailable
-from quire.services.otel_tracing import OtelTracer
-from quire.services.tracing import NO_SPAN, MissingTracingError, NoTracer, open_tracer
+from quire.services.server.errors import Unavailable
+from quire.services.server.otel_tracing import OtelTracer
+from quire.services.server.tracing import NO_SPAN, MissingTracingError, NoTracer, open_tracer
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -127,8 +127,9 @@ async def test_without_an_endpoint_nothing_is_traced() -> None:
 
 
 async def test_an_endpoint_without_the_extra_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "quire.services.otel_tracing", None)
-    with pytest.raises(MissingTracingError, match=r"pip install 'quire\[tracing\]'"):
+    monkeypatch.setitem(sys.modules, "quire.services.server.otel_tracing", None)
+    remedy = r"pip install 'quire-llm\[tracing\]'.*pip install -e '\.\[tracing\]'"
+    with pytest.raises(MissingTracingError, match=remedy):
         async with open_tracer("http://127.0.0.1:4317", service="s", instance="i", clock=lambda: 0.0):
             pass
 
@@ -136,7 +137,7 @@ async def test_an_endpoint_without_the_extra_names_the_remedy(monkeypatch: pytes
 def test_services_load_no_exporter_by_themselves() -> None:
     # redis-py imports OpenTelemetry's metrics where it finds them.
     program = (
-        "import sys, quire.services.router.app, quire.services.worker.app\n"
+        "import sys, quire.services.router.app, quire.services.worker.config\n"
         "print([name for name in sys.modules if 'otel_tracing' in name or 'opentelemetry.exporter' in name])"
     )
     done = subprocess.run(

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from typing import Any
 
 import pytest
 
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import InvalidArgument, NotFound
-from quire.services.served_model import ServedModel
-from quire.services.validation import MAX_PROMPT_BYTES, validate
+from quire.services.requests.served_model import ServedModel
+from quire.services.requests.validation import (
+    INLINE_CHAT_BYTES,
+    MAX_PROMPT_BYTES,
+    encode_chat,
+    encode_text,
+    validate,
+)
+from quire.services.server.errors import InvalidArgument, NotFound
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer
 
 
 def request(**fields: Any) -> pb.Generation:
@@ -102,7 +111,40 @@ def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Genera
         (
             sampling(beam=pb.BeamParams(width=2, length_penalty=math.inf)),
             "sampling.beam.length_penalty",
-            "must be finite; got inf",
+            "from -10 to 10; got inf",
+        ),
+        (
+            sampling(beam=pb.BeamParams(width=2, length_penalty=2000)),
+            "sampling.beam.length_penalty",
+            "from -10 to 10; got 2000",
+        ),
+        (sampling(temperature=1e7), "sampling.temperature", "from 0 to 1000000; got 1e+07"),
+        (
+            request(
+                sampling=pb.SamplingParams(allowed_token_ids=[1]), stopping=pb.StoppingParams(min_tokens=1)
+            ),
+            "stopping.min_tokens",
+            "leaves no token",
+        ),
+        (
+            request(
+                sampling=pb.SamplingParams(allowed_token_ids=[5, 6]),
+                stopping=pb.StoppingParams(min_tokens=2, stop_token_ids=[6, 5, 7]),
+            ),
+            "stopping.min_tokens",
+            "leaves no token",
+        ),
+        (
+            sampling(allowed_token_ids=[5, 6], bad_word_token_ids=[pb.TokenIds(ids=[i]) for i in (5, 6)]),
+            "sampling.bad_word_token_ids",
+            "leaves no token",
+        ),
+        (
+            request(
+                stopping=pb.StoppingParams(min_tokens=1, stop_token_ids=[i for i in range(320) if i != 1])
+            ),
+            "stopping.min_tokens",
+            "leaves no token",
         ),
         (
             request(
@@ -121,6 +163,54 @@ async def test_what_is_wrong_is_named(
         await validate(generation, model)
     assert caught.value.field == field
     assert problem in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+async def test_a_text_that_cannot_fit_is_not_tokenized(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    most_bytes = model.tokenizer.most_bytes(63)
+    assert most_bytes is not None
+    text = "x" * (most_bytes + 1)
+    generation = request(text=text) if kind == "text" else chat(("user", text))
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    with pytest.raises(InvalidArgument, match="at most 63 tokens") as caught:
+        await validate(generation, model)
+    assert (caught.value.field, caught.value.reason) == (kind, "CONTEXT_LENGTH_EXCEEDED")
+
+
+async def test_a_text_that_is_too_long_by_its_tokens_says_how_many(model: ServedModel) -> None:
+    with pytest.raises(InvalidArgument, match=r"at most 63 tokens.*got 101"):
+        await validate(request(text="x" * 100), model)
+
+
+async def test_large_chats_are_rendered_in_a_thread(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    render = ChatTemplate.render
+
+    def watched(*args: Any) -> str:
+        threads.append(threading.get_ident())
+        return render(*args)
+
+    monkeypatch.setattr(ChatTemplate, "render", watched)
+    for size in (10, INLINE_CHAT_BYTES):
+        await encode_chat(chat(("user", "x" * size)).chat, model)
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
+@pytest.mark.parametrize("field", ["text", "chat.messages"])
+async def test_there_is_a_most_of_tokens_to_count(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    monkeypatch.setattr("quire.services.requests.validation.MAX_TOKENIZED", 10)
+    with pytest.raises(InvalidArgument, match="at most 10 tokens; got") as caught:
+        if field == "text":
+            await encode_text("x" * 100, model)
+        else:
+            await encode_chat(chat(("user", "x" * 100)).chat, model)
+    assert caught.value.field == field
 
 
 async def test_an_empty_text_is_empty_only_without_special_tokens(model: ServedModel) -> None:
@@ -158,3 +248,19 @@ async def test_a_seed_is_kept_and_an_absent_one_is_random(model: ServedModel) ->
 async def test_the_longest_prompt_leaves_one_token(model: ServedModel) -> None:
     valid = await validate(ids(*[2] * 63), model)
     assert valid.stopping.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        request(sampling=pb.SamplingParams(allowed_token_ids=[1])),
+        request(
+            sampling=pb.SamplingParams(allowed_token_ids=[1, 5]), stopping=pb.StoppingParams(min_tokens=1)
+        ),
+        sampling(allowed_token_ids=[5], bad_word_token_ids=[pb.TokenIds(ids=[5, 5])]),
+        sampling(allowed_token_ids=[5], logit_bias={5: -100.0}),
+        sampling(beam=pb.BeamParams(width=2, length_penalty=-10.0)),
+    ],
+)
+async def test_what_leaves_some_token_is_allowed(model: ServedModel, generation: pb.Generation) -> None:
+    await validate(generation, model)

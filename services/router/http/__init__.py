@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP API, served by the router; needs the extra ``http``."""
+"""Serves the router's OpenAI-compatible HTTP API; needs the extra ``http``."""

@@ -1,4 +1,4 @@
-"""Who asks: told by the headers, before anything is done for a request."""
+"""Authenticates HTTP requests by their headers before anything else is done for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.services.router.servicer import GenerationServicer
 from quire.services.router.tenants import Tenant
 
 TENANT = web.RequestKey("tenant", Tenant)
-"""Under this, handlers find whose a request is."""
+"""Key under which handlers find the tenant of a request."""
 
 
 def authorized(servicer: GenerationServicer, open_paths: Collection[str]) -> Middleware:
-    """Refuse who proves no tenant; probes are for everyone."""
+    """Return middleware that refuses requests without a known tenant, except on the open paths."""
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:

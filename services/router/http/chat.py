@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: the assistant's next message."""
+"""Serves ``/v1/chat/completions``, which returns the assistant's next message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from contextlib import aclosing
 from aiohttp import web
 
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import InvalidArgument
+from quire.services.requests.served_model import ServedModel
+from quire.services.router.answer_size import all_of, check_answer_size
 from quire.services.router.http.authorization import TENANT
 from quire.services.router.http.bodies import json_response, read_body, request_id
 from quire.services.router.http.conversation import conversation
@@ -26,34 +27,41 @@ from quire.services.router.http.responses import (
     FinishReason,
     finish_name,
 )
-from quire.services.router.http.sampling_fields import answer_format, sampling_params, stopping_params
+from quire.services.router.http.sampling_fields import (
+    answer_format,
+    sampling_params,
+    sent_names,
+    stopping_params,
+)
 from quire.services.router.http.streams import Tagged, run, send_events
 from quire.services.router.http.tools import CallReader, ToolUse
 from quire.services.router.http.usage import UsageCount
 from quire.services.router.servicer import GenerationServicer, collected
-from quire.services.served_model import ServedModel
+from quire.services.server.errors import InvalidArgument
 
 
 class ChatCompletions:
-    """Answers ``/v1/chat/completions``."""
+    """Handles requests to ``/v1/chat/completions``."""
 
     def __init__(self, servicer: GenerationServicer) -> None:
         self._servicer = servicer
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Answer, whole or as events."""
+        """Return the complete answer, or stream it as events if the body asks for that."""
         body = await read_body(request, ChatCompletionRequest)
         model = (await self._servicer.joined_cluster()).model
         name = request_id(request, body.request_id)
         use = ToolUse.of(body)
         writer = _Writer(body, use, model, name)
         generations = [_generation(body, use, name)]
-        messages = run(self._servicer, request[TENANT], generations, request.headers.items())
+        names = _sent_names(body, use)
+        messages = run(self._servicer, request[TENANT], generations, request.headers.items(), [names])
         if body.stream:
             return await send_events(request, writer.events(messages))
+        check_answer_size(generations)
         async with aclosing(messages):
-            received = [each async for each in messages]
-        return json_response(await asyncio.to_thread(writer.whole, received))
+            received = await all_of(messages, lambda message: message.response)
+        return await asyncio.to_thread(lambda: json_response(writer.whole(received)))
 
 
 def _generation(body: ChatCompletionRequest, use: ToolUse, name: str) -> pb.Generation:
@@ -84,8 +92,18 @@ def _generation(body: ChatCompletionRequest, use: ToolUse, name: str) -> pb.Gene
     )
 
 
+def _sent_names(body: ChatCompletionRequest, use: ToolUse) -> dict[str, str]:
+    """Return the client's names of fields of ``quire.v1``."""
+    names = {"token_ids": "messages", "text": "messages", **sent_names(body)}
+    if body.max_completion_tokens is not None:
+        names["stopping.max_tokens"] = "max_completion_tokens"
+    if use.must_call:
+        names["format.json_schema"] = "tools"
+    return names
+
+
 class _Writer:
-    """Writes a request's answers, whole or event by event."""
+    """Writes the answers of a request, as one body or as events."""
 
     def __init__(self, body: ChatCompletionRequest, use: ToolUse, model: ServedModel, name: str) -> None:
         self._body = body
@@ -98,7 +116,7 @@ class _Writer:
     async def events(
         self, messages: AsyncGenerator[Tagged, None]
     ) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """Yield each answer's role, an event for each message, and the counts if they are wanted."""
+        """Yield each answer's role, an event for each message, and the token counts if requested."""
         body, count = self._body, UsageCount()
         readers: dict[int, CallReader] = {}
         async with aclosing(messages):
@@ -121,7 +139,7 @@ class _Writer:
             yield last
 
     def whole(self, messages: Sequence[Tagged]) -> ChatCompletion:
-        """Return the whole answer; slow where it has many logprobs."""
+        """Return the complete answer; this is slow if there are many logprobs."""
         count = UsageCount()
         for _, response in messages:
             count.add(response)

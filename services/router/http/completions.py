@@ -1,4 +1,4 @@
-"""``/v1/completions``: continues texts."""
+"""Serves ``/v1/completions``, which continues texts."""
 
 from __future__ import annotations
 
@@ -11,42 +11,50 @@ from typing import NamedTuple
 from aiohttp import web
 
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import InvalidArgument
+from quire.services.requests.served_model import ServedModel
+from quire.services.requests.validation import MAX_REQUEST_ID_CHARS
+from quire.services.router.answer_size import all_of, check_answer_size
 from quire.services.router.http.authorization import TENANT
 from quire.services.router.http.bodies import json_response, read_body, request_id
 from quire.services.router.http.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
 from quire.services.router.http.requests import CompletionRequest
 from quire.services.router.http.responses import Completion, CompletionChoice, finish_name
-from quire.services.router.http.sampling_fields import answer_format, sampling_params, stopping_params
+from quire.services.router.http.sampling_fields import (
+    answer_format,
+    sampling_params,
+    sent_names,
+    stopping_params,
+)
 from quire.services.router.http.streams import Tagged, run, send_events
 from quire.services.router.http.usage import UsageCount
 from quire.services.router.servicer import GenerationServicer, collected
-from quire.services.served_model import ServedModel
-from quire.services.validation import MAX_REQUEST_ID_CHARS
+from quire.services.server.errors import InvalidArgument
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""Default of ``max_tokens``, as in OpenAI's API."""
 
 
 class Completions:
-    """Answers ``/v1/completions``."""
+    """Handles requests to ``/v1/completions``."""
 
     def __init__(self, servicer: GenerationServicer) -> None:
         self._servicer = servicer
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Answer, whole or as events."""
+        """Return the complete answer, or stream it as events if the body asks for that."""
         body = await read_body(request, CompletionRequest)
         model = (await self._servicer.joined_cluster()).model
         name = request_id(request, body.request_id)
         generations = _generations(body, name)
         writer = _Writer(body, model, name)
-        messages = run(self._servicer, request[TENANT], generations, request.headers.items())
+        names = _sent_names(body)
+        messages = run(self._servicer, request[TENANT], generations, request.headers.items(), names)
         if body.stream:
             return await send_events(request, writer.events(messages))
+        check_answer_size(generations)
         async with aclosing(messages):
-            received = [each async for each in messages]
-        return json_response(await asyncio.to_thread(writer.whole, received))
+            received = await all_of(messages, lambda message: message.response)
+        return await asyncio.to_thread(lambda: json_response(writer.whole(received)))
 
 
 def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
@@ -79,24 +87,34 @@ def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
     ]
 
 
+def _sent_names(body: CompletionRequest) -> list[dict[str, str]]:
+    """Return, for each prompt, the client's names of fields of ``quire.v1``."""
+    names = sent_names(body)
+    if body.echo:
+        names["response.prompt_logprobs"] = "logprobs"
+    num_prompts = len(body.prompts)
+    prompts = ["prompt"] if num_prompts == 1 else [f"prompt[{at}]" for at in range(num_prompts)]
+    return [{**names, **dict.fromkeys(("text", "token_ids", "token_ids.ids"), each)} for each in prompts]
+
+
 def _part(name: str, at: int) -> str:
-    """Return the id of one of a request's prompts."""
+    """Return the request id of prompt number ``at``: the request's own id with a suffix."""
     suffix = f"-{at}"
     return name[: MAX_REQUEST_ID_CHARS - len(suffix)] + suffix
 
 
 class _Prompt(NamedTuple):
-    """What a choice says of its prompt."""
+    """The part of a choice that describes its prompt."""
 
     text: str
-    """Empty unless it is echoed."""
+    """Text of the prompt; empty unless it is echoed."""
     token_ids: Sequence[int]
     logprobs: Sequence[pb.TokenLogprobs]
     text_offsets: list[int]
 
 
 class _Writer:
-    """Writes a request's answers, whole or event by event."""
+    """Writes the answers of a request, as one body or as events."""
 
     def __init__(self, body: CompletionRequest, model: ServedModel, name: str) -> None:
         self._body = body
@@ -110,7 +128,7 @@ class _Writer:
         self._text_offsets: dict[int, TextOffsets] = {}
 
     async def events(self, messages: AsyncGenerator[Tagged, None]) -> AsyncGenerator[Completion, None]:
-        """Yield an event for each message, and the counts if they are wanted."""
+        """Yield an event for each message, and at the end the token counts if the client asked for them."""
         body, count = self._body, UsageCount()
         async with aclosing(messages):
             async for at, response in messages:
@@ -129,7 +147,7 @@ class _Writer:
             yield event
 
     def whole(self, messages: Sequence[Tagged]) -> Completion:
-        """Return the whole answer; slow where it has many logprobs."""
+        """Return the complete answer; this is slow if there are many logprobs."""
         body, count = self._body, UsageCount()
         by_prompt: dict[int, list[pb.GenerateStreamResponse]] = {}
         for at, response in messages:
@@ -192,7 +210,7 @@ class _Writer:
         return choice
 
     def _offsets(self, index: int, prompt: _Prompt | None) -> TextOffsets:
-        """Return where an answer's tokens stand; the answer begins where its prompt, if any, ends."""
+        """Return the text offsets of an answer's tokens, which begin after the prompt if that is echoed."""
         if index not in self._text_offsets:
             start = len(prompt.text) if prompt else 0
             self._text_offsets[index] = TextOffsets(
@@ -201,12 +219,12 @@ class _Writer:
         return self._text_offsets[index]
 
     def _prompt(self, at: int, response: pb.GenerateStreamResponse) -> _Prompt:
-        """Return what the first message of a prompt's stream told of it."""
+        """Return the description of a prompt from the first message of its stream."""
         if at not in self._prompts:
             ids, text, offsets = list(response.prompt_token_ids), "", []
             if self._body.echo:
                 given, tokenizer = self._body.prompts[at], self._model.tokenizer
-                # A text that was given is returned as it was: without the special tokens that were added.
+                # A text from the client is returned unchanged, without the special tokens that were added.
                 skips = isinstance(given, str) or self._skips_special_tokens
                 text = given if isinstance(given, str) else tokenizer.decode(ids, skip_special_tokens=skips)
                 if self._body.logprobs is not None:

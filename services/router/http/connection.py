@@ -1,4 +1,4 @@
-"""One client's connection: how long it may take over what, and what it gets for bytes that are no HTTP."""
+"""Handles one client's connection: its time limits, and the answer to bytes that are not HTTP."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
-from quire.services.log import get_logger
 from quire.services.router.http.bodies import json_response
 from quire.services.router.http.errors import http_error
 from quire.services.router.http.times import HttpTimes
+from quire.services.server.log import get_logger
 
 SERVER = "quire"
 MAX_HEADER_BYTES = 8190
-"""Of a request's first line, and of each header."""
+"""Maximum size of a request's first line, and of each header."""
+MAX_HEADERS = 128
+"""Maximum number of headers; this is aiohttp's fixed limit."""
 MIN_READ_BYTES = 16 << 10
-"""Whoever reads fewer within the time, while more wait for it, has stopped reading."""
+"""Minimum that a client must read within ``read_seconds`` while data waits for it; a client that reads less
+counts as stalled."""
 
 _log = get_logger("http")
 Count = Callable[[str, int], None]
-"""Counts an answer, by route and status."""
+"""A function that counts an answer by its route and status."""
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's, but what a client sends reaches neither the log nor anybody's screen."""
+    """aiohttp's connection, but without a client's input in the log or in error messages.
+
+    It also ends the connection of a client that stops reading.
+    """
 
     __slots__ = ("_count", "_num_unread", "_reading", "_times")
 
@@ -34,8 +40,9 @@ class Connection(web.RequestHandler):
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
-            access_log=None,  # type: ignore[arg-type]  # aiohttp's way of none
-            # Counts until a request's headers are here, so it ends connections that drip them, too.
+            access_log=None,  # type: ignore[arg-type]  # aiohttp writes no access log then
+            # This timeout runs until a request's headers are complete, so it also ends connections that send
+            # their headers very slowly.
             keepalive_timeout=times.head_seconds,
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
@@ -46,17 +53,17 @@ class Connection(web.RequestHandler):
         self._num_unread = 0
 
     def pause_writing(self) -> None:
-        """Begin to watch a client that reads more slowly than it is written to."""
+        """Begin to watch a client that reads more slowly than the server writes."""
         super().pause_writing()
         self._watch()
 
     def resume_writing(self) -> None:
-        """End the watch."""
+        """Stop watching the client, because it has caught up."""
         self._unwatch()
         super().resume_writing()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """End the watch, and cancel the client's request."""
+        """Stop watching the client, and cancel its request."""
         self._unwatch()
         super().connection_lost(exc)
 
@@ -67,7 +74,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer bytes that are no request; neither the answer nor the log repeats them."""
+        """Return the answer to bytes that are not a valid request; answer and log do not repeat the bytes."""
         if status >= 500:
             _log.exception("http_failed", peer=request.remote)
             error = http_error(status, "internal error; the server's log has the details", code="internal")
@@ -76,6 +83,8 @@ class Connection(web.RequestHandler):
             problem = "the bytes sent are no HTTP request"
             if isinstance(exc, LineTooLong):
                 problem = f"the request's first line or a header is longer than {MAX_HEADER_BYTES} bytes"
+            elif isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message:
+                problem = f"the request has more than {MAX_HEADERS} headers"
             error = http_error(status, problem, code="malformed_request")
         self._count("unknown", status)
         response = json_response(error.body, status=status, headers={"Server": SERVER})
@@ -83,7 +92,7 @@ class Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Log what went wrong beside a request, as with the rest of a body that nobody wanted."""
+        """Log a problem outside a request's handler, such as one with the unread rest of a body."""
         _log.info("http_connection_failed", problem=type(kwargs.get("exc_info")).__name__)
 
     def _watch(self) -> None:

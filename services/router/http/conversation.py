@@ -1,4 +1,4 @@
-"""From OpenAI's messages to a conversation of ``quire.v1``."""
+"""Translates OpenAI's messages to a conversation of ``quire.v1``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from quire.services.router.http.tools import ToolUse, template_calls
 
 
 def conversation(messages: Sequence[Message], use: ToolUse, template_arguments: Mapping[str, Any]) -> pb.Chat:
-    """Return what the chat template renders.
+    """Return the conversation that the chat template renders.
+
+    Args:
+        template_arguments: further variables of the chat template.
 
     Raises:
-        InvalidArgument: a tool call of an earlier answer cannot be read.
+        InvalidArgument: a tool call of an earlier answer is malformed.
     """
     return pb.Chat(
         messages=[_message(message) for message in messages],
@@ -31,7 +34,7 @@ def _message(message: Message) -> pb.ChatMessage:
     if message.tool_calls:
         more["tool_calls"] = template_calls(message.tool_calls)
     return pb.ChatMessage(
-        # OpenAI's newer name; templates know the older one.
+        # "developer" is OpenAI's newer name of the role; templates know only the older one.
         role="system" if message.role == "developer" else message.role,
         content=message.text,
         more=json.dumps(more) if more else "",

@@ -1,16 +1,17 @@
-"""Errors as OpenAI's clients read them: a status, a type, the field, a code."""
+"""Builds errors in the form that OpenAI's clients read: a status, a type, the field and a code."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import grpc
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from quire.services.errors import InvalidArgument, ServiceError
+from quire.services.server.errors import REQUEST_FAILED, SUSPECTED, InvalidArgument, ServiceError, shortened
 
 _STATUS: Mapping[grpc.StatusCode, int] = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -34,7 +35,7 @@ _TYPES: Mapping[int, str] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# The fields of quire.v1 that have another name here.
+# Fields of quire.v1 that have another name in the HTTP API.
 _FIELDS: Mapping[str, str] = {
     "text": "prompt",
     "token_ids": "prompt",
@@ -43,35 +44,63 @@ _FIELDS: Mapping[str, str] = {
     "chat.tools": "tools",
     "chat.template_arguments": "chat_template_kwargs",
     "stopping.stop_strings": "stop",
+    "sampling.beam": "use_beam_search",
     "sampling.beam.width": "n",
+    "sampling.beam.length_penalty": "length_penalty",
     "format.json_schema": "response_format",
     "format.regex": "structured_outputs.regex",
     "format.grammar": "structured_outputs.grammar",
 }
+_FIELD_OF_QUIRE = re.compile(r"\b(?:sampling|stopping|response|format)(?:\.[a-z_]+)+")
+ANTHROPIC_PATH = "/v1/messages"
+"""Path of Anthropic's API. quire does not serve it, and says so in a form that Anthropic's clients read."""
+# Reasons of requests that would fail again: OpenAI's clients repeat a 500 unless they are told not to.
+_FINAL = frozenset({REQUEST_FAILED.lower(), SUSPECTED.lower()})
 _MAX_FIELD_CHARS = 100
 _Place = tuple[int | str, ...]
-"""Members' names and places in lists, from the body inwards."""
+"""Names of members and indices in lists that lead from the body to a value."""
+
+
+class _Problem(NamedTuple):
+    path: _Place
+    message: str
+    is_of_type: bool
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
     param: str | None
-    """The field of the request that is to blame."""
+    """The field of the request that caused the error."""
     code: str | None
     """A constant that programs may match."""
 
 
 class ErrorBody(BaseModel):
-    """The body of an answer that is not a success."""
+    """The body of an error response."""
 
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    """Description of an error, in the form of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """The body of an error response to a client that expects Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
 class HttpError(NamedTuple):
-    """A status, its body, and when a retry makes sense."""
+    """An error response: its status, its body, and the time after which a retry makes sense."""
 
     status: int
     body: ErrorBody
@@ -79,9 +108,14 @@ class HttpError(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What to show; when to come back, in seconds and in milliseconds, which OpenAI's clients prefer."""
+        """Headers of the response: how to authenticate, not to retry, or when to retry.
+
+        The time of a retry is given in seconds and in milliseconds, which OpenAI's clients prefer.
+        """
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
+        if self.body.error.code in _FINAL:
+            return {"X-Should-Retry": "false"}
         if self.retry_after_seconds is None:
             return {}
         return {
@@ -91,17 +125,26 @@ class HttpError(NamedTuple):
 
 
 def http_error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> HttpError:
-    """Return an error of this protocol's own."""
+    """Return an error with a given HTTP status; the status determines its type."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return HttpError(status, ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)))
 
 
+def in_anthropic_form(error: HttpError, request_id: str) -> AnthropicErrorBody:
+    """Return the body of an error response under ``ANTHROPIC_PATH``."""
+    detail = error.body.error
+    kind = "api_error" if detail.type == "server_error" else detail.type
+    written = AnthropicErrorDetail(type=kind, message=detail.message)
+    return AnthropicErrorBody(type="error", error=written, request_id=request_id)
+
+
 def from_service_error(error: ServiceError) -> HttpError:
-    """Return the error of a service; fields get the names that they have here."""
+    """Return a service's error as an HTTP error, with fields under their names in this API."""
     message, param = error.message, error.metadata.get("field")
     if isinstance(error, InvalidArgument):
         param = field_name(error.field)
-        message = f"{param}: {error.problem}"
+        problem = _FIELD_OF_QUIRE.sub(lambda found: field_name(found[0]), error.problem)
+        message = f"{param}: {problem}"
     status = _STATUS.get(error.code, 500)
     return http_error(status, message, param=param, code=error.reason.lower())._replace(
         retry_after_seconds=error.retry_after_seconds
@@ -119,29 +162,30 @@ def field_name(field: str) -> str:
 
 
 def invalid_body(error: ValidationError, body: bytes) -> InvalidArgument:
-    """Return the first thing that is wrong with a body, with all that its field may be instead.
+    """Return the error of the first invalid field of a body, with all alternatives that its field allows.
 
-    Where a field may be of several kinds, the kind that fits best is taken for what was meant.
+    If a field may be of several kinds, the kind that fits best is assumed to be what the client meant.
     """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]
     if not first["loc"]:
         return InvalidArgument("body", first["msg"], reason="INVALID_JSON")
     value = from_json(body)
-    by_kind: dict[_Place, list[tuple[_Place, str]]] = {}
+    by_kind: dict[_Place, list[_Problem]] = {}
     for each in errors:
         if each["loc"][0] == first["loc"][0]:
             path, kind = _located(each["loc"], value, is_missing=each["type"] == "missing")
-            by_kind.setdefault(kind, []).append((path, _problem(each["type"], each["msg"])))
+            problem = _Problem(path, _describe(each["type"], each["msg"]), each["type"].endswith("_type"))
+            by_kind.setdefault(kind, []).append(problem)
     fits = {kind: _fit(kind, problems) for kind, problems in by_kind.items()}
     best = [problem for kind, fit in fits.items() if fit == min(fits.values()) for problem in by_kind[kind]]
-    field, _ = max(best, key=lambda each: len(each[0]))
-    problems = dict.fromkeys(problem for path, problem in best if path == field)
+    field = max((each.path for each in best), key=len)
+    problems = dict.fromkeys(each.message for each in best if each.path == field)
     return InvalidArgument(".".join(map(str, field))[:_MAX_FIELD_CHARS], "; or ".join(problems))
 
 
 def _located(loc: _Place, value: Any, *, is_missing: bool) -> tuple[_Place, _Place]:
-    """Return where an error is in a body, and the kinds that pydantic tried on the way."""
+    """Return the path of an error in a body, and the kinds that pydantic tried on the way."""
     path: list[int | str] = []
     kind: list[int | str] = []
     for at, part in enumerate(loc):
@@ -157,12 +201,17 @@ def _located(loc: _Place, value: Any, *, is_missing: bool) -> tuple[_Place, _Pla
     return tuple(path), tuple(kind)
 
 
-def _fit(kind: _Place, problems: Sequence[tuple[_Place, str]]) -> tuple[bool, int, int]:
-    """Return how badly a kind fits: least if there is no other, then if wrong deepest, then least often."""
-    return bool(kind), -max(len(path) for path, _ in problems), len(problems)
+def _fit(kind: _Place, problems: Sequence[_Problem]) -> tuple[bool, bool, int, int]:
+    """Return a key by which kinds are ordered, the best fit first.
+
+    A field without alternative kinds fits best. Next come kinds with a broken limit but no wrong type, then
+    kinds whose deepest problem is deeper, then kinds with fewer problems.
+    """
+    has_wrong_type = any(each.is_of_type for each in problems)
+    return bool(kind), has_wrong_type, -max(len(each.path) for each in problems), len(problems)
 
 
-def _problem(kind: str, message: str) -> str:
+def _describe(kind: str, message: str) -> str:
     if kind == "extra_forbidden":
         return "is not a field of this API, or not supported; docs/openai.md lists those that are"
-    return message[:1].lower() + message[1:]
+    return shortened(message[:1].lower() + message[1:])

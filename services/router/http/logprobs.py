@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two forms and in vLLM's for prompts."""
+"""Writes logprobs in OpenAI's two forms, and prompt logprobs in vLLM's form."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from quire.services.router.http.responses import (
 from quire.tokenization.tokenizer import IncrementalDecoder, Tokenizer
 
 LEAST_LOGPROB = -9999.0
-"""What JSON, which has no infinity, gets for a token that cannot be."""
+"""Logprob of an impossible token in JSON, which has no infinity."""
 
 
 class TokenNames:
-    """How tokens are written in logprobs: their text, or ``token_id:N``."""
+    """Names of tokens in logprobs: their text, or ``token_id:N``."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
-        # The same tokens are candidates again and again; decoding each time would be most of the work.
+        # The same tokens are candidates many times; decoding them each time would be most of the work.
         self._texts: dict[int, str] = {}
 
     def __getitem__(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
-        """Return the text of a token by itself; a part of a character becomes U+FFFD."""
+        """Return the text of a single token; a part of a character becomes U+FFFD."""
         if token_id not in self._texts:
             self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return self._texts[token_id]
 
     def bytes(self, token_id: int) -> list[int] | None:
-        """Return the UTF-8 of a token that is more than a part of a character."""
+        """Return the UTF-8 bytes of a token; None if it is only a part of a character."""
         text = self.text(token_id)
         return None if "\ufffd" in text else list(text.encode())
 
 
 class TextOffsets:
-    """Where the text of each of a growing list of tokens begins.
+    """Computes the offset, in characters, at which the text of each token begins.
 
-    A token without text of its own, as a special one that is skipped or a part of a character, is where the
-    next text begins.
+    A token without text of its own gets the offset of the next text. Such tokens are skipped special tokens
+    and parts of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0) -> None:
@@ -55,7 +55,7 @@ class TextOffsets:
         self._at = start
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the offsets of the next tokens."""
+        """Return the offsets of the next tokens, which follow those of earlier calls."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._at)
@@ -69,7 +69,11 @@ def completion_logprobs(
     logprobs: Sequence[pb.TokenLogprobs | None],
     text_offsets: list[int],
 ) -> CompletionLogprobs:
-    """Return the logprobs of tokens; None stands for a token without any."""
+    """Return the logprobs of tokens in the form of completions.
+
+    Args:
+        logprobs: one member per token; None for a token without logprobs.
+    """
     pairs = list(zip(token_ids, logprobs, strict=True))
     return CompletionLogprobs(
         tokens=[names[token_id] for token_id in token_ids],
@@ -80,7 +84,10 @@ def completion_logprobs(
 
 
 def _by_name(names: TokenNames, token_id: int, logprobs: pb.TokenLogprobs | None) -> dict[str, float] | None:
-    """Return the best tokens and the one that stands there; of those that look alike, the most probable."""
+    """Return the logprobs of the top tokens and of the text's own token, by name.
+
+    If several tokens have the same name, the most probable one is returned.
+    """
     if logprobs is None:
         return None
     best: dict[str, float] = {}
@@ -93,7 +100,7 @@ def _by_name(names: TokenNames, token_id: int, logprobs: pb.TokenLogprobs | None
 def chat_logprobs(
     names: TokenNames, token_ids: Sequence[int], logprobs: Iterable[pb.TokenLogprobs]
 ) -> ChatLogprobs:
-    """Return the logprobs of an answer's tokens."""
+    """Return the logprobs of an answer's tokens in the form of chat completions."""
     return ChatLogprobs(
         content=[
             TokenLogprob(
@@ -117,7 +124,7 @@ def chat_logprobs(
 def prompt_logprobs(
     names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]
 ) -> PromptLogprobs:
-    """Return the logprobs of a prompt, given those of all its tokens but the first."""
+    """Return the logprobs of a prompt, given the logprobs of all its tokens except the first."""
     found: PromptLogprobs = [None]
     for token_id, each in zip(token_ids[1:], logprobs, strict=True):
         place = {

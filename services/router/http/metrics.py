@@ -1,4 +1,4 @@
-"""What the HTTP server counts."""
+"""Defines the metrics of the HTTP server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 
 class HttpMetrics:
-    """Counts of the requests that came over HTTP."""
+    """Counts the requests over HTTP, by route and status."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
@@ -17,5 +17,5 @@ class HttpMetrics:
         )
 
     def count(self, route: str, status: int) -> None:
-        """Count a request that was answered."""
+        """Count one answered request."""
         self._requests.labels(route, str(status)).inc()

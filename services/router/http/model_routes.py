@@ -1,4 +1,4 @@
-"""What clients ask of the model before they generate: its name, its tokens."""
+"""Serves the routes about the model: its name and limits, its tokenizer, and its token ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
-from quire.services.errors import InvalidArgument
+from quire.services.requests.served_model import ServedModel
+from quire.services.requests.validation import check_detokenized, check_model, encode_chat, encode_text
 from quire.services.router.http.authorization import TENANT
 from quire.services.router.http.bodies import json_response, read_body
 from quire.services.router.http.conversation import conversation
@@ -18,28 +19,30 @@ from quire.services.router.http.requests import DetokenizeRequest, TokenizeReque
 from quire.services.router.http.responses import Model, ModelList, Text, TokenizerInfo, Tokens
 from quire.services.router.http.tools import ToolUse
 from quire.services.router.servicer import GenerationServicer
-from quire.services.served_model import ServedModel
-from quire.services.validation import check_detokenized, check_model, check_size, encode_chat
+from quire.services.server.errors import InvalidArgument
 
 
 class ModelRoutes:
-    """Answers about the served model."""
+    """Handles requests about the served model."""
 
     def __init__(self, servicer: GenerationServicer, clock: Callable[[], float] = time.time) -> None:
         self._servicer = servicer
         self._started = int(clock())
 
     async def models(self, request: web.Request) -> web.Response:
-        """List the one model."""
+        """Return the list of models, which has one member."""
         model = self._described(await self._model(None))
         return json_response(ModelList(object="list", data=[model]))
 
     async def model(self, request: web.Request) -> web.Response:
-        """Describe the model of that name."""
+        """Return the description of the model that the path names."""
         return json_response(self._described(await self._model(request.match_info["model"])))
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """Encode a text or a conversation; it takes a request's place, since a long one takes seconds."""
+        """Return the token ids of a text or a conversation.
+
+        The call counts as a request for admission, because a long text takes seconds.
+        """
         body = await read_body(request, TokenizeRequest)
         async with self._servicer.admitted(request[TENANT]):
             return json_response(await self._tokens(body))
@@ -53,8 +56,7 @@ class ModelRoutes:
             tokens = await encode_chat(chat, model)
         else:
             text, is_bare = body.prompt or "", body.add_special_tokens is False
-            check_size(text, "prompt")
-            tokens = await model.tokenizer.encode(text, add_special_tokens=not is_bare)
+            tokens = await encode_text(text, model, "prompt", add_special_tokens=not is_bare)
         answer = Tokens(count=len(tokens), max_model_len=model.max_model_len, tokens=tokens)
         if body.return_token_strs:
             names = TokenNames(model.tokenizer, as_ids=False)
@@ -62,7 +64,7 @@ class ModelRoutes:
         return answer
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        """Decode token ids."""
+        """Return the text of token ids; the call counts as a request for admission."""
         body = await read_body(request, DetokenizeRequest)
         async with self._servicer.admitted(request[TENANT]):
             model = await self._model(body.model)
@@ -73,7 +75,7 @@ class ModelRoutes:
             return json_response(Text(prompt=text))
 
     async def tokenizer_info(self, request: web.Request) -> web.Response:
-        """Describe the tokenizer."""
+        """Return the tokenizer's special tokens and settings, and the chat template."""
         model = await self._model(None)
         info = TokenizerInfo(
             vocab_size=model.vocab_size,
@@ -101,7 +103,7 @@ class ModelRoutes:
 
 
 def _text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what clients may know of ``tokenizer_config.json``, which may also hold paths."""
+    """Return the public settings of ``tokenizer_config.json``, which may also contain paths."""
     settings = {name: config[name] for name in ("add_bos_token", "add_eos_token") if name in config}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = config.get(name)

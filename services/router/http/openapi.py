@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the table of routes."""
+"""Builds the OpenAPI document from the table of routes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ERRORS = {
 
 
 def openapi_document(routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the document."""
+    """Return the OpenAPI document that describes these routes."""
     inputs: set[type[BaseModel]] = {route.body for route in routes if route.body}
     outputs = {model for route in routes for model in (route.answer, route.event) if model} | {ErrorBody}
     _, schema = models_json_schema(
@@ -91,7 +91,7 @@ def _content(route: Route) -> dict[str, Any]:
 
 
 def _event(model: type[BaseModel]) -> dict[str, Any]:
-    """Return what an event holds; the last one's data is ``[DONE]``, or an error."""
+    """Return the schema of an event; the data of the last event is ``[DONE]`` or an error."""
     written = [
         {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(each)}
         for each in (model, ErrorBody)

@@ -1,4 +1,4 @@
-"""The bodies that clients send."""
+"""Defines the bodies that clients send."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from quire.services.router.http.sampling_fields import (
 )
 
 MAX_PROMPTS = 256
-"""Prompts of one request; each counts as a request of its own, and begins when the router can admit it."""
+"""Maximum number of prompts in a request. Each prompt counts as a request of its own, and begins when the
+router can admit it."""
 
 Prompts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
@@ -35,7 +36,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids."""
+        """Prompts of the request, each a text or a list of token ids."""
         match self.prompt:
             case str() as text:
                 return [text]
@@ -46,12 +47,12 @@ class CompletionRequest(GenerationFields):
 
     @property
     def only_reads(self) -> bool:
-        """Whether the prompt alone is wanted, with its logprobs."""
+        """Whether the client wants only the prompt with its logprobs, and no generated tokens."""
         return bool(self.echo) and self.max_tokens == 0
 
 
 class TextPart(Body):
-    """Text as one of the parts of a message."""
+    """A text that is one of the parts of a message."""
 
     type: Literal["text"]
     text: str
@@ -59,7 +60,7 @@ class TextPart(Body):
 
 
 class CalledFunction(Body):
-    """What an earlier answer called."""
+    """The function that an earlier answer called, with its arguments."""
 
     name: str
     arguments: str = Field(description="A JSON object, as text.")
@@ -76,7 +77,7 @@ class CalledTool(Body):
 
 
 class Message(Body):
-    """A message of the conversation; other members, as clients keep of earlier answers, say nothing."""
+    """A message of the conversation; unknown members, often kept from earlier answers, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -89,7 +90,7 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content, its parts joined."""
+        """Content of the message, with its parts joined."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
@@ -105,14 +106,14 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool; there is one kind."""
+    """A tool that the model may call; all tools are functions."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Body):
-    """Which function."""
+    """The name of a function."""
 
     name: str
 

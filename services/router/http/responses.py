@@ -1,4 +1,4 @@
-"""The bodies that clients get; a member that was not set is left out of the JSON."""
+"""Defines the bodies that clients get; members that were not set are left out of the JSON."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):
-    """Where the prompt's KV came from."""
+    """Number of the prompt's tokens whose KV was cached."""
 
     cached_tokens: int
 
 
 class Usage(BaseModel):
-    """Counts, of all prompts and answers together."""
+    """Token counts of all prompts and answers together."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -25,20 +25,20 @@ class Usage(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """A token that could stand at a place of the prompt."""
+    """A candidate token at one position of the prompt."""
 
     logprob: float
     rank: int | None
-    """From 1; null where the prompt's own token is not among the best."""
+    """Rank from 1; null for the prompt's own token if it is not among the top tokens."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, by token id; null for the first, which nothing precedes."""
+"""Candidates by token id, for each token of the prompt; null for the first token, which has no logprobs."""
 
 
 class CompletionLogprobs(BaseModel):
-    """Logprobs of a text, one member of each list for each token."""
+    """Logprobs of a text; each list has one member per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -47,7 +47,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One answer, or what a stream's event adds to it."""
+    """One answer, or the part that an event of a stream adds to it."""
 
     index: int
     text: str
@@ -59,7 +59,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The answer of ``/v1/completions``, whole or an event of its stream."""
+    """The complete answer of ``/v1/completions``, or an event of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -70,16 +70,16 @@ class Completion(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token that could stand at a place of the answer."""
+    """A candidate token at one position of the answer."""
 
     token: str
     logprob: float
     bytes: list[int] | None
-    """UTF-8; null where the token is only a part of a character."""
+    """UTF-8 bytes of the token; null if the token is only a part of a character."""
 
 
 class TokenLogprob(TopLogprob):
-    """The token that does stand there."""
+    """The answer's own token at one position, with the top candidates there."""
 
     top_logprobs: list[TopLogprob]
 
@@ -95,21 +95,21 @@ class FunctionCall(BaseModel):
 
     name: str
     arguments: str
-    """A JSON object, as text."""
+    """The arguments, a JSON object as text."""
 
 
 class ToolCall(BaseModel):
-    """A call of a tool; in a stream it comes whole, with its place among the calls."""
+    """A call of a tool; a stream sends it in one event, with its index among the calls."""
 
     index: int | None = None
-    """Of a stream's alone."""
+    """Index among the calls of the answer; set only in a stream."""
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
 class AnswerMessage(BaseModel):
-    """The assistant's message, or what a stream's event adds to it."""
+    """The assistant's message, or the part that an event of a stream adds to it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -117,7 +117,7 @@ class AnswerMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One whole answer."""
+    """One complete answer."""
 
     index: int
     message: AnswerMessage
@@ -127,7 +127,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """The whole answer of ``/v1/chat/completions``."""
+    """The complete answer of ``/v1/chat/completions``."""
 
     id: str
     object: Literal["chat.completion"]
@@ -140,7 +140,7 @@ class ChatCompletion(BaseModel):
 
 
 class ChatDelta(BaseModel):
-    """What an event adds to one answer."""
+    """The part that an event of a stream adds to one answer."""
 
     index: int
     delta: AnswerMessage
@@ -173,7 +173,7 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All served models: the one."""
+    """The list of served models, which has exactly one member."""
 
     object: Literal["list"]
     data: list[Model]
@@ -222,11 +222,11 @@ class Status(BaseModel):
 
 
 def to_json(body: BaseModel) -> bytes:
-    """Return the JSON of a body, without the members that were not set."""
+    """Return the JSON of a body, in UTF-8, without the members that were not set."""
     return body.model_dump_json(exclude_unset=True).encode()
 
 
 def finish_name(reason: Any) -> FinishReason | None:
-    """Return OpenAI's name of a finish reason of ``quire.v1``; None while there is none."""
+    """Return OpenAI's name for a finish reason of ``quire.v1``; None if the answer has not finished."""
     names: dict[int, FinishReason] = {1: "stop", 2: "length"}
     return names.get(reason)

@@ -1,4 +1,4 @@
-"""The table of routes: what is served, and what the OpenAPI document says of it."""
+"""Defines the table of routes, with what the OpenAPI document says about each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 
-from quire.services.errors import Unavailable
-from quire.services.router.admission import RETRY_AFTER_SECONDS
 from quire.services.router.http import requests, responses
 from quire.services.router.http.bodies import json_response
 from quire.services.router.http.chat import ChatCompletions
@@ -22,7 +20,7 @@ from quire.services.router.servicer import GenerationServicer
 
 
 class Route(NamedTuple):
-    """One route."""
+    """One route, its handler, and its description for the OpenAPI document."""
 
     method: str
     path: str
@@ -30,15 +28,15 @@ class Route(NamedTuple):
     summary: str
     body: type[BaseModel] | None = None
     answer: type[BaseModel] | None = None
-    """None: plain text."""
+    """Body of the answer; None: plain text."""
     event: type[BaseModel] | None = None
-    """What comes instead where the body says ``stream``."""
+    """Body of each event if the request sets ``stream``."""
     is_open: bool = False
-    """Whether everyone may call, with or without a key."""
+    """Whether the route needs no API key."""
 
 
 def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Route]:
-    """Return all routes."""
+    """Return all routes of the HTTP API."""
     model = ModelRoutes(servicer)
     return [
         Route(
@@ -99,21 +97,16 @@ async def _health(request: web.Request) -> web.Response:
 
 async def _version(request: web.Request) -> web.Response:
     try:
-        installed = metadata.version("quire")
+        installed = metadata.version("quire-llm")
     except metadata.PackageNotFoundError:
-        # Run from its sources. This is how build tools write that.
+        # The package is not installed but run from its sources; build tools write this version then.
         installed = "0+unknown"
     return json_response(responses.Version(version=installed))
 
 
 def _ready(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def ready(request: web.Request) -> web.Response:
-        if not servicer.is_ready:
-            raise Unavailable(
-                "no decode worker is alive; start one, or try again",
-                reason="NO_DECODE_WORKER",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
+        servicer.check_ready()
         return json_response(responses.Status(status="ok"))
 
     return ready

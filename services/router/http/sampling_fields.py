@@ -1,4 +1,4 @@
-"""The fields that both ways of generating share, and what they say in ``quire.v1``."""
+"""Defines the fields that completions and chat completions share, and translates them to ``quire.v1``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from quire.engine.limits import MAX_LOGPROBS, MAX_SEQUENCES
+from quire.engine.limits import MAX_LENGTH_PENALTY, MAX_LOGPROBS, MAX_SEQUENCES, MAX_TEMPERATURE
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import InvalidArgument
-from quire.services.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from quire.services.requests.choice_format import choice_format
+from quire.services.requests.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from quire.services.server.errors import InvalidArgument
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
-# The keys of a JSON object are strings, whatever they stand for.
+# The keys of a JSON object are always strings, so numbers have to be parsed.
 TokenIdKey = Annotated[int, Field(ge=0, lt=1 << 32, strict=False)]
 TokenCount = Annotated[int, Field(ge=0, lt=1 << 31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
@@ -29,7 +30,7 @@ def _allow_nulls(schema: dict[str, Any]) -> None:
 
 
 class Body(BaseModel):
-    """A JSON object of which every member is known; a null is an absent member."""
+    """A JSON object without unknown members; a null counts as an absent member."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_allow_nulls
@@ -38,14 +39,14 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        """Leave out nulls, so that one is allowed for a member that is not known here, too."""
+        """Return the object without its nulls, so that a null is allowed even for an unknown member."""
         if not isinstance(body, dict):
             return body
         return {name: value for name, value in body.items() if value is not None}
 
 
 class StreamOptions(Body):
-    """What a stream tells besides the text."""
+    """Options for what a stream contains in addition to the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -53,7 +54,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """A schema and its name."""
+    """A JSON schema and its name."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
@@ -86,7 +87,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StructuredOutputs(Body):
-    """The form of the answer, as vLLM names it; exactly one member."""
+    """The form of the answer, with vLLM's names; exactly one member must be set."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
@@ -96,12 +97,12 @@ class StructuredOutputs(Body):
 
 
 class GenerationFields(Body):
-    """What both ways of generating take."""
+    """The fields that both completions and chat completions take."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     max_tokens: TokenCount | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stop: str | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
@@ -112,7 +113,7 @@ class GenerationFields(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
-    # vLLM's names for what OpenAI has not.
+    # Fields that OpenAI does not have; the names are vLLM's.
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31, description="0 and -1 are off.")] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -122,10 +123,10 @@ class GenerationFields(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Literal[0] | None = Field(None, description="Requests are first come, first served.")
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     bad_words: list[str] | None = None
     use_beam_search: bool | None = Field(None, description="Return the n best of a search with n beams.")
-    length_penalty: float | None = None
+    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: LogprobCount | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
@@ -146,24 +147,28 @@ class GenerationFields(Body):
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
+        """Stop strings as a list, whether the client sent one string or a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the counts."""
+        """Whether a stream ends with an event that has the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def counts_on(self) -> bool:
-        """Whether every event of a stream tells the counts so far."""
+        """Whether every event of a stream has the token counts so far."""
         return self.includes_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
 
 def sampling_params(fields: GenerationFields, best_of: int | None = None) -> pb.SamplingParams:
-    """Return how tokens are drawn, or searched."""
+    """Return the parameters of sampling or of the beam search, for ``quire.v1``.
+
+    Raises:
+        InvalidArgument: ``length_penalty`` is set without ``use_beam_search``.
+    """
     beam, num_answers = None, fields.n or 1
     if fields.use_beam_search:
         beam = pb.BeamParams(width=num_answers, length_penalty=fields.length_penalty)
@@ -188,7 +193,7 @@ def sampling_params(fields: GenerationFields, best_of: int | None = None) -> pb.
 
 
 def stopping_params(fields: GenerationFields, max_tokens: int | None) -> pb.StoppingParams:
-    """Return when an answer ends."""
+    """Return the parameters that decide when an answer ends, for ``quire.v1``."""
     return pb.StoppingParams(
         max_tokens=max_tokens,
         min_tokens=fields.min_tokens,
@@ -199,7 +204,11 @@ def stopping_params(fields: GenerationFields, max_tokens: int | None) -> pb.Stop
 
 
 def answer_format(fields: GenerationFields) -> pb.ResponseFormat | None:
-    """Return the form that answers must have, if they must have one."""
+    """Return the form that answers must have; None if they may have any.
+
+    Raises:
+        InvalidArgument: the fields that name the form contradict each other.
+    """
     if fields.structured_outputs is not None:
         if fields.response_format is not None:
             raise InvalidArgument("structured_outputs", "cannot go with response_format")
@@ -212,6 +221,16 @@ def answer_format(fields: GenerationFields) -> pb.ResponseFormat | None:
     return None
 
 
+def sent_names(fields: GenerationFields) -> dict[str, str]:
+    """Return the client's names of fields of ``quire.v1`` that could come from several fields."""
+    wanted = fields.structured_outputs
+    if wanted is None:
+        return {}
+    names = {"json_": "json"}
+    name = "".join(f"structured_outputs.{names.get(each, each)}" for each in wanted.model_fields_set)
+    return dict.fromkeys(("format.json_schema", "format.regex", "format.grammar"), name)
+
+
 def _structured(wanted: StructuredOutputs) -> pb.ResponseFormat:
     if len(wanted.model_fields_set) != 1:
         raise InvalidArgument(
@@ -221,8 +240,7 @@ def _structured(wanted: StructuredOutputs) -> pb.ResponseFormat:
         schema = wanted.json_ if isinstance(wanted.json_, str) else json.dumps(wanted.json_)
         return pb.ResponseFormat(json_schema=schema)
     if wanted.choice is not None:
-        # Lark's strings have the escapes of JSON's.
-        return pb.ResponseFormat(grammar="start: " + " | ".join(map(json.dumps, wanted.choice)))
+        return choice_format(wanted.choice)
     if wanted.json_object:
         return pb.ResponseFormat(json_schema='{"type":"object"}')
     return pb.ResponseFormat(regex=wanted.regex, grammar=wanted.grammar)

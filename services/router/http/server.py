@@ -1,20 +1,17 @@
-"""The HTTP server: its routes, who may call them, what errors look like, its start and its end."""
+"""Runs the HTTP server: its routes, authentication, error responses, start and stop."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CollectorRegistry
 
-from quire.services.errors import ServiceError, cannot_listen
-from quire.services.grpc_server import HANDSHAKE_SECONDS, PUBLIC_MESSAGE_BYTES
-from quire.services.log import get_logger
 from quire.services.router.http.authorization import authorized
 from quire.services.router.http.bodies import (
     BODY_SECONDS,
@@ -24,24 +21,34 @@ from quire.services.router.http.bodies import (
     json_response,
 )
 from quire.services.router.http.connection import SERVER, Connection, Count
-from quire.services.router.http.errors import HttpError, from_service_error, http_error
+from quire.services.router.http.errors import (
+    ANTHROPIC_PATH,
+    HttpError,
+    from_service_error,
+    http_error,
+    in_anthropic_form,
+)
 from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.http.openapi import openapi_document
 from quire.services.router.http.routes import routes
 from quire.services.router.http.times import HttpTimes
+from quire.services.router.open_calls import OpenCalls
 from quire.services.router.servicer import GenerationServicer
+from quire.services.server.call_limits import CALL_MARGIN_SECONDS
+from quire.services.server.errors import ServiceError, cannot_listen, shortened
+from quire.services.server.grpc_server import HANDSHAKE_SECONDS, PUBLIC_MESSAGE_BYTES
+from quire.services.server.log import get_logger
 
-MARGIN_SECONDS = 5.0
-"""Beyond the request's deadline, for its error to reach the client."""
-GRACE_SHARE = 0.9
+CANCEL_SECONDS = 0.1
+"""Time for handlers to end after they were cancelled at the server's stop."""
 CLIENT_GONE = 499
-"""The status that is counted for an answer which nobody waits for; nginx's."""
+"""Status that is counted if the client left before the answer; nginx uses the same."""
 
 _log = get_logger("http")
 
 
 class HttpServer:
-    """A started server: its address and its end."""
+    """A started HTTP server, with its address and its stop."""
 
     def __init__(self, listening: asyncio.Server, runner: web.AppRunner, host: str) -> None:
         self._listening = listening
@@ -49,8 +56,15 @@ class HttpServer:
         self.port: int = listening.sockets[0].getsockname()[1]
         self.address = f"{host}:{self.port}"
 
+    async def finish(self) -> None:
+        """Refuse new connections, and return when all answers have been sent."""
+        self._listening.close()
+        assert self._runner.server is not None
+        self._runner.server.pre_shutdown()
+        await self._runner.server.shutdown()
+
     async def stop(self) -> None:
-        """Refuse new connections, let running requests end within the grace, cancel the others."""
+        """Refuse new connections and cancel the running requests."""
         self._listening.close()
         await self._runner.cleanup()
 
@@ -65,9 +79,13 @@ async def http_server(
     tls: ssl.SSLContext | None = None,
     times: HttpTimes | None = None,
     request_timeout_seconds: float = 600.0,
-    grace_seconds: float = 5.0,
 ) -> AsyncIterator[HttpServer]:
-    """Serve the HTTP API until the context ends; port 0 takes a free one. Without ``tls`` it is plain.
+    """Serve the HTTP API until the context ends.
+
+    Args:
+        port: 0 takes a free port, found in ``HttpServer.port``.
+        tls: None: connections are plain.
+        request_timeout_seconds: time limit of a request, as in the router.
 
     Raises:
         OSError: the address cannot be bound.
@@ -77,7 +95,12 @@ async def http_server(
     table = routes(servicer, registry)
     open_paths = {route.path for route in table if route.is_open}
     app = web.Application(
-        middlewares=[_errors(count), _deadline(request_timeout_seconds), authorized(servicer, open_paths)],
+        middlewares=[
+            _errors(count, sorted(f"{route.method} {route.path}" for route in table)),
+            _deadline(request_timeout_seconds),
+            authorized(servicer, open_paths),
+            _counted(servicer.calls),
+        ],
         client_max_size=PUBLIC_MESSAGE_BYTES,
     )
     app[BODY_SECONDS] = times.body_seconds
@@ -94,10 +117,9 @@ async def http_server(
     app.router.add_get("/openapi.json", openapi)
     runner = web.AppRunner(
         app,
-        # A client that is gone cancels its handler, and so frees its blocks.
+        # When a client leaves, its handler is cancelled, which frees the request's blocks.
         handler_cancellation=True,
-        # The rest of the grace is for the gRPC calls that came while these requests ended.
-        shutdown_timeout=GRACE_SHARE * grace_seconds,
+        shutdown_timeout=CANCEL_SECONDS,
     )
     await runner.setup()
     handler = runner.server
@@ -121,20 +143,24 @@ async def http_server(
 
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
-    """Name the request, and the project where aiohttp would tell its version and Python's."""
+    """Set the request id header, and a Server header that does not reveal aiohttp's and Python's versions."""
     response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
     response.headers["Server"] = SERVER
 
 
-def _errors(count: Count) -> Middleware:
-    """Turn errors into bodies that OpenAI's clients read, and count all answers."""
+def _errors(count: Count, known: Sequence[str]) -> Middleware:
+    """Return middleware that turns errors into bodies that OpenAI's clients read, and counts all answers.
+
+    Args:
+        known: the existing routes, for the error message about an unknown route.
+    """
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = CLIENT_GONE
         request[REQUEST_ID] = first_request_id(request)
         try:
-            response = await _answered(request, handler)
+            response = await _answered(request, handler, known)
             status = response.status
             return response
         finally:
@@ -144,17 +170,18 @@ def _errors(count: Count) -> Middleware:
     return handle
 
 
-async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _answered(request: web.Request, handler: Handler, known: Sequence[str]) -> web.StreamResponse:
     try:
         return await handler(request)
     except ServiceError as error:
-        return _error_response(from_service_error(error))
+        return _error_response(request, from_service_error(error))
     except web.HTTPException as error:
-        message = error.text or error.reason
         code = error.reason.lower().replace(" ", "_")
-        response = _error_response(http_error(error.status, message, code=code))
+        response = _error_response(
+            request, http_error(error.status, _message(request, error, known), code=code)
+        )
         if isinstance(error, web.HTTPRequestTimeout):
-            # The rest of its body may still come.
+            # The rest of the body may still arrive, so the connection cannot be used again.
             response.force_close()
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
@@ -163,26 +190,62 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         return web.Response(status=CLIENT_GONE)
     except Exception:
         _log.exception("request_failed", path=request.path, request_id=request[REQUEST_ID])
-        return _error_response(
-            http_error(500, "internal error; the server's log has the details", code="internal")
-        )
+        failure = http_error(500, "internal error; the server's log has the details", code="internal")
+        return _error_response(request, failure)
 
 
-def _error_response(error: HttpError) -> web.Response:
-    return json_response(error.body, status=error.status, headers=error.headers)
+def _message(request: web.Request, error: web.HTTPException, known: Sequence[str]) -> str:
+    """Return the message for an error of aiohttp's."""
+    path = shortened(request.path)
+    if isinstance(error, web.HTTPNotFound):
+        if _is_anthropic(request):
+            return f"{path} is not served: quire has no Messages API, only OpenAI's; use /v1/chat/completions"
+        return f"there is no route {request.method} {path}; there are {', '.join(known)}"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"{path} takes {', '.join(sorted(error.allowed_methods))}, not {shortened(request.method)}"
+    return error.text or error.reason
+
+
+def _is_anthropic(request: web.Request) -> bool:
+    return request.path == ANTHROPIC_PATH or request.path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+def _error_response(request: web.Request, error: HttpError) -> web.Response:
+    body = in_anthropic_form(error, request[REQUEST_ID]) if _is_anthropic(request) else error.body
+    return json_response(body, status=error.status, headers=error.headers)
+
+
+def _counted(calls: OpenCalls) -> Middleware:
+    """Return middleware that counts POST requests as open calls, and refuses them once the router stops.
+
+    A stopping router waits for its open calls.
+    """
+
+    @web.middleware
+    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method != "POST":
+            return await handler(request)
+        async with calls.entered():
+            return await handler(request)
+
+    return handle
 
 
 def _deadline(seconds: float) -> Middleware:
-    """End a request whose client sends or reads too slowly; the router keeps the deadline of all else."""
+    """Return middleware that ends a request whose client sends or reads too slowly.
+
+    The router itself enforces the deadline of everything else.
+    """
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            async with asyncio.timeout(seconds + MARGIN_SECONDS):
+            async with asyncio.timeout(seconds + CALL_MARGIN_SECONDS):
                 return await handler(request)
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
-            return _error_response(http_error(504, "the client sent or read too slowly", code="timeout"))
+            error = http_error(504, "the client sent or read too slowly", code="timeout")
+            return _error_response(request, error)
 
     return handle

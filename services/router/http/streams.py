@@ -1,9 +1,9 @@
-"""Runs a request's prompts in the router, and sends events as they come."""
+"""Runs the prompts of an HTTP request in the router, and sends server-sent events as messages come."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import NamedTuple
 
@@ -11,20 +11,20 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import Internal, ServiceError
-from quire.services.log import get_logger
 from quire.services.router.http.errors import from_service_error
 from quire.services.router.http.responses import to_json
 from quire.services.router.merge import merged
 from quire.services.router.servicer import GenerationServicer
 from quire.services.router.tenants import Headers, Tenant
+from quire.services.server.errors import Internal, InvalidArgument, ServiceError
+from quire.services.server.log import get_logger
 
 KEEP_ALIVE_SECONDS = 15.0
-"""Proxies close a connection on which nothing comes for a minute."""
+"""Interval of keep-alive comments; proxies close a connection that is silent for a minute."""
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    # nginx would collect the events otherwise.
+    # Otherwise nginx would buffer the events.
     "X-Accel-Buffering": "no",
 }
 _DONE = b"data: [DONE]\n\n"
@@ -32,40 +32,57 @@ _log = get_logger("http")
 
 
 class Tagged(NamedTuple):
-    """A message, and which of the request's prompts it is about."""
+    """A message, and the index ``at`` of the prompt in the request that it belongs to."""
 
     at: int
     response: pb.GenerateStreamResponse
 
 
 async def run(
-    servicer: GenerationServicer, tenant: Tenant, generations: Sequence[pb.Generation], headers: Headers
+    servicer: GenerationServicer,
+    tenant: Tenant,
+    generations: Sequence[pb.Generation],
+    headers: Headers,
+    names: Sequence[Mapping[str, str]],
 ) -> AsyncGenerator[Tagged, None]:
-    """Serve a tenant's prompts, a number side by side; the first error ends them all.
+    """Serve a tenant's prompts, several at a time, and yield their messages; the first error ends them all.
+
+    Args:
+        names: for each prompt, the client's names of fields of ``quire.v1``; errors use these names.
 
     Raises:
-        ServiceError: one of them cannot be served, or not to its end.
+        ServiceError: one of the prompts cannot be served or cannot be completed.
     """
     answers = [servicer.generate(each, tenant, servicer.deadline(), headers) for each in generations]
-    places = servicer.places(tenant)
-    streams = [_tagged(at, answer, places) for at, answer in enumerate(answers)]
+    places = servicer.places(tenant, generations)
+    streams = [
+        _tagged(at, answer, places, sent)
+        for at, (answer, sent) in enumerate(zip(answers, names, strict=True))
+    ]
     async with aclosing(merged(streams) if len(streams) > 1 else streams[0]) as messages:
         async for message in messages:
             yield message
 
 
 async def _tagged(
-    at: int, responses: AsyncGenerator[pb.GenerateStreamResponse, None], places: asyncio.Semaphore
+    at: int,
+    responses: AsyncGenerator[pb.GenerateStreamResponse, None],
+    places: asyncio.Semaphore,
+    names: Mapping[str, str],
 ) -> AsyncGenerator[Tagged, None]:
     async with places, aclosing(responses):
-        async for response in responses:
-            yield Tagged(at, response)
+        try:
+            async for response in responses:
+                yield Tagged(at, response)
+        except InvalidArgument as error:
+            raise error.renamed(names) from error
 
 
 async def send_events(request: web.Request, events: AsyncGenerator[BaseModel, None]) -> web.StreamResponse:
-    """Send each event when it comes, then ``[DONE]``.
+    """Send each event as soon as it comes, and ``[DONE]`` at the end.
 
-    An error before the first event is raised, so that it has its status; a later one becomes the last event.
+    An error before anything has been sent is raised, so that the response gets its status. A later error is
+    sent as the last event.
     """
     response = web.StreamResponse(headers=_HEADERS)
     async with aclosing(events):
@@ -110,7 +127,7 @@ async def _next(events: AsyncGenerator[BaseModel, None]) -> BaseModel | None:
 
 @asynccontextmanager
 async def _kept_alive(response: web.StreamResponse) -> AsyncIterator[None]:
-    """Send a comment now and then."""
+    """Send a comment every ``KEEP_ALIVE_SECONDS`` until the context ends."""
 
     async def comment() -> None:
         while True:

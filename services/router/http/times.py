@@ -1,4 +1,4 @@
-"""How long an HTTP client may take."""
+"""Defines time limits for HTTP clients."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HttpTimes:
-    """Limits in seconds.
+    """Time limits for a client, in seconds.
 
     Attributes:
-        head_seconds: from a connection's begin, or from an answer, until the next request's headers are here.
-        body_seconds: from a request's headers until its body is here.
-        read_seconds: in which a client for whom bytes wait has to read some.
+        head_seconds: time from the start of a connection, or from the last response, until the headers of the
+            next request have arrived.
+        body_seconds: time from the headers of a request until its body has arrived.
+        read_seconds: time within which a client has to read some of the bytes that wait for it.
     """
 
     head_seconds: float = 20.0

@@ -1,4 +1,4 @@
-"""Tool calls: what the model is told of the tools, and how its calls are read from its text."""
+"""Handles tool calls: describes the tools to the model, and reads its calls from its text."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import InvalidArgument
 from quire.services.router.http.requests import CalledTool, ChatCompletionRequest, NamedTool, Tool
 from quire.services.router.http.responses import FunctionCall, ToolCall
+from quire.services.server.errors import InvalidArgument, quoted
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.stop_strings import StopMatcher
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
-"""How the templates of Hermes, Qwen and others tell a model to write a call: a JSON object between these."""
+"""Marks around a call, which is a JSON object, in the chat templates of Hermes, Qwen and others."""
 
 _WRITTEN_CALL = re.compile(f"{CALL_BEGIN}(.*?){CALL_END}", re.DOTALL)
 
 
 class ToolUse(NamedTuple):
-    """What a request wants of its tools."""
+    """A request's tools, and how the model may use them."""
 
     tools: Sequence[Tool] = ()
-    """Those that the model is told of."""
+    """Tools that are described to the model."""
     must_call: bool = False
+    """Whether the answer has to be a call."""
     function: str | None = None
-    """The only function that it may call."""
+    """Name of the only function that the model may call; None: any function."""
     is_parallel: bool = True
     """Whether an answer may have several calls."""
 
     @classmethod
     def of(cls, body: ChatCompletionRequest) -> ToolUse:
-        """Read a request's fields.
+        """Return the tool use that a request's fields describe.
 
         Raises:
-            InvalidArgument: the choice has no tools to choose from.
+            InvalidArgument: ``tool_choice`` demands a call, but there are no tools, or not the one it names.
         """
         tools, choice = body.tools or (), body.tool_choice
         if not tools and choice not in (None, "none", "auto"):
@@ -47,16 +48,19 @@ class ToolUse(NamedTuple):
         if isinstance(choice, NamedTool):
             name = choice.function.name
             if name not in {tool.function.name for tool in tools}:
-                raise InvalidArgument("tool_choice", f"names no tool of the request: {name!r}")
+                raise InvalidArgument("tool_choice", f"names no tool of the request: {quoted(name)}")
             return cls(tools, True, name)
         return cls(tools, choice == "required", is_parallel=body.parallel_tool_calls is not False)
 
     def to_json(self) -> str:
-        """Return what the template gets; empty for no tools."""
+        """Return the JSON of the tools for the chat template; empty if there are no tools."""
         return json.dumps([tool.model_dump(exclude_unset=True) for tool in self.tools]) if self.tools else ""
 
     def answer_format(self) -> pb.ResponseFormat | None:
-        """Return the form that a call has where one must be made: the call's JSON, and nothing else."""
+        """Return the form of an answer that must be a call: the call's JSON and nothing else.
+
+        Return None if no call is required.
+        """
         if not self.must_call:
             return None
         functions = [tool.function for tool in self.tools if self.function in (None, tool.function.name)]
@@ -64,7 +68,7 @@ class ToolUse(NamedTuple):
         calls = []
         for function in functions:
             parameters = dict(function.parameters or {"type": "object"})
-            # References in a schema count from its root.
+            # References in a schema are relative to its root, so the definitions have to move there.
             definitions.update(parameters.pop("$defs", {}))
             members = {"name": {"const": function.name}, "arguments": parameters}
             calls.append(
@@ -80,17 +84,18 @@ class ToolUse(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What an answer holds besides the content that was returned already."""
+    """The end of an answer: the content that ``feed`` has not returned yet, and the calls."""
 
     content: str
     calls: list[ToolCall]
 
 
 class CallReader:
-    """Separates an answer's content from its calls, whatever the pieces.
+    """Separates an answer's content from its calls; the text may come in pieces of any size.
 
-    A call that must be made is all of the answer. One that may be made is looked for where the model's own
-    template says how calls are written; elsewhere the text stays text. So does a call that is no valid JSON.
+    A required call is the whole answer. An optional call is recognised only if the model's chat template
+    contains the ``<tool_call>`` form; otherwise the text stays text. A call that is not valid JSON stays text
+    too.
     """
 
     def __init__(self, use: ToolUse, template: ChatTemplate | None) -> None:
@@ -102,7 +107,7 @@ class CallReader:
         self._holds = use.must_call
 
     def feed(self, text: str) -> str:
-        """Take the next piece of the answer and return the content that is certain."""
+        """Add the next piece of the answer; return the new content that is certainly not part of a call."""
         self._text += text
         if self._holds:
             return ""
@@ -111,7 +116,7 @@ class CallReader:
         return fed.text
 
     def finish(self) -> Finished:
-        """Return the rest, at the end of the answer."""
+        """Return the rest of the content and the calls, at the end of the answer."""
         if not self._holds:
             return Finished(self._matcher.flush(), [])
         rest = self._text if self._must_call else self._text[self._text.index(CALL_BEGIN) :]
@@ -125,10 +130,10 @@ class CallReader:
 
 
 def template_calls(calls: Sequence[CalledTool]) -> list[dict[str, Any]]:
-    """Return the calls of an earlier answer as templates read them: arguments are objects.
+    """Return the calls of an earlier answer in the form for chat templates, with arguments as objects.
 
     Raises:
-        InvalidArgument: arguments are not a JSON object.
+        InvalidArgument: the arguments of a call are not a JSON object.
     """
     return [
         {

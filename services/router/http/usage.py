@@ -1,4 +1,4 @@
-"""Counts of a request's tokens, over all its prompts."""
+"""Counts the tokens of a request over all its prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from quire.services.router.http.responses import PromptTokensDetails, Usage
 
 
 class UsageCount:
-    """Adds up what the messages of several streams count."""
+    """Adds up the token counts in the messages of several streams."""
 
     def __init__(self) -> None:
         self._prompt_tokens = 0
@@ -15,18 +15,22 @@ class UsageCount:
         self._final = pb.Usage()
 
     def add(self, response: pb.GenerateStreamResponse) -> None:
-        """Take the next message."""
+        """Add the counts of the next message."""
         self._prompt_tokens += response.prompt_tokens
         self._seen_tokens += len(response.token_ids)
         self._final.completion_tokens += response.usage.completion_tokens
         self._final.cached_prompt_tokens += response.usage.cached_prompt_tokens
 
     def so_far(self) -> Usage:
-        """Return the counts in the middle of a stream; what was cached is not known yet."""
+        """Return the counts in the middle of a stream; the number of cached tokens is not known yet."""
         return _usage(self._prompt_tokens, self._seen_tokens)
 
     def final(self, *, is_read_only: bool = False) -> Usage:
-        """Return the counts at the end; a request that only reads its prompt generates nothing."""
+        """Return the counts at the end.
+
+        Args:
+            is_read_only: the request wants only its prompt's logprobs, so no completion tokens are counted.
+        """
         completion_tokens = 0 if is_read_only else self._final.completion_tokens
         usage = _usage(self._prompt_tokens, completion_tokens)
         usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self._final.cached_prompt_tokens)

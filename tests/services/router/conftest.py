@@ -16,10 +16,11 @@ from prometheus_client import CollectorRegistry
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import kvtransfer_pb2, worker_pb2, worker_pb2_grpc
-from quire.services.errors import Aborted, ServiceError
-from quire.services.grpc_server import GrpcServer, Service, grpc_server
+from quire.routing.planner import PolicyConfig
 from quire.services.router.app import RouterConfig, RunningRouter, router
-from quire.services.router.planner import PolicyConfig
+from quire.services.server.cluster_proof import RequireProof, description_proof
+from quire.services.server.errors import Aborted, ServiceError
+from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
 from quire.tokenization.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320
@@ -79,11 +80,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, worker_id: str, role: str, script: Script, model_path: Path) -> None:
         self.worker_id, self.role, self.script, self.model_path = worker_id, role, script, model_path
         self.epoch = "1"
+        self.secret = b""
         self.layout = kvtransfer_pb2.KvLayout(block_size=4, num_layers=1, dtype="float32")
         self.calls: list[Any] = []
         self.aborted = asyncio.Event()
         self.num_cached_tokens = 0
         self.is_draining = False
+        self.is_stalled = False
+        self.answers_probes = asyncio.Event()
+        self.answers_probes.set()
         self.is_left_without_blocks = False
         self.begins_after: asyncio.Event | None = None
         self.fault: Fault | None = None
@@ -93,7 +98,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.server: GrpcServer
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:
-        return worker_pb2.GetWorkerInfoResponse(
+        await self.answers_probes.wait()
+        info = worker_pb2.GetWorkerInfoResponse(
             worker_id=self.worker_id,
             role=self.role,
             epoch=self.epoch,
@@ -105,8 +111,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             layout=self.layout,
             cache_descriptor=b"tiny",
             is_draining=self.is_draining,
+            is_stalled=self.is_stalled,
             num_blocks=1000,
+            address=self.server.address,
         )
+        if self.secret:
+            info.proof = description_proof(self.secret, request.nonce, info)
+        return info
+
+    async def SetDraining(self, request: Any, context: Any) -> worker_pb2.SetDrainingResponse:
+        self.is_draining = request.is_draining
+        return worker_pb2.SetDrainingResponse()
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         self.aborted.set()
@@ -149,6 +164,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 )
             )
             if self.is_left_without_blocks:
+                self.is_left_without_blocks = False
                 raise Aborted("the prompt's blocks did not arrive")
             position = request.sequence.num_output_tokens
             if request.remote_prefill:
@@ -205,8 +221,11 @@ class Cluster:
         service = Service(
             worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, "quire.v1.WorkerService"
         )
+        guards = []
+        if worker.secret:
+            guards.append(RequireProof(worker.secret, worker.epoch, lambda: worker.server.address))
         worker.server = await self.stack.enter_async_context(
-            grpc_server([service], registry=CollectorRegistry(), grace_seconds=0)
+            grpc_server([service], registry=CollectorRegistry(), grace_seconds=0, interceptors=guards)
         )
         await worker.server.ready()
         self.workers[worker_id] = worker

@@ -10,10 +10,12 @@ from contextlib import AsyncExitStack
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quire.services.errors import DeadlineExceeded, ResourceExhausted
+from quire.protos import inference_pb2 as pb
+from quire.services.requests.validation import Answers, answers_of
 from quire.services.router.admission import Admission
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.tenants import Tenant
+from quire.services.server.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 SOON = 60.0
 
@@ -122,3 +124,75 @@ async def test_a_renewed_limit_counts_at_once() -> None:
         await asyncio.sleep(0)
         async with admission.admitted(Tenant("a", max_requests=3), deadline):
             await asyncio.wait_for(waiting, SOON)
+
+
+async def test_each_answer_counts_as_a_request() -> None:
+    admission = make_admission(max_requests=4)
+    deadline = time.monotonic() + SOON
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(admission.admitted(Tenant("a"), deadline, Answers(3, "sampling.n")))
+        with pytest.raises(ResourceExhausted):
+            await stack.enter_async_context(
+                admission.admitted(Tenant("b"), deadline, Answers(2, "sampling.n"))
+            )
+        await stack.enter_async_context(admission.admitted(Tenant("b"), deadline))
+    async with admission.admitted(Tenant("a"), deadline, Answers(4, "sampling.n")):
+        pass
+
+
+@pytest.mark.parametrize("tenant", [Tenant("a"), Tenant("a", max_requests=4)])
+async def test_more_answers_than_a_limit_ever_allows_are_a_bad_argument(tenant: Tenant) -> None:
+    admission = make_admission(max_requests=100 if tenant.max_requests else 4)
+    with pytest.raises(InvalidArgument, match=r"sampling\.beam\.width: must be at most 4") as caught:
+        await admission.admitted(tenant, SOON, Answers(5, "sampling.beam.width")).__aenter__()
+    assert caught.value.metadata["limit"] == "4"
+
+
+async def test_many_answers_wait_for_their_places_and_nobody_passes_them() -> None:
+    admission, tenant = make_admission(), Tenant("a", max_requests=4, max_waiting=8)
+    deadline = time.monotonic() + SOON
+    order: list[int] = []
+    ends = [asyncio.Event() for _ in range(4)]
+
+    async def request(number: int, num_answers: int) -> None:
+        async with admission.admitted(tenant, deadline, Answers(num_answers, "sampling.n")):
+            order.append(number)
+            await ends[number].wait()
+
+    tasks = []
+    for number, num_answers in enumerate([2, 3, 1, 4]):
+        tasks.append(asyncio.create_task(request(number, num_answers)))
+        await asyncio.sleep(0)
+    assert order == [0]  # two places are free: the next wants three, and the third waits behind it
+    # Who gives up lets those behind it in.
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
+    await asyncio.sleep(0)
+    assert order == [0, 2]
+    ends[0].set()
+    ends[2].set()
+    await asyncio.gather(tasks[0], tasks[2])
+    await asyncio.sleep(0)
+    assert order == [0, 2, 3]
+    ends[3].set()
+    await tasks[3]
+
+
+def test_generations_of_one_call_do_not_refuse_each_other() -> None:
+    admission = make_admission(max_requests=100)
+    assert admission.num_at_once(Tenant("a"), num_answers=1) == 32
+    assert admission.num_at_once(Tenant("a"), num_answers=8) == 12
+    assert admission.num_at_once(Tenant("a", max_requests=4), num_answers=8) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "answers"),
+    [
+        (pb.SamplingParams(), Answers(1, "sampling.n")),
+        (pb.SamplingParams(n=2, best_of=5), Answers(5, "sampling.best_of")),
+        (pb.SamplingParams(beam=pb.BeamParams(width=3)), Answers(3, "sampling.beam.width")),
+        (pb.SamplingParams(n=1 << 31), Answers(64, "sampling.n")),
+    ],
+)
+def test_answers_that_a_request_asks_for(params: pb.SamplingParams, answers: Answers) -> None:
+    assert answers_of(params) == answers

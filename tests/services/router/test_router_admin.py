@@ -14,9 +14,10 @@ from quire.client import NotFound, Tls, Unavailable
 from quire.client.admin import AdminClient
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
+from quire.protos import inference_pb2 as inference_pb
 from quire.services.router import admin as admin_module
 from quire.services.router.admin import admin_server
-from quire.services.tls import CLUSTER_NAME, ClusterTls, TlsFiles
+from quire.services.server.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 
 
 async def test_workers_are_listed_whether_they_tell_their_load_or_not(pair: Any) -> None:
@@ -48,6 +49,19 @@ async def test_a_worker_that_drains_gets_nothing_new(pair: Any) -> None:
     assert stub is not None
 
 
+async def test_a_drain_holds_when_it_returns_and_requests_are_told(pair: Any) -> None:
+    stub = await pair.start(poll_seconds=3600)
+    request = inference_pb.GenerateRequest(generation=inference_pb.Generation(text="say"))
+    with AdminClient(pair.running.admin_address) as admin:
+        await asyncio.to_thread(admin.drain, "d1")
+        assert [w.worker_id for w in pair.running.workers.live("decode")] == ["d2"]
+        await asyncio.to_thread(admin.drain, "d2")
+        with pytest.raises(grpc.aio.AioRpcError, match="all 2 decode workers are draining"):
+            await stub.Generate(request)
+        await asyncio.to_thread(admin.drain, "d1", undo=True)
+        await stub.Generate(request)
+
+
 async def test_the_admin_port_is_apart_from_the_public_one(pair: Any) -> None:
     await pair.start()
     async with grpc.aio.insecure_channel(pair.running.address) as channel:
@@ -60,7 +74,7 @@ async def test_beyond_the_loopback_it_asks_for_a_certificate_of_the_cluster(
     pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await pair.start()
-    monkeypatch.setattr(admin_module, "_is_loopback", lambda host: False)
+    monkeypatch.setattr(admin_module, "is_loopback", lambda host: False)
     authority = trustme.CA()
     issued, files = authority.issue_cert(CLUSTER_NAME), TlsFiles(*(tmp_path / n for n in ("c", "k", "a")))
     files.certificate.write_bytes(issued.cert_chain_pems[0].bytes())

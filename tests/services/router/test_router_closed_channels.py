@@ -6,17 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.protos import admin_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
-from quire.services.errors import Unavailable
-from quire.services.grpc_server import Service, grpc_server
 from quire.services.router.admin import AdminServicer
 from quire.services.router.app import background
-from quire.services.router.legs import Legs
+from quire.services.router.worker_calls import Legs
 from quire.services.router.workers import Connection, StaticMembership, Worker, WorkerSet
 from quire.services.router.write_back import WriteBackMetrics, WriteBacks
+from quire.services.server.errors import Unavailable
+from quire.services.server.grpc_server import Service, grpc_server
 
 
 class SilentWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -122,7 +123,7 @@ async def test_a_leg_whose_channel_is_closed_ends(
         await servicer.begun.wait()
         await close(worker.connection)
         event = await legs.next()
-        assert (event.message, event.error, legs.num_running) == (None, None, 0)
+        assert (event.message, event.error.code(), legs.num_running) == (None, grpc.StatusCode.UNAVAILABLE, 0)
 
 
 async def test_an_operator_hears_that_the_worker_left(

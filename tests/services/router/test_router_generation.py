@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -16,20 +17,24 @@ from grpc_status import rpc_status
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.errors import (
+from quire.routing.planner import PolicyConfig
+from quire.services.router.app import RouterConfig, run_router
+from quire.services.server.errors import (
     Aborted,
     FailedPrecondition,
     Internal,
+    InvalidArgument,
     ResourceExhausted,
+    ServiceError,
     Unavailable,
 )
-from quire.services.router.app import RouterConfig, run_router
-from quire.services.router.planner import PolicyConfig
 
 TEXT = "hello world, stop here"
+PROMPT = "say hello world, stop here"
+"""Longer than a block, so that its workers are always the same."""
 
 
-def generation(text: str = "say", **stopping: Any) -> pb.Generation:
+def generation(text: str = PROMPT, **stopping: Any) -> pb.Generation:
     return pb.Generation(text=text, stopping=pb.StoppingParams(**stopping), request_id="test")
 
 
@@ -92,7 +97,7 @@ async def test_the_unary_call_collects_the_stream(pair: Any) -> None:
     assert list(choice.token_ids) == pair.script.answer
     assert [entry.logprob for entry in choice.logprobs] == [-float(i) for i in range(len(pair.script.answer))]
     assert whole.request_id == "test"
-    assert whole.usage.prompt_tokens == len((await stub.Tokenize(pb.TokenizeRequest(text="say"))).token_ids)
+    assert whole.usage.prompt_tokens == len((await stub.Tokenize(pb.TokenizeRequest(text=PROMPT))).token_ids)
 
 
 async def test_the_first_token_comes_before_the_push_is_done(cluster: Any) -> None:
@@ -124,6 +129,25 @@ async def test_a_complaint_that_no_blocks_came_may_overtake_the_only_token(clust
     assert responses[-1].usage.retries == 0
 
 
+async def test_a_prefill_worker_that_dies_is_to_blame_for_what_the_decode_worker_lacks(
+    pair: Any, fault: Any
+) -> None:
+    stub = await pair.start()
+    decode = await first_choice(pair, stub, "decode")
+    (prefill,) = callers(pair, "prefill")
+    # It dies after the first token, and the decode worker is the first to say so.
+    prefill.fault = fault(1, Unavailable("killed"))
+    decode.is_left_without_blocks = True
+    responses = await stream(stub)
+    assert ids_of(responses) == pair.script.answer
+    assert pair.metric("quire_retries_total", role="prefill", cause="unavailable") == 1
+    assert pair.metric("quire_retries_total", role="decode", cause="aborted") == 0
+    assert pair.running is not None
+    shunned = [w.worker_id for w in pair.running.workers.all() if pair.running.workers.is_shunned(w)]
+    assert shunned == [prefill.worker_id]
+    assert callers(pair, "decode") == [decode]
+
+
 async def test_max_tokens_ends_with_length(pair: Any) -> None:
     responses = await stream(await pair.start(), max_tokens=3)
     assert ids_of(responses) == pair.script.answer[:3]
@@ -151,7 +175,7 @@ async def test_without_prefill_workers_decode_serves_alone(cluster: Any) -> None
     responses = await stream(await cluster.start())
     assert text_of(responses) == TEXT
     assert not cluster["d"].calls[0].remote_prefill
-    assert responses[-1].usage.cached_prompt_tokens == 3
+    assert responses[-1].usage.cached_prompt_tokens == 4
     assert responses[-1].usage.blocks_reused_on_decode == 1
     assert responses[-1].usage.blocks_shipped == 0
 
@@ -197,7 +221,7 @@ async def test_a_lost_decode_continues_elsewhere_without_repetition(pair: Any, f
     assert responses[-1].usage.blocks_shipped in (3, 6)
     (other,) = [w for w in callers(pair, "decode") if w is not chosen]
     sequence = other.calls[0].sequence
-    prompt = (await stub.Tokenize(pb.TokenizeRequest(text="say"))).token_ids
+    prompt = (await stub.Tokenize(pb.TokenizeRequest(text=PROMPT))).token_ids
     # The two calls are not ordered: the loss may overtake the prefill worker's first token.
     assert sequence.num_output_tokens in (0, 4)
     assert list(sequence.token_ids) == [*prompt, *pair.script.answer[: sequence.num_output_tokens]]
@@ -300,6 +324,14 @@ async def test_no_worker_has_joined(cluster: Any) -> None:
     assert len(rpc_status.from_call(caught.value).details) == 2
 
 
+async def test_a_prompt_that_a_worker_refuses_is_named_as_the_client_sent_it(pair: Any, fault: Any) -> None:
+    for worker in pair.workers.values():
+        worker.fault = fault(0, InvalidArgument("token_ids", "needs more blocks than there are"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream(await pair.start())
+    assert caught.value.details() == "text: needs more blocks than there are"
+
+
 async def test_no_decode_worker_is_left(cluster: Any) -> None:
     await cluster.add("p", "prefill")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -326,6 +358,22 @@ async def test_bad_requests_name_the_field(cluster: Any) -> None:
         await stream(await cluster.start(), max_tokens=0)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert str(caught.value.details()).startswith("stopping.max_tokens: must be from 1 to")
+
+
+@pytest.mark.parametrize(
+    ("error", "levels"), [(InvalidArgument("format.regex", "is bad"), []), (Internal("lost"), ["WARNING"])]
+)
+async def test_a_clients_mistake_that_a_worker_finds_is_no_warning(
+    cluster: Any, fault: Any, caplog: pytest.LogCaptureFixture, error: ServiceError, levels: list[str]
+) -> None:
+    worker = await cluster.add("d", "decode")
+    worker.fault = fault(0, error)
+    stub = await cluster.start()
+    with caplog.at_level("INFO"), suppress(grpc.aio.AioRpcError):
+        await stream(stub)
+    assert worker.fault is None
+    records = [record for record in caplog.records if record.getMessage() == "attempt_failed"]
+    assert [record.levelname for record in records] == levels
 
 
 async def test_model_info_tokenize_and_detokenize(pair: Any) -> None:

@@ -11,11 +11,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import FailedPrecondition, Internal, Unavailable
-from quire.services.phases import ROUTER_PHASES, Phase
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.request_timer import RequestTimer
 from quire.services.router.slo import SloMetrics, SloTargets
+from quire.services.server.errors import FailedPrecondition, Internal, Unavailable
+from quire.services.server.phases import ROUTER_PHASES, Phase
 
 IMPOSSIBLE = SloTargets(ttft_seconds=0.0, tpot_seconds=0.0)
 

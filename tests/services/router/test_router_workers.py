@@ -19,7 +19,10 @@ from quire.kvindex.index import Holding
 from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.protos import inference_pb2 as pb
+from quire.protos import worker_pb2
+from quire.services.router.app import background
 from quire.services.router.prefix_lookup import PrefixLookup
+from quire.services.router.worker_calls import Legs
 from quire.services.router.workers import (
     PENALTY_SECONDS,
     Member,
@@ -77,6 +80,25 @@ async def test_static_workers_come_drain_and_go(cluster: Any, make_set: Any) -> 
     assert ids_of(workers) == []
 
 
+async def test_a_record_that_lags_behind_does_not_undo_a_drain(cluster: Any, make_set: Any) -> None:
+    worker = await cluster.add("d1", "decode")
+    workers = make_set(ScriptedMembership(Member(worker.server.address, "1")))
+    await workers.refresh()
+    (live,) = workers.live("decode")
+
+    async def tell() -> None:
+        worker.is_draining = True
+
+    await workers.set_draining(live, True, tell)
+    assert (ids_of(workers), workers.draining("decode")) == ([], [live])
+    await workers.refresh()
+    assert ids_of(workers) == []
+    # Another router has ended the drain before this one saw it in the record.
+    worker.is_draining = False
+    await workers.refresh()
+    assert ids_of(workers) == ["d1"]
+
+
 @pytest.mark.parametrize("difference", ["role", "layout"])
 async def test_a_worker_of_another_kind_is_refused(cluster: Any, make_set: Any, difference: str) -> None:
     first, second = await cluster.add("d1", "decode"), await cluster.add("d2", "decode")
@@ -104,7 +126,9 @@ async def test_a_worker_with_another_secret_is_refused(cluster: Any, make_set: A
     assert ids_of(workers) == ["d1"]
 
 
-async def test_an_ended_lease_ends_the_worker_but_not_its_requests(cluster: Any, make_set: Any) -> None:
+async def test_a_worker_that_stops_leaves_with_its_lease_but_its_requests_go_on(
+    cluster: Any, make_set: Any
+) -> None:
     worker = await cluster.add("d1", "decode")
     membership = ScriptedMembership(Member(worker.server.address, "1"))
     workers = make_set(membership)
@@ -115,6 +139,7 @@ async def test_an_ended_lease_ends_the_worker_but_not_its_requests(cluster: Any,
         computed()
         assert (live.owed_tokens, live.kept_tokens) == (0, 20)
         membership.current = []
+        await worker.server.not_ready()
         await workers.refresh()
         assert ids_of(workers) == []
         await live.stub.GetWorkerInfo(pb.GetModelInfoRequest(), timeout=5)
@@ -132,6 +157,121 @@ async def test_a_lost_membership_keeps_who_is_healthy(cluster: Any, make_set: An
     await first.server.stop()
     await workers.refresh()
     assert ids_of(workers) == ["d2"]
+
+
+async def test_workers_that_serve_stay_without_their_leases(cluster: Any, make_set: Any) -> None:
+    """Redis was flushed while one worker was drained, one restarted and one died."""
+    added = [await cluster.add(f"d{index}", "decode") for index in range(4)]
+    membership = ScriptedMembership(*(Member(worker.server.address, "1") for worker in added))
+    workers = make_set(membership)
+    await workers.refresh()
+    _, drained, restarted, dead = added
+    drained.is_draining = True
+    restarted.epoch = "2"
+    await dead.server.stop()
+    membership.current = []
+    await workers.refresh()
+    assert ids_of(workers) == ["d0"]
+    assert {worker.worker_id: worker.is_draining for worker in workers.all()} == {"d0": False, "d1": True}
+    assert not workers.is_shunned(workers.live("decode")[0])
+    drained.is_draining = False
+    membership.current = [Member(worker.server.address, worker.epoch) for worker in added]
+    await workers.refresh()
+    assert ids_of(workers) == ["d0", "d1", "d2"]
+
+
+async def test_while_it_is_asked_whether_it_stays_others_are_preferred(cluster: Any, make_set: Any) -> None:
+    worker = await cluster.add("d1", "decode")
+    membership = ScriptedMembership(Member(worker.server.address, "1"))
+    workers = make_set(membership)
+    await workers.refresh()
+    (live,) = workers.live("decode")
+    membership.current = []
+    worker.answers_probes.clear()
+    refreshing = asyncio.create_task(workers.refresh())
+    await asyncio.sleep(0)
+    while not live.is_asked_to_stay:
+        await asyncio.sleep(0)
+    assert workers.is_shunned(live)
+    worker.answers_probes.set()
+    await refreshing
+    assert not workers.is_shunned(live)
+
+
+async def decoding(legs: Legs, live: Any) -> None:
+    """Begin a call that lasts."""
+    sequence = worker_pb2.Sequence(request_id="r", token_ids=[5])
+    legs.start(live, live.stub.Decode(worker_pb2.DecodeRequest(sequence=sequence)))
+    assert (await legs.next()).message is not None
+
+
+async def test_calls_of_a_worker_that_falls_silent_end(cluster: Any, make_set: Any) -> None:
+    worker = await cluster.add("d1", "decode", pause_before_token=0)
+    membership = ScriptedMembership(Member(worker.server.address, "1"))
+    workers = make_set(membership, silent_seconds=0.3)
+    await workers.refresh()
+    (live,) = workers.live("decode")
+    async with asyncio.timeout(10), background() as spawn, Legs("r", 0, spawn) as legs:
+        with workers.dispatched(live):
+            await decoding(legs, live)
+            worker.answers_probes.clear()
+            await workers.ask_busy()
+            assert (ids_of(workers), workers.is_shunned(live)) == (["d1"], True)
+            while ids_of(workers):
+                await workers.ask_busy()
+            event = await legs.next()
+            assert event.error.code() is grpc.StatusCode.UNAVAILABLE
+            assert live.is_lost
+    worker.answers_probes.set()
+    await workers.refresh()
+    assert ids_of(workers) == ["d1"]
+
+
+async def test_a_worker_that_misses_one_probe_stays(cluster: Any, make_set: Any) -> None:
+    now = 0.0
+    worker = await cluster.add("d1", "decode")
+    membership = ScriptedMembership(Member(worker.server.address, "1"))
+    workers = make_set(membership, silent_seconds=0.3, clock=lambda: now)
+    await workers.refresh()
+    (live,) = workers.live("decode")
+    with workers.dispatched(live):
+        worker.answers_probes.clear()
+        asking = asyncio.create_task(workers.ask_busy())
+        await asyncio.sleep(0)
+        now = 100.0  # as if this process had been stopped
+        await asking
+        assert workers.is_shunned(live)
+    worker.answers_probes.set()
+    await workers.ask_busy()
+    assert (workers.live("decode"), workers.is_shunned(live)) == ([live], False)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
+    cluster: Any, make_set: Any, role: str
+) -> None:
+    stalled = await cluster.add("w1", role, pause_before_token=0)
+    other = await cluster.add("d2", "decode")
+    membership = ScriptedMembership(Member(stalled.server.address, "1"))
+    workers = make_set(membership)
+    await workers.refresh()
+    (live,) = workers.live(role)
+    async with asyncio.timeout(10), background() as spawn, Legs("r", 0, spawn) as legs:
+        with workers.dispatched(live):
+            await decoding(legs, live)
+            stalled.is_stalled = True
+            await workers.ask_busy()
+            assert workers.is_shunned(live)
+            next_event = asyncio.create_task(legs.next())
+            await asyncio.wait([next_event], timeout=0.1)
+            assert not next_event.done()
+            membership.current = [*membership.current, Member(other.server.address, "1")]
+            await workers.refresh()
+            await workers.ask_busy()
+            assert (await next_event).error.code() is grpc.StatusCode.UNAVAILABLE
+    stalled.is_stalled = False
+    await workers.ask_busy()
+    assert (ids_of(workers), workers.is_shunned(live)) == (["d2", "w1"], False)
 
 
 async def test_a_restarted_worker_is_a_new_one(cluster: Any, make_set: Any) -> None:
@@ -171,6 +311,7 @@ async def test_a_worker_that_restarts_twice_has_two_records_and_one_channel(
     assert (live.info.epoch, left) == ("3", ["d1"])
     assert [channel is live.connection.channel for channel in opened] == [False, True]
     membership.current = []
+    await worker.server.not_ready()
     await workers.refresh()
     await workers.close()
     assert left == ["d1", "d1"]
@@ -235,7 +376,7 @@ async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_pa
     leases = {}
     try:
         for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d1", "decode")):
-            worker = await cluster.add(name, role)
+            worker = await cluster.add(name, role, secret=secret)
             record = WorkerRecord(name, role, worker.server.address, "1", fingerprint(DESCRIPTOR, secret))
             leases[name] = WorkerLease(client, 30)
             await leases[name].join(record)

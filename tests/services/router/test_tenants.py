@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.services.errors import BadFileError, Unauthenticated
-from quire.services.log import configure_logging
 from quire.services.router.tenants import ApiKeys, NoKeys, Tenant, new_key, read_keys
+from quire.services.server.errors import BadFileError, Unauthenticated
+from quire.services.server.log import configure_logging
 
 
 def bearer(key: str) -> list[tuple[str, str | bytes]]:

@@ -17,7 +17,8 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from quire.kvtransfer.layout import KvLayout
 from quire.protos import worker_pb2
-from quire.services.grpc_server import grpc_server
+from quire.services.server.cluster_proof import ClusterTrust
+from quire.services.server.grpc_server import grpc_server
 from quire.services.vllm_adapter.servicer import vllm_service
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.servicer import WorkerServicer
@@ -59,7 +60,7 @@ async def served(worker: Any, folder: Path) -> AsyncIterator[VllmEngineStub]:
         epoch="e",
         model="tiny",
         model_path=str(folder),
-        layout=KvLayout(1, 1, 4, 8, "float32", "digest"),
+        layout=KvLayout(1, 1, 4, 8, "float32", "digest", "float32", "cpu"),
         num_blocks=8,
         max_model_len=64,
         vocab_size=320,
@@ -67,7 +68,7 @@ async def served(worker: Any, folder: Path) -> AsyncIterator[VllmEngineStub]:
         request_timeout_seconds=0.2,
         cluster_secret=b"",
     )
-    service = vllm_service(cast(WorkerServicer, worker), identity, 8, lambda: "127.0.0.1:1")
+    service = vllm_service(cast(WorkerServicer, worker), identity, 8, lambda: "127.0.0.1:1", ClusterTrust())
     async with (
         asyncio.timeout(WAIT_SECONDS),
         grpc_server([service], registry=CollectorRegistry()) as server,

@@ -9,9 +9,10 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from quire.protos import inference_pb2 as pb
-from quire.services.errors import InvalidArgument
+from quire.services.server.cluster_proof import ClusterTrust
+from quire.services.server.errors import InvalidArgument
 from quire.services.vllm_adapter.hand_off import hand_off, pull_source
-from quire.services.vllm_adapter.requests import generation_from_proto
+from quire.services.vllm_adapter.requests import fields_as_sent, generation_from_proto
 
 
 def request(params: dict[str, Any] | None = None, **fields: Any) -> vllm.GenerateRequest:
@@ -84,7 +85,7 @@ def test_every_parameter_arrives() -> None:
         ({"json_object": False}, pb.ResponseFormat()),
         (
             {"choice": vllm.ChoiceConstraint(choices=["yes", 'a "b"'])},
-            pb.ResponseFormat(grammar='start: "yes" | "a \\"b\\""'),
+            pb.ResponseFormat(grammar='start: CHOICE\nCHOICE: "yes" | "a \\"b\\""'),
         ),
     ],
 )
@@ -115,8 +116,13 @@ def test_what_is_not_served_is_refused_by_name(refused: vllm.GenerateRequest, fi
     assert caught.value.field == field
 
 
+SECRET = b"secret"
+TRUST = ClusterTrust(SECRET)
+
+
 def test_a_hand_off_comes_back_as_a_source() -> None:
-    source = pull_source(request(kv_transfer_params_json=hand_off("[::1]:50051", "epoch", 24)))
+    text = hand_off("[::1]:50051", "epoch", 24, SECRET)
+    source = pull_source(request(kv_transfer_params_json=text), TRUST)
     assert source is not None
     assert (source.address, source.epoch, source.num_blocks) == ("[::1]:50051", "epoch", 24)
 
@@ -124,7 +130,7 @@ def test_a_hand_off_comes_back_as_a_source() -> None:
 @pytest.mark.parametrize("members", [None, {}, {"do_remote_decode": True, "do_remote_prefill": False}])
 def test_a_request_without_a_hand_off_has_no_source(members: dict[str, bool] | None) -> None:
     more = {} if members is None else {"kv_transfer_params_json": json.dumps(members)}
-    assert pull_source(request(**more)) is None
+    assert pull_source(request(**more), TRUST) is None
 
 
 @pytest.mark.parametrize(
@@ -140,12 +146,66 @@ def test_a_request_without_a_hand_off_has_no_source(members: dict[str, bool] | N
     ],
 )
 def test_a_damaged_hand_off_is_refused(change: dict[str, Any]) -> None:
-    members = {**json.loads(hand_off("127.0.0.1:50051", "epoch", 24)), **change}
+    members = {**json.loads(hand_off("127.0.0.1:50051", "epoch", 24, SECRET)), **change}
     with pytest.raises(InvalidArgument, match=next(iter(change))):
-        pull_source(request(kv_transfer_params_json=json.dumps(members)))
+        pull_source(request(kv_transfer_params_json=json.dumps(members)), TRUST)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_host": "10.0.0.66"},
+        {"remote_port": 50052},
+        {"remote_engine_id": "another"},
+        {"remote_proof": ""},
+        {"remote_proof": "é"},
+        {"remote_proof": None},
+    ],
+)
+def test_a_hand_off_that_no_worker_of_the_cluster_made_is_refused(change: dict[str, Any]) -> None:
+    members = {**json.loads(hand_off("127.0.0.1:50051", "epoch", 24, SECRET)), **change}
+    with pytest.raises(InvalidArgument, match="QUIRE_CLUSTER_SECRET"):
+        pull_source(request(kv_transfer_params_json=json.dumps(members)), TRUST)
+
+
+@pytest.mark.parametrize(
+    ("host", "has_tls", "is_taken"),
+    [("127.0.0.1", False, True), ("10.0.0.66", False, False), ("10.0.0.66", True, True)],
+)
+def test_without_a_secret_blocks_come_from_this_machine_or_by_tls(
+    host: str, has_tls: bool, is_taken: bool
+) -> None:
+    message = request(kv_transfer_params_json=hand_off(f"{host}:50051", "epoch", 24, b""))
+    if is_taken:
+        assert pull_source(message, ClusterTrust(has_tls=has_tls)) is not None
+        return
+    with pytest.raises(InvalidArgument, match="QUIRE_CLUSTER_SECRET"):
+        pull_source(message, ClusterTrust(has_tls=has_tls))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "null"])
 def test_a_hand_off_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="kv_transfer_params_json"):
-        pull_source(request(kv_transfer_params_json=text))
+        pull_source(request(kv_transfer_params_json=text), TRUST)
+
+
+@pytest.mark.parametrize(
+    ("field", "sent"),
+    [
+        ("sampling.temperature", "sampling_params.temperature"),
+        ("sampling.logit_bias[7]", "sampling_params.logit_bias[7]"),
+        ("stopping.min_tokens", "sampling_params.min_tokens"),
+        ("stopping.stop_strings[1]", "sampling_params.stop[1]"),
+        ("response.logprobs", "sampling_params.logprobs"),
+        ("format.regex", "sampling_params.regex"),
+        ("token_ids.ids[3]", "tokenized.input_ids[3]"),
+        ("request_id", "request_id"),
+        ("kv_transfer_params_json", "kv_transfer_params_json"),
+    ],
+)
+def test_errors_name_fields_as_gateways_send_them(field: str, sent: str) -> None:
+    with pytest.raises(InvalidArgument) as caught, fields_as_sent():
+        raise InvalidArgument(field, "is wrong", reason="WRONG", metadata={"limit": "3"})
+    error = caught.value
+    assert (error.field, error.message, error.reason) == (sent, f"{sent}: is wrong", "WRONG")
+    assert error.metadata == {"field": sent, "limit": "3"}

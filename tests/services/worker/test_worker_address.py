@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from quire.services.server.tls import TlsFiles
 from quire.services.worker.address import address_towards
-from quire.services.worker.app import WorkerConfig
+from quire.services.worker.config import WorkerConfig
 
 
 @pytest.mark.parametrize(
@@ -27,5 +30,19 @@ def test_where_no_way_leads_to_redis_the_remedy_is_named() -> None:
 
 def test_without_redis_the_address_must_be_given() -> None:
     with pytest.raises(ValueError, match=r"0\.0\.0\.0: give --advertise"):
-        WorkerConfig(role="decode", host="0.0.0.0")
-    assert WorkerConfig(role="decode", host="0.0.0.0", advertise="10.0.0.5:9000").advertise == "10.0.0.5:9000"
+        WorkerConfig(role="decode", host="0.0.0.0", cluster_secret=b"s")
+    config = WorkerConfig(role="decode", host="0.0.0.0", cluster_secret=b"s", advertise="10.0.0.5:9000")
+    assert config.advertise == "10.0.0.5:9000"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "worker.example"])
+def test_a_worker_that_strangers_reach_needs_a_secret_or_certificates(host: str) -> None:
+    with pytest.raises(ValueError, match=r"QUIRE_CLUSTER_SECRET.*--cluster-cert.*--host on the loopback"):
+        WorkerConfig(role="decode", host=host, advertise="10.0.0.5:9000")
+    files = TlsFiles(Path("cert"), Path("key"), Path("ca"))
+    WorkerConfig(role="decode", host=host, advertise="10.0.0.5:9000", cluster_tls=files)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_on_the_loopback_it_needs_none(host: str) -> None:
+    assert WorkerConfig(role="decode", host=host).cluster_secret == b""

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from quire.engine.request_errors import NoTokenLeftError, RequestFailedError
 from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.errors import InvalidArgument
-from quire.services.worker.convert import outputs_to_proto, sequence_from_proto, without_last_token
+from quire.services.server.errors import InvalidArgument
+from quire.services.worker.convert import (
+    converting,
+    no_token_left,
+    outputs_to_proto,
+    sequence_from_proto,
+    without_last_token,
+)
 
 
 def read(token_ids: list[int], **sampling: Any) -> Sequence:
     message = worker_pb2.Sequence(
         request_id="r",
         token_ids=token_ids,
-        sampling=pb.SamplingParams(temperature=1.0, top_p=1.0, seed=7, **sampling),
+        sampling=pb.SamplingParams(**{"temperature": 1.0, "top_p": 1.0, "seed": 7, **sampling}),
         stopping=pb.StoppingParams(max_tokens=4),
         prompt_logprobs=1,
     )
@@ -39,11 +47,38 @@ def test_the_number_of_sequences_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "field"), [({"n": 65}, "n"), ({"beam": pb.BeamParams(width=1)}, "beam")]
+    ("sampling", "field"),
+    [
+        ({"n": 65}, "sampling.n"),
+        ({"temperature": math.nan}, "sampling.temperature"),
+        ({"temperature": 1e30}, "sampling.temperature"),
+        ({"beam": pb.BeamParams(width=1)}, "sampling.beam.width"),
+        ({"beam": pb.BeamParams(width=2, length_penalty=2000)}, "sampling.beam.length_penalty"),
+        ({"allowed_token_ids": [99999]}, "sampling.allowed_token_ids"),
+    ],
 )
 def test_what_the_engine_does_not_allow_is_refused(sampling: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidArgument, match=field):
+    with pytest.raises(InvalidArgument) as caught:
         read([1], **sampling)
+    assert caught.value.field == field
+
+
+def test_a_result_that_cannot_be_converted_ends_its_request() -> None:
+    with pytest.raises(RequestFailedError, match="OverflowError: scripted"), converting():
+        raise OverflowError("scripted")
+
+
+def test_constraints_that_leave_no_token_have_their_paths() -> None:
+    paths = {
+        "allowed_token_ids": "sampling.allowed_token_ids",
+        "bad_words": "sampling.bad_words",
+        "min_tokens": "stopping.min_tokens",
+        "format": "format",
+    }
+    for field, path in paths.items():
+        error = no_token_left(NoTokenLeftError(field, 3))
+        assert (error.field, error.reason) == (path, "NO_TOKEN_LEFT")
+        assert "after 3 tokens" in error.problem
 
 
 def test_a_prefill_worker_leaves_the_last_token() -> None:

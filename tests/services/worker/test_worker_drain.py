@@ -1,14 +1,19 @@
-"""A worker that is stopping takes nothing new."""
+"""An operator drains a worker, or it stops: what it says, and what it refuses."""
 
 from __future__ import annotations
 
-from unittest.mock import Mock
+from collections.abc import Callable
+from unittest.mock import Mock, call
 
 import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.errors import Unavailable
+from quire.services.decode.calls import DecodeCalls
+from quire.services.prefill.calls import PrefillCalls
+from quire.services.server.errors import Unavailable
+from quire.services.worker.drain import Drain, DrainState
+from quire.services.worker.parts import WorkerParts
 from quire.services.worker.servicer import WorkerServicer
 
 SEQUENCE = worker_pb2.Sequence(
@@ -20,11 +25,11 @@ SEQUENCE = worker_pb2.Sequence(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_requests_are_sent_elsewhere(role: str) -> None:
-    identity = Mock(vocab_size=100, root_hash=lambda scope: bytes(16))
-    engine = Mock()
-    servicer = WorkerServicer(identity, engine, *(Mock() for _ in range(9)))
-    await servicer.drain()
+async def test_requests_are_sent_elsewhere(role: str, make_parts: Callable[..., WorkerParts]) -> None:
+    parts = make_parts(identity=Mock(vocab_size=100, root_hash=lambda scope: bytes(16)), drain=Drain(Mock()))
+    servicer = WorkerServicer(parts, PrefillCalls(parts), DecodeCalls(parts, Mock()))
+    await parts.requests.drain()
+    assert servicer.is_stopping
     if role == "prefill":
         answer = servicer.Prefill(worker_pb2.PrefillRequest(sequence=SEQUENCE), Mock())
     else:
@@ -32,4 +37,26 @@ async def test_requests_are_sent_elsewhere(role: str) -> None:
     with pytest.raises(Unavailable, match="stopping") as refused:
         await anext(answer)
     assert refused.value.reason == "DRAINING"
-    engine.subscribe.assert_not_called()
+    parts.engine.subscribe.assert_not_called()
+
+
+def test_an_operator_drains_a_worker_and_takes_it_back() -> None:
+    announce = Mock()
+    drain = Drain(announce)
+    found = []
+    for is_draining in (True, True, False, False, True):
+        drain.set_draining(is_draining)
+        found.append((drain.is_draining, drain.is_stopping))
+    assert found == [(True, False), (True, False), (False, False), (False, False), (True, False)]
+    assert announce.mock_calls == [call(True), call(False), call(True)]
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+def test_a_worker_that_stops_is_not_taken_back(is_draining: bool) -> None:
+    announce = Mock()
+    drain = Drain(announce)
+    drain.stop()
+    drain.set_draining(is_draining)
+    assert drain.state is DrainState.STOPPING
+    assert (drain.is_draining, drain.is_stopping) == (True, True)
+    announce.assert_not_called()

@@ -1,10 +1,11 @@
-"""A worker whose engine fails says so and ends: a supervisor may start it anew."""
+"""What a worker says to its requests when its engine fails or hangs, or when its time to drain is over."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,31 +13,63 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
+from quire.services.server.errors import DRAINING, ENGINE_FAILED
 
 SECONDS = 60.0
 WORKER = """
-import json
+import json, sys, time
+from quire.engine import step_watch
 from quire.engine.model_runner import ModelRunner
-from quire.services.worker.app import WorkerConfig, run_worker
+from quire.services.worker.config import WorkerConfig
+from quire.services.worker_process import run_worker
 
-def forward(self, arguments):
+step_watch.STALL_SECONDS = 0.5
+whole = ModelRunner.forward
+
+def fail(self, arguments):
     raise RuntimeError("out of memory")
 
+def hang(self, arguments):
+    time.sleep(3600)
+
+def crawl(self, arguments):
+    time.sleep(0.1)
+    return whole(self, arguments)
+
 def on_ready(running):
-    ModelRunner.forward = forward
+    ModelRunner.forward = globals()[sys.argv[1]]
     print(json.dumps(running.address), flush=True)
 
-run_worker(WorkerConfig(role="decode", num_blocks=16, max_model_len=64, grace_seconds=30.0), on_ready)
+times = dict(grace_seconds=float(sys.argv[2]), max_step_seconds=float(sys.argv[3]))
+run_worker(WorkerConfig(role="decode", num_blocks=16, max_model_len=256, **times), on_ready)
 """
 
 
+def request(max_tokens: int) -> worker_pb2.DecodeRequest:
+    return worker_pb2.DecodeRequest(
+        sequence=worker_pb2.Sequence(
+            request_id="r",
+            token_ids=[5, 6, 7],
+            sampling=pb.SamplingParams(temperature=1.0, top_p=1.0),
+            stopping=pb.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+        )
+    )
+
+
 @contextmanager
-def failing_worker() -> Iterator[subprocess.Popen[str]]:
+def running_worker(
+    forward: str, grace_seconds: float = 30.0, max_step_seconds: float = 60.0
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a worker whose steps fail, hang or crawl from the first request on."""
     process = subprocess.Popen(
-        [sys.executable, "-c", WORKER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", WORKER, forward, str(grace_seconds), str(max_step_seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         yield process
@@ -45,8 +78,12 @@ def failing_worker() -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_a_failed_engine_ends_the_worker() -> None:
-    with failing_worker() as process:
+@pytest.mark.parametrize(
+    ("defect", "details", "event"),
+    [("fail", "out of memory", "the engine failed and stops"), ("hang", "is stuck", "engine_stuck")],
+)
+def test_a_broken_engine_ends_the_worker(defect: str, details: str, event: str) -> None:
+    with running_worker(defect, max_step_seconds=1.0) as process:
         assert process.stdout is not None
         address = json.loads(process.stdout.readline())
         with grpc.insecure_channel(address) as channel:
@@ -54,20 +91,47 @@ def test_a_failed_engine_ends_the_worker() -> None:
                 health_pb2.HealthCheckRequest(), timeout=SECONDS
             )
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-            request = worker_pb2.DecodeRequest(
-                sequence=worker_pb2.Sequence(
-                    request_id="r",
-                    token_ids=[5, 6, 7],
-                    sampling=pb.SamplingParams(temperature=1.0, top_p=1.0),
-                    stopping=pb.StoppingParams(max_tokens=4),
-                )
-            )
             with pytest.raises(grpc.RpcError) as failed:
-                list(WorkerServiceStub(channel).Decode(request, timeout=SECONDS))
-            assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
-            assert "out of memory" in failed.value.details()
+                list(WorkerServiceStub(channel).Decode(request(4), timeout=SECONDS))
+            error = from_rpc_error(failed.value)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, ENGINE_FAILED)
+            assert details in error.message
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
             watch.cancel()
         _, log = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
-    assert "the engine failed and stops" in log
+    assert event in log
+
+
+def test_a_worker_whose_engine_hangs_says_so_and_ends_on_sigterm() -> None:
+    with running_worker("hang", grace_seconds=0.2) as process:
+        assert process.stdout is not None
+        address = json.loads(process.stdout.readline())
+        with grpc.insecure_channel(address) as channel:
+            end, stub = time.monotonic() + SECONDS, WorkerServiceStub(channel)
+            call = stub.Decode(request(4), timeout=SECONDS)
+            while not stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=SECONDS).is_stalled:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            process.terminate()
+            with pytest.raises(grpc.RpcError):
+                list(call)
+        _, log = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "engine_not_stopped" in log
+
+
+def test_a_request_that_outlasts_the_grace_is_told_that_the_worker_stops() -> None:
+    with running_worker("crawl", 0.5) as process:
+        assert process.stdout is not None
+        address = json.loads(process.stdout.readline())
+        with grpc.insecure_channel(address) as channel:
+            responses = WorkerServiceStub(channel).Decode(request(200), timeout=SECONDS)
+            assert next(responses).HasField("accepted")
+            process.terminate()
+            with pytest.raises(grpc.RpcError) as ended:
+                list(responses)
+            error = from_rpc_error(ended.value)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, DRAINING)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0

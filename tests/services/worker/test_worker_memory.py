@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from quire.engine.device import GPU_KV_SHARE
 from quire.engine.model_loader import LoadedModel
-from quire.services.worker.app import WorkerConfig
-from quire.services.worker.engine_setup import allocate_blocks
+from quire.services.worker.build import allocate_blocks
+from quire.services.worker.config import WorkerConfig
 
 META = torch.device("meta")
 TOTAL, FREE, RESERVED = 80 << 30, 76 << 30, 3 << 30
@@ -17,6 +19,7 @@ TOTAL, FREE, RESERVED = 80 << 30, 76 << 30, 3 << 30
 def model(num_layers: int) -> LoadedModel:
     return LoadedModel(
         module=torch.nn.Module(),
+        folder=Path(),
         digest="",
         dtype=torch.bfloat16,
         num_layers=num_layers,

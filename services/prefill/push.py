@@ -1,0 +1,82 @@
+"""Pushes a prompt's blocks to a decode worker as they become full, then commits the first token."""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+from typing import NamedTuple
+
+from quire.engine.kv_memory import KvMemory
+from quire.engine.sequence import NO_BLOCK, Sequence, SequenceUpdate
+from quire.kvtransfer.errors import ProtocolError
+from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.push_sender import BlockPush, PushSummary
+from quire.services.worker.updates import Updates, next_update
+
+
+class PushedPrompt(NamedTuple):
+    """What was pushed, and the part of it that followed the prompt's computation.
+
+    Attributes:
+        computed_at: when the engine was done with the prompt.
+        credit_wait_seconds: how long blocks waited for credit after that.
+        committed_at: when the decode worker had admitted the sequence.
+    """
+
+    summary: PushSummary
+    computed_at: float
+    credit_wait_seconds: float
+    committed_at: float
+
+
+class PrefillPush:
+    """Pushes one prompt's blocks while the engine computes them.
+
+    It runs as a task of its own: it may wait for the decode worker's credit while the engine goes on, and
+    while the first token is already with the client.
+    """
+
+    def __init__(self, sequence: Sequence, memory: KvMemory, push: BlockPush) -> None:
+        self._sequence = sequence
+        self._memory = memory
+        self._push = push
+        self._progress: Updates = asyncio.Queue()
+        self._computed_at = 0.0
+        self._waited_seconds = 0.0
+
+    def computed(self, update: SequenceUpdate) -> None:
+        """Tell how far the engine is."""
+        if update.status.is_finished:
+            self._computed_at = perf_counter()
+            self._waited_seconds = self._push.credit_wait_seconds
+        self._progress.put_nowait(update)
+
+    async def run(self, first_block: int) -> PushedPrompt:
+        """Push every block from ``first_block`` on, each as soon as it is full, and commit.
+
+        Raises:
+            PushFailedError: the decode worker refused or vanished.
+        """
+        block_size = self._memory.shape.block_size
+        next_block = first_block
+        async with self._push as push:
+            while True:
+                update = await next_update(self._progress)
+                num_ready = update.num_computed_tokens // block_size
+                if update.status.is_finished:
+                    # The last block goes too, full or not: nothing will be added to it here.
+                    num_ready = -(-update.num_computed_tokens // block_size)
+                await push.send(map(self._frame, range(next_block, num_ready)))
+                next_block = max(next_block, num_ready)
+                if update.status.is_finished:
+                    summary = await push.commit(update.tokens[0].token_id if update.tokens else None)
+                    waited_seconds = summary.credit_wait_seconds - self._waited_seconds
+                    return PushedPrompt(summary, self._computed_at, waited_seconds, perf_counter())
+
+    def _frame(self, index: int) -> Frame:
+        is_full = (index + 1) * self._memory.shape.block_size <= self._sequence.num_computed_tokens
+        block_hash = self._sequence.block_hashes[index] if is_full else b""
+        block_id = self._sequence.block_table[index]
+        if block_id == NO_BLOCK:
+            raise ProtocolError(f"block {index} was asked for and has been given back: no token sees it")
+        return Frame(index, block_hash, self._memory.read(block_id))

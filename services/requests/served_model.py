@@ -1,0 +1,55 @@
+"""Describes the served model: all that is needed to check and tokenize requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.protos import worker_pb2
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer, load_model_files
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The served model: its limits, its tokenizer and its chat template."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    block_size: int
+    cache_descriptor: bytes
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    """Contents of ``tokenizer_config.json``."""
+    index_stride: int = 1
+
+
+def load_served_model(
+    info: worker_pb2.GetWorkerInfoResponse, *, source: str | None = None, name: str | None = None
+) -> ServedModel:
+    """Load the tokenizer and the chat template of a worker's model, and return them with its limits.
+
+    Args:
+        source: folder or hub id of the model's files; None: the path that the worker names.
+        name: name of the model for clients; None: the worker's name.
+
+    Raises:
+        MissingTokenizerError: the model has no ``tokenizer.json``.
+    """
+    files = load_model_files(source or info.model_path)
+    return ServedModel(
+        name=name or info.model,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=frozenset(info.eos_token_ids),
+        block_size=info.layout.block_size,
+        cache_descriptor=info.cache_descriptor,
+        tokenizer=Tokenizer.load(files.folder),
+        chat_template=ChatTemplate.load(files),
+        tokenizer_config=files.config,
+        index_stride=info.index_stride or 1,
+    )

@@ -1,0 +1,554 @@
+"""Validates a client's request, and turns it into parameters that every worker accepts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from quire.engine.limits import (
+    MAX_LENGTH_PENALTY,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    MAX_TEMPERATURE,
+    MIN_BUDGET_BLOCKS,
+    contradiction,
+)
+from quire.protos import inference_pb2 as pb
+from quire.services.requests.logits_rules import logits_rules
+from quire.services.requests.served_model import ServedModel
+from quire.services.server.errors import NO_TOKEN_LEFT, InvalidArgument, NotFound, quoted, shortened
+from quire.tokenization.errors import ChatTemplateError, TooManyTokensError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 1024
+MAX_PROMPT_BYTES = 8 << 20
+MAX_FORMAT_BYTES = 64 << 10
+MAX_CACHE_SALT_CHARS = 128
+MAX_REQUEST_ID_CHARS = 128
+MAX_MESSAGES = 4096
+MAX_DETOKENIZED = MAX_TOKENIZED = 1 << 20
+INLINE_CHAT_BYTES = 4 << 10
+"""Chats up to this size are rendered on the event loop (below 1 ms); larger ones in a thread."""
+MAX_CHAT_JSON_BYTES = 256 << 10
+"""Maximum size of each JSON text in a chat: the tools, the template's further variables, and a message's
+further members."""
+ROLES = ("system", "user", "assistant", "tool")
+
+T = TypeVar("T", dict[str, Any], list[Any])
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A request with every default filled in and every limit checked."""
+
+    request_id: str
+    """The client's id for the request, or a new one."""
+    prompt_field: str
+    """Field in which the client sent the prompt: text, token_ids or chat."""
+    prompt_token_ids: list[int]
+    sampling: pb.SamplingParams
+    """Parameters for workers, which sample ``n`` answers. The seed is always set, so that a retry continues
+    with the same random numbers."""
+    num_best: int | None
+    """Number of answers to return, the most probable of those sampled; None: return all as they come."""
+    stopping: pb.StoppingParams
+    """Parameters for workers: ``max_tokens`` and ``min_tokens`` are set, and there are no stop strings."""
+    stop_strings: tuple[str, ...]
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    wants_prompt_token_ids: bool
+    keep_special_tokens: bool
+    keep_stop_string: bool
+    format: pb.ResponseFormat
+
+
+async def validate(generation: pb.Generation, model: ServedModel) -> ValidRequest:
+    """Tokenize and check a request, and fill in its defaults.
+
+    Raises:
+        InvalidArgument: a field is invalid; the error names the field, the limit and the value.
+        NotFound: the request names another model.
+    """
+    check_model(generation.model, model)
+    request_id = generation.request_id or secrets.token_hex(8)
+    check_request_id(request_id)
+    sampling = _sampling(generation.sampling, model)
+    sampling.MergeFrom(await logits_rules(generation.sampling, model.tokenizer, model.vocab_size))
+    _check_logprobs(generation.response, is_search=sampling.HasField("beam"))
+    _check_stops(generation.stopping, model)
+    _check_format(generation)
+    _check_cache_salt(generation.cache_salt)
+    prompt = await _prompt(generation, model)
+    stopping = _stopping(generation.stopping, model.max_model_len - len(prompt))
+    _check_contradictions(generation.sampling, sampling, stopping, model)
+    return ValidRequest(
+        request_id=request_id,
+        prompt_field=generation.WhichOneof("prompt"),
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        num_best=_num_best(generation.sampling),
+        stopping=stopping,
+        stop_strings=tuple(generation.stopping.stop_strings),
+        num_logprobs=_optional(generation.response, "logprobs"),
+        num_prompt_logprobs=_optional(generation.response, "prompt_logprobs"),
+        wants_prompt_token_ids=generation.response.prompt_token_ids,
+        keep_special_tokens=generation.response.keep_special_tokens,
+        keep_stop_string=generation.response.keep_stop_string,
+        format=generation.format,
+    )
+
+
+def check_model(name: str, model: ServedModel) -> None:
+    """Refuse the name of another model; an empty name stands for the served model.
+
+    Raises:
+        NotFound: the name is not the served model's.
+    """
+    if name not in ("", model.name):
+        raise NotFound(
+            f"model {quoted(name)} is not served here; {model.name!r} is",
+            reason="MODEL_NOT_FOUND",
+            metadata={"field": "model", "served": model.name},
+        )
+
+
+async def encode_text(
+    text: str, model: ServedModel, field: str = "text", *, add_special_tokens: bool = True
+) -> list[int]:
+    """Return the token ids of a plain text, which may be longer than a prompt.
+
+    Raises:
+        InvalidArgument: the text is too long to tokenize.
+    """
+    check_size(text, field)
+    try:
+        return await model.tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, max_tokens=MAX_TOKENIZED
+        )
+    except TooManyTokensError as error:
+        raise _too_many(field, MAX_TOKENIZED, error.num_tokens) from None
+
+
+async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") -> list[int]:
+    """Return the token ids of a conversation, which may be longer than a prompt.
+
+    Raises:
+        InvalidArgument: the conversation is invalid or too long.
+    """
+    text = await _rendered(chat, model, field)
+    try:
+        return await model.tokenizer.encode(text, add_special_tokens=False, max_tokens=MAX_TOKENIZED)
+    except TooManyTokensError as error:
+        raise _too_many(f"{field}.messages", MAX_TOKENIZED, error.num_tokens) from None
+
+
+def _too_many(field: str, limit: int, num_tokens: int) -> InvalidArgument:
+    return InvalidArgument(
+        field, f"must hold at most {limit} tokens; got {num_tokens}", metadata={"limit": str(limit)}
+    )
+
+
+async def _rendered(chat: pb.Chat, model: ServedModel, field: str) -> str:
+    """Return the text of a conversation, in which the template has written the special tokens."""
+    if chat.ByteSize() <= INLINE_CHAT_BYTES:
+        return _render(chat, model, field)
+    return await asyncio.to_thread(_render, chat, model, field)
+
+
+def _render(chat: pb.Chat, model: ServedModel, field: str) -> str:
+    if model.chat_template is None:
+        raise InvalidArgument(
+            field,
+            f"model {model.name!r} has no chat template; send text or token_ids",
+            reason="NO_CHAT_TEMPLATE",
+        )
+    if not chat.messages:
+        raise InvalidArgument(f"{field}.messages", "must hold at least one message")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidArgument(
+            f"{field}.messages",
+            f"must be at most {MAX_MESSAGES}; got {len(chat.messages)}",
+            metadata={"limit": str(MAX_MESSAGES)},
+        )
+    for at, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            raise InvalidArgument(
+                f"{field}.messages[{at}].role",
+                f"must be one of {', '.join(ROLES)}; got {quoted(message.role)}",
+            )
+    check_size("".join(message.content for message in chat.messages), f"{field}.messages")
+    messages = [
+        {
+            **_json(message.more, dict, f"{field}.messages[{at}].more"),
+            "role": message.role,
+            "content": message.content,
+        }
+        for at, message in enumerate(chat.messages)
+    ]
+    tools = _json(chat.tools, list, f"{field}.tools")
+    arguments = _json(chat.template_arguments, dict, f"{field}.template_arguments")
+    if tools and not model.chat_template.shows_tools:
+        raise InvalidArgument(f"{field}.tools", "the model's chat template does not show it any tools")
+    try:
+        return model.chat_template.render(messages, tools, arguments)
+    except ChatTemplateError as error:
+        raise InvalidArgument(f"{field}.messages", shortened(str(error))) from error
+
+
+def _json(text: str, kind: type[T], field: str) -> T:
+    """Return the JSON value of a text; an empty text gives an empty object or list."""
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_CHAT_JSON_BYTES:
+        raise InvalidArgument(
+            field,
+            f"must hold at most {MAX_CHAT_JSON_BYTES} bytes; got {num_bytes}",
+            metadata={"limit": str(MAX_CHAT_JSON_BYTES)},
+        )
+    try:
+        value = json.loads(text) if text else kind()
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(field, f"must be JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise InvalidArgument(field, f"must be a JSON {'object' if kind is dict else 'array'}")
+    return value
+
+
+def check_token_ids(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
+    """Refuse token ids that are not in the vocabulary.
+
+    Raises:
+        InvalidArgument: names the first such id.
+    """
+    if max(token_ids, default=0) < model.vocab_size:
+        return
+    for at, token_id in enumerate(token_ids):
+        if token_id >= model.vocab_size:
+            raise InvalidArgument(f"{field}[{at}]", f"must be below {model.vocab_size}; got {token_id}")
+
+
+def check_detokenized(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
+    """Refuse more than ``MAX_DETOKENIZED`` token ids, and ids that are not in the vocabulary.
+
+    Raises:
+        InvalidArgument: there are too many ids, or one is unknown.
+    """
+    if len(token_ids) > MAX_DETOKENIZED:
+        raise InvalidArgument(
+            field,
+            f"must be at most {MAX_DETOKENIZED}; got {len(token_ids)}",
+            metadata={"limit": str(MAX_DETOKENIZED)},
+        )
+    check_token_ids(token_ids, model, field)
+
+
+async def _prompt(generation: pb.Generation, model: ServedModel) -> list[int]:
+    kind = generation.WhichOneof("prompt")
+    if kind == "text":
+        check_size(generation.text, "text")
+        prompt = await _encode_prompt(generation.text, model, "text", add_special_tokens=True)
+    elif kind == "chat":
+        text = await _rendered(generation.chat, model, "chat")
+        prompt = await _encode_prompt(text, model, "chat", add_special_tokens=False)
+    elif kind == "token_ids":
+        _check_length(len(generation.token_ids.ids), kind, model)
+        prompt = list(generation.token_ids.ids)
+        check_token_ids(prompt, model, "token_ids.ids")
+    else:
+        raise InvalidArgument("prompt", "must be set: text, token_ids or chat")
+    if not prompt:
+        raise InvalidArgument(kind, "must hold at least one token", reason="EMPTY_PROMPT")
+    _check_length(len(prompt), kind, model)
+    return prompt
+
+
+async def _encode_prompt(text: str, model: ServedModel, field: str, *, add_special_tokens: bool) -> list[int]:
+    """Tokenize a prompt, unless its number of bytes already shows that it is too long."""
+    limit = model.max_model_len - 1
+    most_bytes, num_bytes = model.tokenizer.most_bytes(limit), len(text.encode())
+    if most_bytes is not None and num_bytes > most_bytes:
+        raise InvalidArgument(
+            field,
+            f"must hold at most {limit} tokens, one less than the model's length; got {num_bytes} bytes, and "
+            f"{limit} tokens have at most {most_bytes}",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+            metadata={"limit": str(limit)},
+        )
+    try:
+        return await model.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit)
+    except TooManyTokensError as error:
+        _check_length(error.num_tokens, field, model)
+        raise
+
+
+def _check_length(num_tokens: int, field: str, model: ServedModel) -> None:
+    if num_tokens > model.max_model_len - 1:
+        raise InvalidArgument(
+            field,
+            f"must hold at most {model.max_model_len - 1} tokens, one less than the model's length; "
+            f"got {num_tokens}",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+            metadata={"limit": str(model.max_model_len - 1)},
+        )
+
+
+def _sampling(params: pb.SamplingParams, model: ServedModel) -> pb.SamplingParams:
+    temperature = params.temperature if params.HasField("temperature") else 1.0
+    top_p = params.top_p if params.HasField("top_p") else 1.0
+    if not 0 <= temperature <= MAX_TEMPERATURE:
+        raise InvalidArgument(
+            "sampling.temperature",
+            f"must be from 0 to {MAX_TEMPERATURE:.0f}; got {temperature:g}",
+            metadata={"limit": f"{MAX_TEMPERATURE:.0f}"},
+        )
+    if not 0 < top_p <= 1:
+        raise InvalidArgument("sampling.top_p", f"must be above 0 and at most 1; got {top_p:g}")
+    if not 0 <= params.min_p <= 1:
+        raise InvalidArgument("sampling.min_p", f"must be from 0 to 1; got {params.min_p:g}")
+    if params.top_k > model.vocab_size:
+        raise InvalidArgument(
+            "sampling.top_k", f"must be from 0 (off) to {model.vocab_size}; got {params.top_k}"
+        )
+    seed = params.seed if params.HasField("seed") else secrets.randbits(64)
+    _check_answers(params)
+    _check_budget(params, model.block_size)
+    return pb.SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=seed,
+        n=max(params.n, params.best_of) if max(params.n, params.best_of) > 1 else None,
+        beam=params.beam if params.HasField("beam") else None,
+        kv_budget_tokens=params.kv_budget_tokens if params.HasField("kv_budget_tokens") else None,
+    )
+
+
+class Answers(NamedTuple):
+    """The number of answers that a request asks for, each of them a sequence, and the field that sets it."""
+
+    number: int
+    field: str
+
+
+ONE_ANSWER = Answers(1, "sampling.n")
+
+
+def answers_of(params: pb.SamplingParams) -> Answers:
+    """Return the number of answers of a request that is not validated yet, limited to ``MAX_SEQUENCES``."""
+    number, field = max(
+        (params.n, "sampling.n"),
+        (params.best_of, "sampling.best_of"),
+        (params.beam.width, "sampling.beam.width"),
+        key=lambda asked: asked[0],
+    )
+    return Answers(min(max(number, 1), MAX_SEQUENCES), field)
+
+
+def _check_answers(params: pb.SamplingParams) -> None:
+    if params.HasField("n") and not 1 <= params.n <= MAX_SEQUENCES:
+        raise InvalidArgument(
+            "sampling.n",
+            f"must be from 1 to {MAX_SEQUENCES}; got {params.n}",
+            metadata={"limit": str(MAX_SEQUENCES)},
+        )
+    if params.HasField("best_of") and not max(params.n, 1) <= params.best_of <= MAX_SEQUENCES:
+        raise InvalidArgument(
+            "sampling.best_of",
+            f"must be from n = {max(params.n, 1)} to {MAX_SEQUENCES}; got {params.best_of}",
+            metadata={"limit": str(MAX_SEQUENCES)},
+        )
+    if not params.HasField("beam"):
+        return
+    beam = params.beam
+    if params.n > 1:
+        raise InvalidArgument(
+            "sampling.n", f"must be 1 with sampling.beam, which has its width; got {params.n}"
+        )
+    if params.best_of > 1:
+        raise InvalidArgument(
+            "sampling.best_of",
+            f"must be 1 with sampling.beam, which has its width; got {params.best_of}",
+        )
+    if not 2 <= beam.width <= MAX_SEQUENCES:
+        raise InvalidArgument(
+            "sampling.beam.width",
+            f"must be from 2 to {MAX_SEQUENCES}; got {beam.width}",
+            metadata={"limit": str(MAX_SEQUENCES)},
+        )
+    if not -MAX_LENGTH_PENALTY <= beam.length_penalty <= MAX_LENGTH_PENALTY:
+        raise InvalidArgument(
+            "sampling.beam.length_penalty",
+            f"must be from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}; got {beam.length_penalty:g}",
+            metadata={"limit": f"{MAX_LENGTH_PENALTY:g}"},
+        )
+    if beam.early_stopping not in pb.EarlyStopping.values():
+        raise InvalidArgument(
+            "sampling.beam.early_stopping",
+            f"must be one of {', '.join(pb.EarlyStopping.keys())}; got {beam.early_stopping}",
+        )
+
+
+def _check_budget(params: pb.SamplingParams, block_size: int) -> None:
+    """Check the KV budget as far as possible here; the workers check it against the model's windows."""
+    if not params.HasField("kv_budget_tokens"):
+        return
+    field, least = "sampling.kv_budget_tokens", MIN_BUDGET_BLOCKS * block_size
+    if params.kv_budget_tokens < least:
+        raise InvalidArgument(
+            field,
+            f"must be at least {least}, {MIN_BUDGET_BLOCKS} blocks; got {params.kv_budget_tokens}",
+            metadata={"limit": str(least)},
+        )
+    if params.HasField("beam"):
+        raise InvalidArgument(field, "must be absent with sampling.beam, which is exact")
+
+
+def _num_best(params: pb.SamplingParams) -> int | None:
+    num_answers = max(params.n, 1)
+    return num_answers if params.best_of > num_answers else None
+
+
+def _stopping(params: pb.StoppingParams, num_left: int) -> pb.StoppingParams:
+    max_tokens = params.max_tokens if params.HasField("max_tokens") else num_left
+    if not 1 <= max_tokens <= num_left:
+        raise InvalidArgument(
+            "stopping.max_tokens",
+            f"must be from 1 to {num_left}, the model's length less the prompt's; got {max_tokens}",
+            reason="CONTEXT_LENGTH_EXCEEDED" if max_tokens > num_left else None,
+            metadata={"limit": str(num_left)},
+        )
+    if not 0 <= params.min_tokens <= max_tokens:
+        raise InvalidArgument(
+            "stopping.min_tokens", f"must be from 0 to max_tokens = {max_tokens}; got {params.min_tokens}"
+        )
+    return pb.StoppingParams(
+        max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _check_contradictions(
+    given: pb.SamplingParams, sampling: pb.SamplingParams, stopping: pb.StoppingParams, model: ServedModel
+) -> None:
+    """Refuse constraints that leave no first token; the workers check those of a format."""
+    constraint = contradiction(
+        model.vocab_size,
+        set(sampling.allowed_token_ids),
+        [word.ids for word in sampling.bad_word_token_ids],
+        model.eos_token_ids | set(stopping.stop_token_ids),
+        stopping.min_tokens,
+    )
+    if constraint is not None:
+        words = "sampling.bad_words" if given.bad_words else "sampling.bad_word_token_ids"
+        field = words if constraint == "bad_words" else "stopping.min_tokens"
+        raise InvalidArgument(field, "leaves no token that the other constraints allow", reason=NO_TOKEN_LEFT)
+
+
+def _check_stops(params: pb.StoppingParams, model: ServedModel) -> None:
+    if len(params.stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidArgument(
+            "stopping.stop_strings",
+            f"must be at most {MAX_STOP_STRINGS}; got {len(params.stop_strings)}",
+            metadata={"limit": str(MAX_STOP_STRINGS)},
+        )
+    for at, stop in enumerate(params.stop_strings):
+        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
+            raise InvalidArgument(
+                f"stopping.stop_strings[{at}]",
+                f"must hold from 1 to {MAX_STOP_STRING_CHARS} characters; got {len(stop)}",
+            )
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument(
+            "stopping.stop_token_ids",
+            f"must be at most {MAX_STOP_TOKEN_IDS}; got {len(params.stop_token_ids)}",
+            metadata={"limit": str(MAX_STOP_TOKEN_IDS)},
+        )
+    check_token_ids(params.stop_token_ids, model, "stopping.stop_token_ids")
+
+
+def _check_format(generation: pb.Generation) -> None:
+    """Check the size of a format and what contradicts it; only the workers have the compiler for the rest."""
+    kind = generation.format.WhichOneof("format")
+    if kind is None:
+        return
+    num_bytes = len(getattr(generation.format, kind).encode())
+    if not 1 <= num_bytes <= MAX_FORMAT_BYTES:
+        raise InvalidArgument(
+            f"format.{kind}",
+            f"must hold from 1 to {MAX_FORMAT_BYTES} bytes; got {num_bytes}",
+            metadata={"limit": str(MAX_FORMAT_BYTES)},
+        )
+    if generation.stopping.ignore_eos:
+        raise InvalidArgument(
+            "stopping.ignore_eos", "cannot go with a format, whose end is an end-of-sequence token"
+        )
+
+
+def _check_cache_salt(salt: str) -> None:
+    if len(salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidArgument(
+            "cache_salt",
+            f"must hold at most {MAX_CACHE_SALT_CHARS} characters; got {len(salt)}",
+            metadata={"limit": str(MAX_CACHE_SALT_CHARS)},
+        )
+
+
+def _check_logprobs(options: pb.ResponseOptions, *, is_search: bool) -> None:
+    if is_search and options.HasField("logprobs"):
+        raise InvalidArgument("response.logprobs", "must be absent with sampling.beam, which returns scores")
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(options, name)
+        if number > MAX_LOGPROBS:
+            raise InvalidArgument(
+                f"response.{name}",
+                f"must be at most {MAX_LOGPROBS}; got {number}",
+                metadata={"limit": str(MAX_LOGPROBS)},
+            )
+
+
+def _optional(options: pb.ResponseOptions, name: Literal["logprobs", "prompt_logprobs"]) -> int | None:
+    return getattr(options, name) if options.HasField(name) else None
+
+
+def check_size(text: str, field: str) -> None:
+    """Refuse a text of more than ``MAX_PROMPT_BYTES``.
+
+    Raises:
+        InvalidArgument: the text is too long.
+    """
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_PROMPT_BYTES:
+        raise InvalidArgument(
+            field,
+            f"must hold at most {MAX_PROMPT_BYTES} bytes; got {num_bytes}",
+            metadata={"limit": str(MAX_PROMPT_BYTES)},
+        )
+
+
+def check_request_id(chosen: str) -> None:
+    """Refuse a request id that could forge a line of the log, or a header.
+
+    Raises:
+        InvalidArgument: the id is not valid.
+    """
+    if not is_request_id(chosen):
+        raise InvalidArgument(
+            "request_id",
+            f"must hold from 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters, no spaces",
+            metadata={"limit": str(MAX_REQUEST_ID_CHARS)},
+        )
+
+
+def is_request_id(text: str) -> bool:
+    """Return whether a text is a valid request id: 1 to 128 printable ASCII characters without spaces."""
+    return len(text) <= MAX_REQUEST_ID_CHARS and bool(_REQUEST_ID.fullmatch(text))

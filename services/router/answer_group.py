@@ -1,0 +1,82 @@
+"""Groups the answers of a request that are computed, and retried, together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.protos import inference_pb2 as pb
+from quire.services.router.output import OutputAssembler
+
+
+@dataclass(slots=True)
+class Part:
+    """Answers that are computed together: at first all of a request; after a failure each answer separately.
+
+    Attributes:
+        sequence_id: id under which the workers know this part.
+        answers: the answers, in the order of their index; a finished beam search may have fewer than beams.
+        attempt: number of earlier attempts of this part and of the part that it was split from.
+        deaths: ids of the workers that died with it since it was last cleared of suspicion.
+    """
+
+    sequence_id: str
+    prompt_token_ids: list[int]
+    sampling: pb.SamplingParams
+    answers: list[OutputAssembler]
+    attempt: int = 0
+    deaths: tuple[str, ...] = ()
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is only one answer; only then can the prefill worker sample the first token."""
+        return len(self.answers) == 1
+
+    @property
+    def is_search(self) -> bool:
+        """Whether this is a beam search, whose tokens are known only at its end."""
+        return self.sampling.HasField("beam")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all answers have finished."""
+        return all(answer.finish_reason for answer in self.answers)
+
+    @property
+    def must_split(self) -> bool:
+        """Whether its answers already have different tokens, so that each continues from its own prompt."""
+        return not self.is_single and any(answer.token_ids for answer in self.answers)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Output tokens that the next attempt continues after the prompt; empty for several answers."""
+        return self.answers[0].token_ids if self.is_single else []
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens that the next attempt begins with: the prompt and the output tokens so far."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Number of these tokens that a prefill worker computes.
+
+        For several answers it leaves out the last token, whose logits the decode worker needs.
+        """
+        return len(self.token_ids) - (not self.is_single)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the shortest answer."""
+        return min(len(answer.token_ids) for answer in self.answers)
+
+    def split(self) -> list[Part]:
+        """Return a separate part for each unfinished answer; answer i samples with the seed + i."""
+        return [self._alone(answer) for answer in self.answers if not answer.finish_reason]
+
+    def _alone(self, answer: OutputAssembler) -> Part:
+        sampling = pb.SamplingParams()
+        sampling.CopyFrom(self.sampling)
+        sampling.ClearField("n")
+        sampling.seed = (self.sampling.seed + answer.index) % 2**64
+        name = f"{self.sequence_id}-{answer.index}"
+        return Part(name, self.prompt_token_ids, sampling, [answer], self.attempt, self.deaths)

@@ -1,0 +1,94 @@
+"""Limits the size of answers that are sent as one message."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Callable, Sequence
+from typing import TypeVar
+
+from quire.protos import inference_pb2 as pb
+from quire.services.server.errors import InvalidArgument
+from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES
+
+MAX_ANSWER_BYTES = PUBLIC_MESSAGE_BYTES - (64 << 10)
+"""Maximum size of the answers in one message; the remaining 64 KiB are for the message's other fields."""
+TOKEN_BYTES, CANDIDATE_BYTES = 13, 10
+"""Approximate bytes in a message of a token with its logprob, and of each top candidate listed with it."""
+
+T = TypeVar("T")
+
+
+def check_answer_size(generations: Sequence[pb.Generation]) -> None:
+    """Refuse generations whose answers of maximum length would be too large for one message.
+
+    Only logprobs can make an answer that large. If ``max_tokens`` is absent, nothing is refused here, because
+    the answer may be much shorter than its limit; ``all_of`` then checks the actual size.
+
+    Raises:
+        InvalidArgument: the answers could become too large; the error names the field.
+    """
+    for generation in generations:
+        num_answers = max(generation.sampling.n, 1)
+        max_tokens, options = generation.stopping.max_tokens, generation.response
+        if not options.HasField("logprobs"):
+            continue
+        num_bytes = num_answers * max_tokens * (TOKEN_BYTES + options.logprobs * CANDIDATE_BYTES)
+        if num_bytes > MAX_ANSWER_BYTES:
+            raise _too_large(
+                f"{num_answers} x {max_tokens} tokens with logprobs take about {num_bytes} bytes"
+            )
+
+
+def check_prompt_logprobs(num_tokens: int, num_logprobs: int | None) -> None:
+    """Refuse a prompt whose logprobs are too large for one message; they are always sent in one.
+
+    Raises:
+        InvalidArgument: the logprobs are too large; the error names the field.
+    """
+    if num_logprobs is None:
+        return
+    num_bytes = num_tokens * (TOKEN_BYTES + num_logprobs * CANDIDATE_BYTES)
+    if num_bytes > MAX_ANSWER_BYTES:
+        raise InvalidArgument(
+            "response.prompt_logprobs",
+            f"those of {num_tokens} tokens take about {num_bytes} bytes, and a message has at most "
+            f"{MAX_ANSWER_BYTES}: ask for fewer, or send a shorter prompt",
+            reason="ANSWER_TOO_LARGE",
+            metadata={"limit": str(MAX_ANSWER_BYTES)},
+        )
+
+
+async def all_of(
+    messages: AsyncIterable[T], response_of: Callable[[T], pb.GenerateStreamResponse]
+) -> list[T]:
+    """Return all messages of an answer; fail as soon as they are together too large for one message.
+
+    Raises:
+        InvalidArgument: the answer is too large; the error names the field.
+    """
+    received, num_bytes = [], 0
+    async for message in messages:
+        received.append(message)
+        num_bytes += response_of(message).ByteSize()
+        if num_bytes > MAX_ANSWER_BYTES:
+            raise _too_large(f"after {len(received)} messages the answer has {num_bytes} bytes")
+    return received
+
+
+def check_message_size(response: pb.GenerateStreamResponse) -> None:
+    """Refuse a stream's message that is too large to send; ``best_of`` sends a complete answer in one.
+
+    Raises:
+        InvalidArgument: the message is too large; the error names the field.
+    """
+    if (num_bytes := response.ByteSize()) > MAX_ANSWER_BYTES:
+        raise _too_large(f"one answer has {num_bytes} bytes")
+
+
+def _too_large(what: str) -> InvalidArgument:
+    return InvalidArgument(
+        "stopping.max_tokens",
+        f"{what}, and a message has at most {MAX_ANSWER_BYTES}: stream the answer, or ask for fewer "
+        "tokens, answers or logprobs",
+        reason="ANSWER_TOO_LARGE",
+        metadata={"limit": str(MAX_ANSWER_BYTES)},
+    )

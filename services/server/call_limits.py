@@ -1,0 +1,154 @@
+"""Ends calls whose client stops reading, and calls that take longer than the limit for any request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from types import CoroutineType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import grpc
+import grpc.aio
+
+from quire.services.server.log import get_logger
+
+READ_SECONDS = 30.0
+"""Time within which a client has to read each message."""
+READ_BYTES_PER_SECOND = 1 << 20
+"""Slowest allowed rate of reading: a message gets its size divided by this rate as additional time."""
+CALL_MARGIN_SECONDS = 5.0
+"""Time after a request's deadline for its error to reach the client."""
+
+_log = get_logger("grpc")
+_parents: WeakKeyDictionary[asyncio.Task[Any], ref[asyncio.Task[Any]]] = WeakKeyDictionary()
+"""For each call's task, the gRPC task that started it and holds the call open until its client leaves."""
+
+
+class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Drops a call if its client does not read in time.
+
+    While a message waits for its reader, gRPC cannot send a status. Therefore the handler is cancelled first,
+    which frees its resources, and then the call, which resets its stream and frees the message. gRPC's server
+    keeps the newest call until the next one comes: a call that is dropped on an idle server is reset only
+    then.
+
+    Args:
+        read_seconds: time within which a client has to read a message of a stream, or a unary answer.
+        call_seconds: maximum time of a call, from its beginning until its answer has been sent; None: no
+            limit.
+    """
+
+    def __init__(self, read_seconds: float = READ_SECONDS, call_seconds: float | None = None) -> None:
+        self._read_seconds = read_seconds
+        self._call_seconds = call_seconds
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return a handler that applies the limits to the call's own handler."""
+        handler = await continuation(handler_call_details)
+        # gRPC's own services (health, reflection) write their answers in another way.
+        if handler is None or handler_call_details.method.startswith("/grpc."):
+            return handler
+        method = handler_call_details.method
+        kind = "stream" if handler.request_streaming else "unary"
+        if handler.response_streaming:
+            name = f"{kind}_stream"
+            return handler._replace(**{name: self._streaming(method, getattr(handler, name))})
+        name = f"{kind}_unary"
+        return handler._replace(**{name: self._single(method, getattr(handler, name))})
+
+    def _single(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(request: Any, context: Any) -> Any:
+            drop = self._begin(method)
+            response = await inner(request, context)
+            # gRPC sends the response after this function has returned, in the same task.
+            _in_task(self._seconds_for(response), drop)
+            return response
+
+        return call
+
+    def _streaming(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(request: Any, context: Any) -> None:
+            drop = self._begin(method)
+            loop = asyncio.get_running_loop()
+            async with aclosing(inner(request, context)) as responses:
+                async for response in responses:
+                    timer = loop.call_later(self._seconds_for(response), drop)
+                    try:
+                        await context.write(response)
+                    finally:
+                        timer.cancel()
+            # The final status can be sent only after the client has read the last message.
+            _in_task(self._read_seconds, drop)
+
+        return call
+
+    def _begin(self, method: str) -> Callable[[], None]:
+        """Start the timer of a call, and return a function that drops the call."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def drop() -> None:
+            _log.info("call_dropped", method=method, problem="its client read too slowly")
+            _cancel(task)
+
+        if self._call_seconds is not None:
+            _in_task(self._call_seconds, drop)
+        return drop
+
+    def _seconds_for(self, response: Any) -> float:
+        num_bytes: int = response.ByteSize()
+        return self._read_seconds + num_bytes / READ_BYTES_PER_SECOND
+
+
+def _in_task(seconds: float, drop: Callable[[], None]) -> None:
+    """Call ``drop`` after some seconds unless the current task ends first."""
+    task = asyncio.current_task()
+    assert task is not None
+    timer = asyncio.get_running_loop().call_later(seconds, drop)
+    task.add_done_callback(lambda _: timer.cancel())
+
+
+def _cancel(task: asyncio.Task[Any]) -> None:
+    """Cancel a call's task, and then the call, which gRPC would otherwise keep until the client leaves."""
+    parent = found() if (found := _parents.get(task)) else None
+    if parent is not None:
+        task.add_done_callback(lambda _: parent.cancel())
+    task.cancel()
+
+
+def remember_parents() -> None:
+    """Record, from now on, which task started each task that gRPC starts on the running loop.
+
+    gRPC has no function with which a server can cancel a call. However, the task that starts a call's own
+    task, and then waits for the client to leave, is the last one that holds the call.
+    """
+    loop = asyncio.get_running_loop()
+    make: Any = loop.get_task_factory() or asyncio.Task
+    if isinstance(make, _Remembering):
+        return
+    remembering: Any = _Remembering(make)
+    loop.set_task_factory(remembering)
+
+
+class _Remembering:
+    """A task factory that records the parents of gRPC's tasks in ``_parents``."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __call__(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
+    ) -> Any:
+        make = self._make
+        is_default = make is asyncio.Task
+        task = make(coroutine, loop=loop, **options) if is_default else make(loop, coroutine, **options)
+        # gRPC's coroutines are written in Cython; all other coroutines have Python's own type.
+        if not isinstance(coroutine, CoroutineType) and (parent := asyncio.current_task(loop)):
+            _parents[task] = ref(parent)
+        return task

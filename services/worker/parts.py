@@ -1,0 +1,41 @@
+"""Lists what the services of one worker share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.engine.engine_thread import EngineThread
+from quire.engine.kv_memory import KvMemory
+from quire.kvtransfer.channels import ChannelPool
+from quire.kvtransfer.metrics import TransferMetrics
+from quire.services.worker.drain import Drain
+from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.metrics import PromptMetrics
+from quire.services.worker.prefix_pull import PrefixPuller
+from quire.services.worker.running_requests import RunningRequests
+from quire.services.worker.sequence_reader import SequenceReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What prefill, decode and the calls for routers and operators work with.
+
+    Attributes:
+        address: returns the host:port at which others reach this worker; known once the server is bound.
+        reader: turns the router's sequences into the engine's.
+        channels: the connections to other workers.
+        puller: fills the prefix cache from other workers.
+    """
+
+    identity: WorkerIdentity
+    address: Callable[[], str]
+    engine: EngineThread
+    memory: KvMemory
+    reader: SequenceReader
+    requests: RunningRequests
+    drain: Drain
+    channels: ChannelPool
+    puller: PrefixPuller
+    transfers: TransferMetrics
+    prompts: PromptMetrics

@@ -1,0 +1,165 @@
+"""Brings the beginning of a prompt's blocks from a worker that holds them, before the rest is computed.
+
+A pull is an offer, never a condition: whatever goes wrong with it, what did arrive is used and the rest of
+the prompt is computed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from time import perf_counter
+
+from quire.engine.block_pool import NoFreeBlocksError
+from quire.engine.engine import Engine
+from quire.engine.engine_thread import EngineStoppedError, EngineThread
+from quire.engine.kv_memory import KvMemory
+from quire.engine.sequence import HashBlock, Sequence
+from quire.kvtransfer.channels import ChannelPool
+from quire.kvtransfer.errors import BadBlockError, PullFailedError, TransferError
+from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.pull_client import BlockPull
+from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.protos import worker_pb2
+from quire.services.server.log import get_logger
+
+PULL_SECONDS = 5.0
+"""Longest pull of which the router does not say how long it may take."""
+
+_log = get_logger("worker")
+
+
+class PrefixPuller:
+    """Fills this worker's prefix cache from its peers'."""
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        memory: KvMemory,
+        layout: KvLayout,
+        hash_block: HashBlock,
+        channels: ChannelPool,
+        metrics: PullMetrics,
+    ) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._layout = layout
+        self._hash_block = hash_block
+        self._channels = channels
+        self._metrics = metrics
+
+    async def pull(self, sequence: Sequence, source: worker_pb2.PullSource) -> worker_pb2.PullSummary:
+        """Bring the blocks that the peer is said to hold and this worker lacks; return what arrived.
+
+        They are in the prefix cache when this returns: the engine finds them when it admits the sequence.
+        """
+        await asyncio.to_thread(sequence.extend_hashes, self._layout.block_size, self._hash_block)
+        # The last token is always computed, for its logits.
+        num_usable = min(sequence.max_cached_tokens, sequence.num_tokens - 1) // self._layout.block_size
+        wanted = sequence.block_hashes[: min(source.num_blocks, num_usable)]
+        if not wanted:
+            return worker_pb2.PullSummary()
+        start = perf_counter()
+        arrivals = _Arrivals(f"pull:{sequence.request_id}", self._engine, self._memory, wanted)
+        failure = ""
+        try:
+            async with asyncio.timeout(source.timeout_ms / 1000 or PULL_SECONDS):
+                await self._fill(arrivals, sequence.request_id, source)
+        except (TransferError, NoFreeBlocksError, TimeoutError) as error:
+            failure = _reason(error)
+            self._metrics.failed(failure)
+            _log.warning(
+                "pull_failed",
+                request_id=sequence.request_id,
+                peer=source.address,
+                reason=failure,
+                details=str(error),
+                pulled_blocks=arrivals.num_written,
+            )
+        finally:
+            arrivals.close()
+        seconds = perf_counter() - start
+        num_bytes = arrivals.num_written * self._layout.block_bytes
+        self._metrics.pulled(arrivals.num_written, num_bytes, seconds)
+        return worker_pb2.PullSummary(
+            num_blocks=arrivals.num_written, num_bytes=num_bytes, seconds=seconds, failure=failure
+        )
+
+    async def _fill(self, arrivals: _Arrivals, request_id: str, source: worker_pb2.PullSource) -> None:
+        missing = await arrivals.open()
+        if not missing:
+            return
+        pull = BlockPull(
+            self._channels,
+            address=source.address,
+            request_id=request_id,
+            holder_epoch=source.epoch,
+            layout=self._layout,
+            block_hashes=missing,
+            timeout=source.timeout_ms / 1000 or PULL_SECONDS,
+        )
+        async with pull:
+            if pull.num_blocks < len(missing):
+                # The index was ahead of an eviction; what is still there is taken.
+                self._metrics.failed("evicted")
+            if pull.num_blocks:
+                await arrivals.reserve(pull.num_blocks)
+                async for frames in pull.frames():
+                    arrivals.write(frames)
+
+
+class _Arrivals:
+    """Blocks of this worker that one pull fills.
+
+    Held under a name in the engine, so that ``close`` undoes whatever a cancelled pull has begun. Writing and
+    closing happen on the event loop: after ``close`` no byte reaches the blocks.
+    """
+
+    def __init__(self, name: str, engine: EngineThread, memory: KvMemory, wanted: Items[bytes]) -> None:
+        self._name = name
+        self._engine = engine
+        self._memory = memory
+        self._wanted = wanted
+        self._num_held = 0
+        self._block_ids: list[int] = []
+        self.num_written = 0
+
+    async def open(self) -> Items[bytes]:
+        """Hold what is here already, so that it stays; return the hashes of the rest."""
+        held = await self._engine.call(lambda e: e.pin(self._name, self._wanted))
+        self._num_held = len(held)
+        return self._wanted[self._num_held :]
+
+    async def reserve(self, num_blocks: int) -> None:
+        """Take empty blocks for what is missing."""
+        self._block_ids = await self._engine.call(lambda e: e.pins.reserve(self._name, num_blocks))
+
+    def write(self, frames: Items[Frame]) -> None:
+        """Write checked blocks in order."""
+        for frame in frames:
+            try:
+                self._memory.write(self._block_ids[frame.index], frame.payload)
+            except ValueError as error:
+                raise BadBlockError(f"block {frame.index}: {error}") from error
+            self.num_written += 1
+
+    def close(self) -> None:
+        """Put what was written into the prefix cache and hold nothing any longer."""
+        with suppress(EngineStoppedError):
+            self._engine.post(self._seal)
+
+    def _seal(self, engine: Engine) -> None:
+        arrived = self._wanted[self._num_held :][: self.num_written]
+        if arrived:
+            engine.pins.seal(self._name, self._num_held, arrived)
+        engine.unpin(self._name)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, PullFailedError):
+        return error.status.name.lower()
+    if isinstance(error, TransferError):
+        return error.reason
+    return "no_blocks" if isinstance(error, NoFreeBlocksError) else "timeout"

@@ -1,0 +1,50 @@
+"""The steps of a prompt that prefill and decode have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+
+from quire.engine.sequence import Sequence
+from quire.protos import inference_pb2, worker_pb2
+from quire.services.server.phases import Phase, RequestPhases
+from quire.services.worker.convert import logprobs_to_proto
+from quire.services.worker.engine_errors import known_errors
+from quire.services.worker.parts import WorkerParts
+
+
+async def pull_prefix(
+    parts: WorkerParts,
+    request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest,
+    sequence: Sequence,
+    phases: RequestPhases,
+) -> worker_pb2.PullSummary:
+    """Bring the blocks that the request names a peer for, and return what arrived."""
+    if not request.HasField("pull_from"):
+        return worker_pb2.PullSummary()
+    start = perf_counter()
+    pulled = await parts.puller.pull(sequence, request.pull_from)
+    phases.record(Phase.PULL, start, perf_counter())
+    return pulled
+
+
+async def add_sequence(parts: WorkerParts, sequence: Sequence) -> None:
+    """Give the engine a sequence whose prompt it computes itself."""
+    with known_errors(sequence):
+        await parts.engine.call(lambda e: e.add(sequence))
+
+
+def account_prompt(
+    parts: WorkerParts, sequence: Sequence, pulled: worker_pb2.PullSummary, phases: RequestPhases
+) -> None:
+    """Observe a prompt that has just been computed."""
+    phases.record(Phase.PREFILL_QUEUE, sequence.queued_at, sequence.started_at)
+    phases.record(Phase.PREFILL_COMPUTE, sequence.started_at, perf_counter())
+    parts.prompts.computed(sequence, pulled.num_blocks * parts.memory.shape.block_size)
+
+
+async def prompt_logprobs(sequence: Sequence) -> list[inference_pb2.TokenLogprobs]:
+    """Return the logprobs of a computed prompt; those of a long one take too long for the event loop."""
+    if not sequence.prompt_logprobs:
+        return []
+    return await asyncio.to_thread(lambda: list(map(logprobs_to_proto, sequence.prompt_logprobs)))

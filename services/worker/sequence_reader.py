@@ -1,0 +1,86 @@
+"""Reads the router's sequences into the engine's, and compiles the formats that they must have."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from quire.engine.dead_ends import dead_end
+from quire.engine.logits_processing import LogitsRules
+from quire.engine.output_format import BadFormatError
+from quire.engine.sequence import Sequence
+from quire.engine.structured_output import GrammarCompiler, GrammarMatcher, StructuredOutputUnavailableError
+from quire.kvindex.block_hash import CacheScope
+from quire.protos import worker_pb2
+from quire.services.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.services.worker.convert import format_from_proto, no_token_left, sequence_from_proto
+from quire.services.worker.identity import WorkerIdentity
+from quire.tokenization.errors import MissingTokenizerError
+
+FORMAT_SECONDS = 20.0
+"""How long a request waits for its format to be compiled, with those of other requests before it."""
+
+
+class SequenceReader:
+    """Reads sequences for one worker."""
+
+    def __init__(self, identity: WorkerIdentity, grammars: GrammarCompiler) -> None:
+        self._identity = identity
+        self._grammars = grammars
+        # A thread of its own: formats that take seconds would take the places of other work.
+        self._compiling = ThreadPoolExecutor(1, "formats")
+
+    async def read(self, message: worker_pb2.Sequence, *, stops_after_prefill: bool) -> Sequence:
+        """Return the engine's sequence.
+
+        Raises:
+            ServiceError: a field is out of range, or the format cannot be compiled or fulfilled.
+        """
+        sequence = sequence_from_proto(
+            message,
+            self._identity.root_hash(CacheScope(message.cache_scope.tenant, message.cache_scope.salt)),
+            self._identity.vocab_size,
+            await self._grammar(message),
+            stops_after_prefill=stops_after_prefill,
+        )
+        rules = sequence.logits_rules
+        is_new = not stops_after_prefill and not sequence.num_output_tokens
+        if is_new and rules is not None and rules.grammar is not None:
+            await asyncio.to_thread(self._refuse_dead_end, sequence, rules)
+        return sequence
+
+    def close(self) -> None:
+        """End what compiles formats."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
+
+    def _refuse_dead_end(self, sequence: Sequence, rules: LogitsRules) -> None:
+        stops = self._identity.eos_token_ids | sequence.params.stop_token_ids
+        error = dead_end(rules, sequence.token_ids, self._identity.vocab_size, stops)
+        if error is not None:
+            raise no_token_left(error)
+
+    async def _grammar(self, message: worker_pb2.Sequence) -> GrammarMatcher | None:
+        output_format = format_from_proto(message.format)
+        if output_format is None:
+            return None
+        num_prompt_tokens = len(message.token_ids) - message.num_output_tokens
+        try:
+            known = self._grammars.compiled(output_format, num_prompt_tokens)
+            if known is not None:
+                return known
+            async with asyncio.timeout(FORMAT_SECONDS):
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._compiling, self._grammars.compile, output_format, num_prompt_tokens
+                )
+        except BadFormatError as error:
+            raise InvalidArgument(f"format.{output_format.kind}", str(error)) from error
+        except TimeoutError as error:
+            raise ResourceExhausted(
+                f"format.{output_format.kind}: not compiled within {FORMAT_SECONDS:g} s; "
+                "others are compiled before it",
+                reason="FORMATS_BUSY",
+                retry_after_seconds=FORMAT_SECONDS,
+            ) from error
+        except (StructuredOutputUnavailableError, MissingTokenizerError) as error:
+            raise FailedPrecondition(str(error), reason="NO_STRUCTURED_OUTPUT") from error

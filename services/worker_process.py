@@ -1,0 +1,81 @@
+"""Runs one worker as a process: composes its services, prefill, decode and vLLM's, over one engine.
+
+Importing this loads neither torch nor the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire.services.server.cluster_proof import ClusterTrust
+from quire.services.server.grpc_server import Service, end_on_signals
+from quire.services.server.open_files import raise_open_file_limit
+from quire.services.worker.config import RunningWorker, WorkerConfig
+from quire.services.worker.processors import num_processors
+
+if TYPE_CHECKING:
+    from quire.services.worker.parts import WorkerParts
+
+WORKER_SERVICE = "quire.v1.WorkerService"
+KV_SERVICE = "quire.v1.KvTransferService"
+
+
+def run_worker(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; ``on_ready`` is called once requests can be served."""
+    end_on_signals()
+    _limit_processors(config)
+    raise_open_file_limit()
+    from quire.services.worker.main import serve
+
+    try:
+        asyncio.run(serve(config, _services, on_ready))
+    finally:
+        if any(thread.name == "engine" for thread in threading.enumerate()):
+            # A device that hangs would hold up the interpreter's end too.
+            os._exit(1)
+
+
+async def _services(config: WorkerConfig, parts: WorkerParts) -> list[Service]:
+    """Return a worker's services; both roles have both, so that a decode worker can prefill."""
+    from quire.kvtransfer.push_receiver import KvTransferServicer
+    from quire.protos import kvtransfer_pb2_grpc, worker_pb2_grpc
+    from quire.services.decode.calls import DecodeCalls
+    from quire.services.decode.tickets import Tickets
+    from quire.services.prefill.calls import PrefillCalls
+    from quire.services.worker.servicer import WorkerServicer
+
+    tickets = Tickets(parts.engine, parts.memory, parts.identity.layout, parts.identity.epoch)
+    worker = WorkerServicer(parts, PrefillCalls(parts), DecodeCalls(parts, tickets))
+    receiver = KvTransferServicer(tickets, parts.transfers)
+    services = [
+        Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, WORKER_SERVICE),
+        Service(kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, KV_SERVICE),
+    ]
+    if config.vllm_grpc:
+        # Needs an extra.
+        from quire.services.vllm_adapter.servicer import vllm_service
+
+        trust = ClusterTrust(config.cluster_secret, has_tls=config.cluster_tls is not None)
+        services.append(
+            await asyncio.to_thread(
+                vllm_service, worker, parts.identity, config.max_num_seqs, parts.address, trust
+            )
+        )
+    return services
+
+
+def _limit_processors(config: WorkerConfig) -> None:
+    """Keep the worker on its processors; must come before torch starts its threads.
+
+    Workers that share processors spin in each other's way: a step of 2 ms has been seen to take 150 ms.
+    """
+    if config.cpus is not None:
+        os.sched_setaffinity(0, config.cpus)
+    threads = config.threads or num_processors()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

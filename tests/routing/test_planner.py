@@ -1,0 +1,290 @@
+"""What the router learns, and how that changes where requests go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from quire.routing.history import PrefixHistory
+from quire.routing.planner import (
+    IN_FLIGHT_SECONDS,
+    Placement,
+    Planner,
+    PolicyConfig,
+    Prompt,
+    PullOutcome,
+    WorkerState,
+)
+from quire.routing.policy import Blocks, Policy
+from quire.routing.rates import HALF_LIFE_SECONDS, Rates
+
+BLOCKS = Blocks(16, 1 << 20)
+LENGTH = 1600
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def hashes(number: int, count: int = 100) -> list[bytes]:
+    return [number.to_bytes(8, "big") + index.to_bytes(8, "big") for index in range(count)]
+
+
+def prompt(number: int = 0, held: dict[str, int] | None = None, *, is_indexed: bool = True) -> Prompt:
+    return Prompt(LENGTH, hashes(number), (held or {}) if is_indexed else None)
+
+
+class Cluster:
+    """Two prefill workers and a decode worker, and a planner for them."""
+
+    def __init__(self, clock: Clock, **config: object) -> None:
+        self.clock = clock
+        self.planner = Planner(PolicyConfig(**config), BLOCKS, clock, Random(0))  # type: ignore[arg-type]
+        self.prefill = {name: WorkerState(name, 1000) for name in ("p1", "p2")}
+        self.decode = [WorkerState("d", 1000)]
+
+    def place(self, prompt: Prompt, **owed: int) -> Placement:
+        states = [s._replace(owed_tokens=owed.get(name, 0)) for name, s in self.prefill.items()]
+        placement = self.planner.place(prompt, states, self.decode)
+        assert placement is not None
+        return placement
+
+    def compute(
+        self, placement: Placement, seconds: float, cached: int = 0, pull: PullOutcome | None = None
+    ) -> None:
+        self.clock.now += seconds
+        self.planner.computed(placement, cached, seconds, pull or PullOutcome())
+
+
+@pytest.fixture
+def cluster(clock: Clock) -> Cluster:
+    return Cluster(clock)
+
+
+@pytest.fixture
+def apart(clock: Clock) -> Cluster:
+    """Return a cluster whose decode worker computes no prompts."""
+    return Cluster(clock, local_prefill_tokens=0)
+
+
+# --- rates --------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_follows_what_is_measured_and_large_work_counts_more(clock: Clock) -> None:
+    rates = Rates(5.0, clock)
+    assert rates.get("a") == 5.0
+    rates.add("a", 10.0, 1.0)
+    assert rates.get("a") == pytest.approx(10.0)
+    rates.add("a", 2000.0, 100.0)
+    assert rates.get("a") == pytest.approx(20.0, rel=0.02)
+    assert rates.get("b") == pytest.approx(20.0, rel=0.02)
+
+
+def test_a_slow_worker_is_forgiven_with_time(clock: Clock) -> None:
+    rates = Rates(5.0, clock)
+    for _ in range(20):
+        rates.add("fast", 100.0, 1.0)
+        rates.add("slow", 1.0, 0.1)
+    assert rates.get("slow") == pytest.approx(10.0, rel=0.1)
+    clock.now += 10 * HALF_LIFE_SECONDS
+    assert rates.get("slow") > 70.0
+    rates.forget("slow")
+    assert rates.get("slow") == rates.get("unknown")
+
+
+def test_what_is_not_usual_says_nothing_about_the_others(clock: Clock) -> None:
+    rates = Rates(100.0, clock)
+    rates.add("a", 1.0, 1.0, is_usual=False)
+    assert rates.get("a") == pytest.approx(1.0, rel=0.3)
+    assert rates.get("b") == 100.0
+
+
+# --- history ------------------------------------------------------------------------------------------------
+
+
+def test_a_history_knows_the_common_beginning_for_a_while(clock: Clock) -> None:
+    history = PrefixHistory(clock)
+    history.note("a", hashes(0, 10), 100)
+    assert history.num_held("a", hashes(0, 6) + hashes(1, 5), 1.0) == 6
+    assert history.num_held("a", hashes(0), 1.0) == 10
+    assert history.num_held("a", hashes(1), 1.0) == history.num_held("b", hashes(0), 1.0) == 0
+    assert history.num_held("a", [], 1.0) == 0
+    clock.now += 2.0
+    history.note("a", hashes(0, 3), 100)
+    assert history.num_held("a", hashes(0), 1.0) == 3
+    assert history.num_held("a", hashes(0), 3.0) == 10
+    history.forget("a")
+    assert history.num_held("a", hashes(0), 3.0) == 0
+
+
+def test_a_history_forgets_the_oldest_leaves_first(clock: Clock) -> None:
+    history = PrefixHistory(clock)
+    history.note("a", hashes(0, 10), 12)
+    history.note("a", hashes(1, 6), 12)
+    assert history.num_held("a", hashes(0), 1.0) == 6
+    assert history.num_held("a", hashes(1), 1.0) == 6
+
+
+# --- placing ------------------------------------------------------------------------------------------------
+
+
+def test_the_next_prompt_with_the_same_beginning_follows_before_the_index_knows(cluster: Cluster) -> None:
+    first = cluster.place(prompt())
+    assert first.prefill is not None
+    assert (first.prefill.reason, first.estimate.cached_tokens) == ("tie", 0)
+    again = cluster.place(prompt(), **{first.computing: LENGTH // 2})
+    assert (again.computing, again.estimate.cached_tokens) == (first.computing, LENGTH - 1)
+    assert again.prefill is not None
+    assert again.prefill.reason == "prefix"
+    cluster.clock.now += IN_FLIGHT_SECONDS + 1
+    assert cluster.place(prompt()).estimate.cached_tokens == 0
+
+
+def test_the_approximate_policy_remembers_what_it_sent_and_nothing_else(clock: Clock) -> None:
+    cluster = Cluster(clock, policy=Policy.APPROX)
+    first = cluster.place(prompt(is_indexed=False))
+    cluster.clock.now += 1000.0
+    assert cluster.place(prompt(is_indexed=False)).computing == first.computing
+    assert cluster.place(prompt(1, is_indexed=False)).estimate.cached_tokens == 0
+
+
+def test_without_an_answer_of_the_index_the_history_stands_in(cluster: Cluster) -> None:
+    first = cluster.place(prompt())
+    cluster.clock.now += 1000.0
+    assert cluster.place(prompt(is_indexed=False)).estimate.cached_tokens == LENGTH - 1
+    cluster.planner.forget(first.computing)
+    cluster.planner.forget("d")
+    assert cluster.place(prompt(1)).estimate.cached_tokens == 0
+
+
+def test_work_leaves_a_worker_that_turned_slow_and_comes_back_in_time(cluster: Cluster) -> None:
+    slow = cluster.place(prompt()).computing
+    for number in range(1, 9):
+        placement = cluster.place(prompt(number), **{"p1" if slow == "p2" else "p2": 10**6})
+        cluster.compute(placement, 10.0)
+    chosen = {cluster.place(prompt(number)).computing for number in range(10, 30)}
+    assert chosen == {"p1", "p2"}, "the whole cluster counts as slow while nobody else was measured"
+    for number in range(30, 40):
+        placement = cluster.place(prompt(number), **{slow: 10**6})
+        cluster.compute(placement, 0.1)
+    assert {cluster.place(prompt(number)).computing for number in range(50, 90)} == {placement.computing}
+    cluster.clock.now += 20 * HALF_LIFE_SECONDS
+    assert {cluster.place(prompt(number)).computing for number in range(100, 140)} == {"p1", "p2"}
+
+
+def test_waiting_behind_others_is_not_held_against_the_worker(cluster: Cluster) -> None:
+    first, second = cluster.place(prompt()), cluster.place(prompt())
+    assert first.computing == second.computing
+    cluster.clock.now += 1.0
+    cluster.planner.computed(first, 0, 1.0, PullOutcome())
+    cluster.clock.now += 1.0
+    cluster.planner.computed(second, 0, 2.0, PullOutcome())
+    owed = cluster.place(prompt(7), **{"p1": 1600, "p2": 1600}).estimate
+    assert owed.queue_seconds == pytest.approx(1.0)
+
+
+def test_a_pull_is_planned_from_the_index_and_not_from_what_is_still_computed(apart: Cluster) -> None:
+    cluster = apart
+    computing = cluster.place(prompt()).computing
+    other = "p1" if computing == "p2" else "p2"
+    busy = {computing: 3 * 10**4}
+    alone = cluster.place(prompt(), **busy)
+    assert (alone.computing, alone.pull) == (other, None)
+    helped = cluster.place(prompt(1, {computing: LENGTH}), **busy)
+    assert helped.computing == other
+    assert helped.pull is not None
+    assert (helped.pull.worker_id, helped.pull.num_blocks) == (computing, 100)
+    assert helped.prefill is not None
+    assert helped.prefill.reason == "pull"
+
+
+@pytest.mark.parametrize(("failed_bytes", "seconds"), [(0, 0.001), (1 << 20, 0.5)])
+def test_a_failed_pull_lowers_the_peers_estimate(apart: Cluster, failed_bytes: int, seconds: float) -> None:
+    cluster, held = apart, {"d": LENGTH}
+    placement = cluster.place(prompt(0, held))
+    assert placement.pull is not None
+    before = placement.pull.pull_seconds
+    cluster.compute(placement, 1.1, 0, PullOutcome(failed_bytes, seconds, has_failed=True))
+    again = cluster.place(prompt(1, held))
+    assert again.pull is None
+    cluster.clock.now += 20 * HALF_LIFE_SECONDS
+    late = cluster.place(prompt(2, held))
+    assert late.pull is not None
+    assert late.pull.pull_seconds < 2 * before
+
+
+def test_a_slow_pull_lowers_the_peers_estimate(apart: Cluster) -> None:
+    placement = apart.place(prompt(0, {"d": LENGTH}))
+    assert placement.pull is not None
+    apart.compute(placement, 0.2, LENGTH - 16, PullOutcome(8 << 20, 1.0))
+    assert apart.place(prompt(1, {"d": LENGTH})).pull is None
+
+
+def test_a_shunned_peer_is_not_pulled_from(cluster: Cluster) -> None:
+    cluster.decode.append(WorkerState("ill", 1000, is_shunned=True))
+    assert cluster.place(prompt(0, {"ill": LENGTH, "gone": LENGTH})).pull is None
+
+
+def test_the_decode_worker_computes_a_short_rest(cluster: Cluster) -> None:
+    placement = cluster.place(prompt(0, {"d": LENGTH - 32}))
+    assert (placement.prefill, placement.computing, placement.owed_tokens) == (None, "d", 32)
+    cluster.decode = [WorkerState("d", 1000, num_requests=100)]
+    assert cluster.place(prompt(1, {"d": LENGTH - 32, "p1": LENGTH})).computing == "p1"
+
+
+def test_the_decode_worker_copies_what_prefill_workers_hold(cluster: Cluster) -> None:
+    placement = cluster.place(prompt(0, {"p1": LENGTH}), p1=10**5)
+    assert placement.pull is not None
+    assert (placement.computing, placement.pull.worker_id) == ("d", "p1")
+
+
+def test_a_prompt_that_must_be_local_is(cluster: Cluster) -> None:
+    assert cluster.place(prompt()._replace(must_be_local=True)).prefill is None
+
+
+def test_without_decode_workers_there_is_no_placement(cluster: Cluster) -> None:
+    cluster.decode = []
+    assert cluster.planner.place(prompt(), list(cluster.prefill.values()), []) is None
+
+
+# --- answers to come ----------------------------------------------------------------------------------------
+
+
+def test_a_worker_whose_sequences_will_grow_is_not_taken_for_empty(clock: Clock) -> None:
+    cluster = Cluster(clock)
+    cluster.decode = [WorkerState("small", 150), WorkerState("large", 200, kept_tokens=1200)]
+    # Of 2,400 tokens the prompt and two answers leave nothing to the smaller pool.
+    grows = prompt()._replace(max_output_tokens=1000, num_answers=2)
+    for _ in range(200):
+        cluster.planner.answered(500)
+    placement = cluster.place(grows)
+    assert placement.kept_tokens == LENGTH + 2 * 500
+    assert cluster.place(prompt()._replace(max_output_tokens=10)).kept_tokens == LENGTH + 10
+    assert cluster.place(prompt()).decode.worker_id == "small"
+    cluster.decode[1] = WorkerState("large", 200, kept_tokens=300)
+    assert cluster.place(grows).decode.worker_id == "large"
+
+
+def test_chance_breaks_the_ties_of_prompts_of_less_than_a_block(clock: Clock) -> None:
+    cluster = Cluster(clock, local_prefill_tokens=0)
+    cluster.decode = [WorkerState(name, 1000) for name in ("d1", "d2", "d3")]
+    placements = [cluster.place(Prompt(5, [], {})) for _ in range(300)]
+    for names, count in (
+        (Counter(placement.decode.worker_id for placement in placements), 3),
+        (Counter(placement.computing for placement in placements), 2),
+    ):
+        assert len(names) == count
+        assert min(names.values()) > 0.7 * 300 / count

@@ -1,0 +1,112 @@
+"""What becomes of a request whose sender goes away while it commits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from quire.engine.engine import Engine
+from quire.engine.engine_thread import EngineThread
+from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import Sequence, SequenceUpdate
+from quire.kvtransfer.errors import BadBlockError
+from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.layout import KvLayout
+from quire.protos import kvtransfer_pb2 as pb
+from quire.services.decode.tickets import PromisedBlocks, Tickets
+from quire.services.server.errors import Aborted
+from quire.services.worker.updates import Updates
+
+BLOCK_SIZE = 4
+SECONDS = 20.0
+
+
+class Receiver:
+    """A decode worker's side of one push whose blocks are granted; the engine's thread can be held up."""
+
+    def __init__(self) -> None:
+        model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
+        self.memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, torch.float32), 8, torch.device("cpu"))
+        limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64)
+        self.thread = EngineThread(
+            Engine(model, self.memory, limits, lambda parent, tokens: parent + bytes(tokens))
+        )
+        self.has_paused, self.goes_on = threading.Event(), threading.Event()
+
+    async def open(self) -> tuple[PromisedBlocks, Updates]:
+        self.thread.start()
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        sequence = Sequence("r", [2] * 8, 8, params, b"")
+        first_block = await self.thread.call(lambda e: e.accept(sequence))
+        layout = KvLayout(1, 1, BLOCK_SIZE, 1, "float32", "digest", "float32", "cpu")
+        tickets = Tickets(self.thread, self.memory, layout, "epoch")
+        updates = self.thread.subscribe("r")
+        promise = tickets.issue(sequence, 0, first_block, updates)
+        request = pb.PushOpen(ticket_id=promise.ticket_id, first_block=first_block, num_blocks=2)
+        return await tickets.open(request), updates
+
+    async def pause(self) -> None:
+        """Return when the engine's thread stands still."""
+
+        def stand_still(engine: Engine) -> None:
+            self.has_paused.set()
+            self.goes_on.wait()
+
+        self.thread.post(stand_still)
+        await asyncio.to_thread(self.has_paused.wait)
+
+
+async def test_a_commit_that_is_cancelled_before_it_runs_ends_the_request() -> None:
+    receiver = Receiver()
+    blocks, updates = await receiver.open()
+    await receiver.pause()
+    commit = asyncio.create_task(blocks.commit(5))
+    await asyncio.sleep(0)
+    commit.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    blocks.abort("the sender went away")
+    receiver.goes_on.set()
+    assert isinstance(await asyncio.wait_for(updates.get(), SECONDS), Aborted)
+    await receiver.thread.stop()
+
+
+async def test_a_commit_that_is_cancelled_while_it_runs_is_one() -> None:
+    receiver = Receiver()
+    blocks, updates = await receiver.open()
+
+    def admit(*args: Any) -> SequenceUpdate:
+        receiver.has_paused.set()
+        receiver.goes_on.wait()
+        return Engine.admit(*args)
+
+    await receiver.thread.call(lambda e: setattr(e, "admit", lambda *args: admit(e, *args)))
+    commit = asyncio.create_task(blocks.commit(5))
+    await asyncio.to_thread(receiver.has_paused.wait)
+    commit.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await commit
+    blocks.abort("the sender went away")
+    receiver.goes_on.set()
+    update = await asyncio.wait_for(updates.get(), SECONDS)
+    assert isinstance(update, SequenceUpdate)
+    assert update.status.is_finished
+    await receiver.thread.stop()
+
+
+async def test_a_block_that_would_end_the_engine_is_the_senders_fault() -> None:
+    """The tokens that follow in a block are divided by its stored scale."""
+    memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, torch.int8), 8, torch.device("cpu"))
+    promise: Any = SimpleNamespace(sequence=Sequence("r", [2] * 3, 3, SamplingParams(), b""))
+    promise.require_open = lambda: None
+    promise.sequence.block_table = [1]
+    blocks = PromisedBlocks(promise, cast("EngineThread", None), memory)
+    with pytest.raises(BadBlockError, match="block 0: a stored scale"):
+        blocks.write(Frame(0, b"", bytes(memory.shape.block_bytes)))

@@ -1,0 +1,84 @@
+"""What a prefill worker offers to push."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+from unittest.mock import Mock
+
+from prometheus_client import CollectorRegistry
+
+from quire.kvtransfer.channels import ChannelPool
+from quire.kvtransfer.layout import KvLayout
+from quire.protos import inference_pb2 as pb
+from quire.protos import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2
+from quire.services.prefill.calls import PrefillCalls
+from quire.services.server.grpc_server import Service, grpc_server
+from quire.services.worker.drain import Drain
+from quire.services.worker.parts import WorkerParts
+from quire.services.worker.updates import Updates
+
+LAYOUT = KvLayout(1, 1, 16, 8, "float32", "tiny", "float32", "cpu")
+NUM_TOKENS = 2 * LAYOUT.block_size
+
+
+class Receiver(kvtransfer_pb2_grpc.KvTransferServiceServicer):
+    """Keeps what is offered first."""
+
+    def __init__(self) -> None:
+        self.offer: asyncio.Future[kvtransfer_pb2.PushOpen] = asyncio.get_running_loop().create_future()
+
+    async def Push(self, request_iterator: Any, context: Any) -> AsyncIterator[kvtransfer_pb2.PushResponse]:
+        self.offer.set_result((await anext(request_iterator)).open)
+        await asyncio.Event().wait()
+        yield kvtransfer_pb2.PushResponse()
+
+
+class QuickEngine:
+    """Has drawn the first token before its caller hears that the sequence was added."""
+
+    def __init__(self, updates: Updates) -> None:
+        self.subscribe = Mock(return_value=updates)
+        self.is_subscribed = Mock(return_value=False)
+        self.unsubscribe = self.post = Mock()
+
+    async def call(self, command: Callable[[Any], None]) -> None:
+        engine = Mock()
+        command(engine)
+        engine.add.call_args.args[0].token_ids.append(7)
+
+
+async def test_a_first_token_that_comes_at_once_is_not_of_the_prompt(
+    make_parts: Callable[..., WorkerParts],
+) -> None:
+    receiver = Receiver()
+    service = Service(
+        kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, "quire.v1.KvTransferService"
+    )
+    async with grpc_server([service], registry=CollectorRegistry(), grace_seconds=0) as server:
+        channels = ChannelPool()
+        parts = make_parts(
+            identity=Mock(vocab_size=100, layout=LAYOUT, root_hash=lambda scope: bytes(16)),
+            engine=QuickEngine(asyncio.Queue()),
+            memory=Mock(shape=LAYOUT),
+            channels=channels,
+            drain=Drain(Mock()),
+        )
+        request = worker_pb2.PrefillRequest(
+            sequence=worker_pb2.Sequence(
+                request_id="r",
+                token_ids=range(2, 2 + NUM_TOKENS),
+                sampling=pb.SamplingParams(temperature=1.0, top_p=1.0, seed=7),
+                stopping=pb.StoppingParams(max_tokens=4),
+            ),
+            ticket=kvtransfer_pb2.Ticket(ticket_id="t", address=server.address),
+        )
+        context = Mock(time_remaining=lambda: 10.0)
+        prefilling = asyncio.create_task(anext(PrefillCalls(parts).prefill(request, context)))
+        async with asyncio.timeout(5):
+            offer = await receiver.offer
+        prefilling.cancel()
+        await asyncio.gather(prefilling, return_exceptions=True)
+        await channels.close()
+    assert offer.num_blocks == NUM_TOKENS // LAYOUT.block_size

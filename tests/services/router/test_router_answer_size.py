@@ -1,0 +1,96 @@
+"""Answers that no message can hold are refused before they are computed, or as soon as they show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_status import rpc_status
+
+from quire.protos import inference_pb2 as pb
+from quire.services.router.answer_size import check_answer_size, check_prompt_logprobs
+from quire.services.server.errors import InvalidArgument
+
+LIMIT = "quire.services.router.answer_size.MAX_ANSWER_BYTES"
+
+
+def generation(
+    *, n: int = 1, max_tokens: int | None = None, best_of: int | None = None, **options: int
+) -> pb.Generation:
+    return pb.Generation(
+        token_ids=pb.TokenIds(ids=[5, 6, 7, 8, 9]),
+        sampling=pb.SamplingParams(n=n, best_of=best_of),
+        stopping=pb.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+        response=pb.ResponseOptions(**options),
+    )
+
+
+def info(error: grpc.aio.AioRpcError) -> ErrorInfo:
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    found = ErrorInfo()
+    assert rpc_status.from_call(error).details[0].Unpack(found)
+    return found
+
+
+@pytest.mark.parametrize(("n", "max_tokens"), [(1, 100_000), (64, 4096)])
+def test_an_answer_that_may_become_too_large_is_refused(n: int, max_tokens: int) -> None:
+    with pytest.raises(InvalidArgument, match="stream the answer") as caught:
+        check_answer_size([generation(), generation(n=n, max_tokens=max_tokens, logprobs=20)])
+    assert (caught.value.field, caught.value.reason) == ("stopping.max_tokens", "ANSWER_TOO_LARGE")
+    check_answer_size([generation(n=n, max_tokens=max_tokens), generation(logprobs=20)])
+
+
+def test_the_estimate_holds() -> None:
+    token = pb.TokenLogprobs(logprob=-1.5, top=[pb.CandidateLogprob(token_id=300, logprob=-1)] * 20)
+    choice = pb.Choice(token_ids=[300] * 1000, logprobs=[token] * 1000)
+    with pytest.raises(InvalidArgument) as caught:
+        check_answer_size([generation(max_tokens=100_000, logprobs=20)])
+    estimate = int(caught.value.problem.split(" bytes")[0].rsplit(" ", 1)[1])
+    assert 0.9 < estimate / (100 * choice.ByteSize()) < 1.1
+
+
+async def test_one_generation_of_a_batch_is_too_large(pair: Any) -> None:
+    stub = await pair.start()
+    generations = [generation(max_tokens=2), generation(max_tokens=100_000, logprobs=20)]
+    answers = {
+        answer.index: answer
+        async for answer in stub.GenerateBatch(pb.GenerateBatchRequest(generations=generations))
+    }
+    assert answers[0].HasField("response")
+    assert answers[1].error.reason == "ANSWER_TOO_LARGE"
+    assert not any(len(call.sequence.token_ids) == 100_000 for call in pair["d1"].calls)
+
+
+async def test_an_answer_that_grows_too_large_ends_at_once(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LIMIT, 200)
+    pair.script.answer = [5] * 50
+    stub = await pair.start()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(pb.GenerateRequest(generation=generation(n=8)))
+    assert info(caught.value).metadata["field"] == "stopping.max_tokens"
+    assert pair.metric("quire_router_requests_running") == 0
+    call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation(n=8)))
+    assert len([message async for message in call]) > 8
+
+
+async def test_a_message_of_a_stream_that_is_too_large_is_no_success(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LIMIT, 100)
+    pair.script.answer = [5] * 50
+    stub = await pair.start()
+    call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation(best_of=2, logprobs=0)))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [message async for message in call]
+    assert info(caught.value).reason == "ANSWER_TOO_LARGE"
+
+
+def test_a_long_prompts_logprobs_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"response\.prompt_logprobs: those of 100000 tokens"):
+        check_prompt_logprobs(100_000, 20)
+    check_prompt_logprobs(100_000, None)
+    check_prompt_logprobs(10_000, 20)

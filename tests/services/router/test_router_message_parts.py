@@ -1,0 +1,57 @@
+"""Messages of very many fields are refused before they are parsed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.protos import inference_pb2 as pb
+from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.services.server import message_parts
+from quire.services.server.errors import InvalidArgument
+from quire.services.server.message_parts import check_parts
+
+LIMIT = 4096
+EMPTY = b"\x0a\x00"
+
+
+@pytest.mark.parametrize(
+    ("encoded", "kind"),
+    [
+        (EMPTY * (LIMIT + 1), pb.GenerateBatchRequest),
+        (pb.GenerateRequest(generation=pb.Generation(chat=pb.Chat.FromString(EMPTY * LIMIT))), None),
+        (pb.DetokenizeRequest(token_ids=[5] * (16 * LIMIT)), None),
+        (b"\x08\x05" * (LIMIT + 1), pb.DetokenizeRequest),
+    ],
+)
+def test_too_many_parts_are_refused(encoded: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_parts, "MAX_PARTS", LIMIT)
+    kind = kind or type(encoded)
+    encoded = encoded if isinstance(encoded, bytes) else encoded.SerializeToString()
+    with pytest.raises(InvalidArgument, match=f"at most {LIMIT} fields"):
+        check_parts(encoded, kind.DESCRIPTOR)
+
+
+def test_large_texts_and_the_largest_lists_pass() -> None:
+    check_parts(pb.TokenizeRequest(text="x" * (8 << 20)).SerializeToString(), pb.TokenizeRequest.DESCRIPTOR)
+    ids = pb.DetokenizeRequest(token_ids=[150_000] * (1 << 20))
+    check_parts(ids.SerializeToString(), pb.DetokenizeRequest.DESCRIPTOR)
+
+
+@settings(deadline=None)
+@given(rubbish=st.binary(max_size=200))
+def test_rubbish_is_left_to_the_parser(rubbish: bytes) -> None:
+    check_parts(rubbish, pb.GenerateRequest.DESCRIPTOR)
+
+
+async def test_the_public_server_checks(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub: pb_grpc.GenerationServiceStub = await pair.start()
+    monkeypatch.setattr(message_parts, "MAX_PARTS", LIMIT)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * (128 << 10)))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"must consist of at most {LIMIT} fields" in (caught.value.details() or "")

@@ -1,0 +1,178 @@
+"""Requests that are on workers when they die: who is tried again, and who is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.client.errors import from_rpc_error
+from quire.protos import inference_pb2 as pb
+from quire.services.router.suspects import CLEARING_TOKENS, Suspects
+from quire.services.server.errors import (
+    DRAINING,
+    ENGINE_FAILED,
+    NO_TOKEN_LEFT,
+    REQUEST_FAILED,
+    SUSPECTED,
+    Internal,
+    InvalidArgument,
+    ServiceError,
+    Unavailable,
+)
+
+DEATH = Unavailable("the engine has failed", reason=ENGINE_FAILED)
+SECONDS = 10
+
+
+async def ask(stub: Any) -> pb.GenerateResponse:
+    generation = pb.Generation(text="say", request_id="test")
+    return await stub.Generate(pb.GenerateRequest(generation=generation), timeout=SECONDS)
+
+
+async def refusal(stub: Any) -> tuple[grpc.StatusCode, str, str]:
+    """Ask for an answer that does not come; return the status, its reason and its message."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(stub)
+    error = from_rpc_error(caught.value)
+    return error.code, error.reason, error.message
+
+
+def num_calls(cluster: Any, role: str) -> int:
+    return sum(len(worker.calls) for worker in cluster.workers.values() if worker.role == role)
+
+
+@pytest.fixture
+async def five(cluster: Any) -> Any:
+    """Five decode workers."""
+    for number in range(5):
+        await cluster.add(f"d{number}", "decode")
+    return cluster
+
+
+async def test_a_request_that_two_workers_died_with_is_refused(five: Any, fault: Callable[..., Any]) -> None:
+    stub = await five.start()
+    for worker in five.workers.values():
+        worker.fault = fault(0, DEATH)
+    code, reason, message = await refusal(stub)
+    assert (code, reason) == (grpc.StatusCode.INTERNAL, SUSPECTED)
+    assert "2 workers ended" in message
+    assert num_calls(five, "decode") == 2
+
+
+async def test_a_broken_connection_is_a_death(five: Any) -> None:
+    stub = await five.start()
+    for worker in five.workers.values():
+        worker.pause_before_token = 0
+    asking = asyncio.create_task(refusal(stub))
+    for _ in range(2):
+        waits = {asyncio.create_task(w.paused.wait()): w for w in five.workers.values() if not w.calls}
+        done, left = await asyncio.wait(waits, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        for task in left:
+            task.cancel()
+        # What the server says to its calls is lost where the process is: only the connection breaks.
+        for task in done:
+            await waits[task].server._server.stop(None)
+    code, reason, _ = await asking
+    assert (code, reason) == (grpc.StatusCode.INTERNAL, SUSPECTED)
+    assert num_calls(five, "decode") == 2
+
+
+@pytest.mark.parametrize(
+    "error", [Unavailable("stopping", reason=DRAINING), Unavailable("stopped", reason="ENGINE_STOPPED")]
+)
+async def test_a_worker_that_refuses_or_drains_accuses_nobody(
+    five: Any, fault: Callable[..., Any], error: ServiceError
+) -> None:
+    stub = await five.start()
+    for name in ("d0", "d1", "d2"):
+        five[name].fault = fault(0, error)
+    assert list((await ask(stub)).choices[0].token_ids) == five.script.answer
+
+
+async def test_a_worker_that_was_gone_before_accuses_nobody(five: Any) -> None:
+    stub = await five.start(poll_seconds=60.0)
+    for name in ("d0", "d1", "d2"):
+        await five[name].server._server.stop(None)
+    assert list((await ask(stub)).choices[0].token_ids) == five.script.answer
+
+
+async def test_tokens_beyond_those_that_it_had_clear_a_suspect(five: Any, fault: Callable[..., Any]) -> None:
+    five.script.answer = [*range(5, 5 + 3 * CLEARING_TOKENS + 2), 1]
+    stub = await five.start()
+    for worker in five.workers.values():
+        worker.fault = fault(CLEARING_TOKENS, DEATH)
+    response = await ask(stub)
+    assert list(response.choices[0].token_ids) == five.script.answer
+    assert response.usage.retries == 3
+
+
+async def test_fewer_tokens_do_not(five: Any, fault: Callable[..., Any]) -> None:
+    five.script.answer = [*range(5, 5 + 3 * CLEARING_TOKENS + 2), 1]
+    stub = await five.start()
+    for worker in five.workers.values():
+        worker.fault = fault(CLEARING_TOKENS - 1, DEATH)
+    assert (await refusal(stub))[1] == SUSPECTED
+
+
+async def test_a_request_that_fails_by_itself_is_tried_once(five: Any, fault: Callable[..., Any]) -> None:
+    stub = await five.start()
+    for worker in five.workers.values():
+        worker.fault = fault(1, Internal("OverflowError: scripted", reason=REQUEST_FAILED))
+    code, reason, message = await refusal(stub)
+    assert (code, reason) == (grpc.StatusCode.INTERNAL, REQUEST_FAILED)
+    assert message == "request test failed: OverflowError: scripted"
+    assert num_calls(five, "decode") == 1
+
+
+async def test_a_workers_reason_reaches_the_client(five: Any, fault: Callable[..., Any]) -> None:
+    stub = await five.start()
+    for worker in five.workers.values():
+        error = InvalidArgument("stopping.min_tokens", "leaves no token", reason=NO_TOKEN_LEFT)
+        worker.fault = fault(1, error)
+    code, reason, message = await refusal(stub)
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, NO_TOKEN_LEFT)
+    assert message == "stopping.min_tokens: leaves no token"
+
+
+async def test_suspects_take_turns_on_a_worker() -> None:
+    suspects = Suspects()
+    order: list[str] = []
+
+    async def serve(name: str, goes_on: asyncio.Event) -> None:
+        await suspects.turn(lambda: ["d"])
+        with suspects.placed(["d"]) as clear:
+            order.append(f"{name} begins")
+            await goes_on.wait()
+            clear()
+            order.append(f"{name} is cleared")
+            await asyncio.Event().wait()
+
+    events = [asyncio.Event() for _ in range(3)]
+    tasks = [asyncio.create_task(serve(str(at), event)) for at, event in enumerate(events)]
+    for event in events:
+        while len(order) % 2 == 0:
+            await asyncio.sleep(0)
+        event.set()
+        while len(order) % 2:
+            await asyncio.sleep(0)
+    assert order == [f"{at} {what}" for at in range(3) for what in ("begins", "is cleared")]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not suspects.is_near("d")
+
+
+async def test_suspects_do_not_wait_where_no_worker_is_healthy_nor_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.services.router.suspects.PATIENCE_SECONDS", 0.01)
+    suspects = Suspects()
+    with suspects.placed(["d"]):
+        async with asyncio.timeout(SECONDS):
+            await suspects.turn(lambda: [])
+            await suspects.turn(lambda: ["d", "e"])
+            await suspects.turn(lambda: ["d"])

@@ -1,0 +1,197 @@
+"""Whom the router sends prompts: workers that prove the cluster secret, and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quire.protos import inference_pb2 as pb
+from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.services.router.workers import Member, StaticMembership, WorkerSet
+from quire.services.server.cluster_proof import ClusterTrust
+from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
+
+SECRET = b"the secret of the cluster"
+
+
+class Memberships:
+    """Says what the test sets, as Redis would."""
+
+    def __init__(self, *members: Member) -> None:
+        self.current = list(members)
+
+    async def members(self) -> list[Member]:
+        return self.current
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as opened:
+        yield opened
+
+
+def worker_set(stack: AsyncExitStack, membership: Any, secret: bytes = SECRET) -> WorkerSet:
+    workers = WorkerSet(
+        membership, expected_fingerprint=lambda descriptor: "print", trust=ClusterTrust(secret)
+    )
+    stack.push_async_callback(workers.close)
+    return workers
+
+
+def ids_of(workers: WorkerSet) -> list[str]:
+    return sorted(worker.worker_id for worker in workers.all())
+
+
+def member(server: GrpcServer) -> Member:
+    return Member(server.address, "1", fingerprint="print")
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
+    """Return the logged problem of each address; none may have two."""
+    logged = [vars(record)["fields"] for record in caplog.records if record.message == "worker_refused"]
+    problems = {fields["address"]: fields["problem"] for fields in logged}
+    assert len(problems) == len(logged)
+    return problems
+
+
+class Intruder(worker_pb2_grpc.WorkerServiceServicer):
+    """Passes the router's question on to a worker, and what the worker says back."""
+
+    def __init__(self, worker_address: str) -> None:
+        self.worker_address = worker_address
+        self.changes: dict[str, Any] = {}
+        self.num_asked = 0
+        self.prompts: list[list[int]] = []
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:
+        self.num_asked += 1
+        async with grpc.aio.insecure_channel(self.worker_address) as channel:
+            info = await worker_pb2_grpc.WorkerServiceStub(channel).GetWorkerInfo(request)
+        for name, value in self.changes.items():
+            setattr(info, name, value)
+        return worker_pb2.GetWorkerInfoResponse.FromString(info.SerializeToString())
+
+    async def Decode(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.DecodeResponse]:
+        self.prompts.append(list(request.sequence.token_ids))
+        yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
+        token = worker_pb2.SampledToken(token_id=5)
+        output = worker_pb2.SequenceOutput(tokens=[token], finish_reason=pb.FINISH_REASON_STOP)
+        yield worker_pb2.DecodeResponse(outputs=[output])
+
+
+async def serve(stack: AsyncExitStack, intruder: Intruder, port: int = 0) -> GrpcServer:
+    service = Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, intruder, "quire.v1.WorkerService")
+    server = await stack.enter_async_context(
+        grpc_server([service], port=port, registry=CollectorRegistry(), grace_seconds=0)
+    )
+    await server.ready()
+    return server
+
+
+@pytest.mark.parametrize("changes", [{}, {"worker_id": "intruder"}, {"num_blocks": 10**6, "epoch": "2"}])
+async def test_a_worker_joins_and_who_passes_its_proof_on_does_not(
+    cluster: Any, stack: AsyncExitStack, changes: dict[str, Any]
+) -> None:
+    honest = await cluster.add("d1", "decode", secret=SECRET)
+    intruder = Intruder(honest.server.address)
+    intruder.changes = changes
+    server = await serve(stack, intruder)
+    workers = worker_set(stack, Memberships(member(honest.server), member(server)))
+    for _ in range(3):
+        await workers.refresh()
+    assert (ids_of(workers), intruder.num_asked, intruder.prompts) == (["d1"], 3, [])
+
+
+async def test_a_refusal_is_logged_once_with_its_remedy(
+    cluster: Any, stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = await cluster.add("d1", "decode", secret=b"another")
+    none = await cluster.add("d2", "decode")
+    workers = worker_set(stack, Memberships(member(other.server), member(none.server)))
+    for _ in range(3):
+        await workers.refresh()
+    assert ids_of(workers) == []
+    problems = refusals(caplog)
+    assert set(problems) == {other.server.address, none.server.address}
+    assert "has another cluster secret" in problems[other.server.address]
+    assert "did not prove" in problems[none.server.address]
+    assert all("QUIRE_CLUSTER_SECRET (--cluster-secret)" in problem for problem in problems.values())
+
+
+async def test_the_log_does_not_grow_with_what_an_intruder_writes(
+    cluster: Any, stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = await cluster.add("d1", "decode", secret=SECRET)
+    intruder = Intruder(honest.server.address)
+    server = await serve(stack, intruder)
+    memberships = Memberships()
+    workers = worker_set(stack, memberships)
+    for number in range(5):
+        intruder.changes = {"epoch": str(number), "worker_id": f"intruder-{number}"}
+        memberships.current = [Member(server.address, str(number), fingerprint=f"print-{number}")]
+        await workers.refresh()
+    assert list(refusals(caplog)) == [server.address]
+    memberships.current = []
+    await workers.refresh()
+    assert workers._refused == {}
+
+
+async def test_an_operator_may_name_a_worker_otherwise_than_it_does_itself(
+    cluster: Any, stack: AsyncExitStack
+) -> None:
+    honest = await cluster.add("d1", "decode", secret=SECRET)
+    port = honest.server.port
+    workers = worker_set(stack, StaticMembership([f"localhost:{port}"]))
+    await workers.refresh()
+    (joined,) = workers.all()
+    assert (joined.address, joined.peer_address) == (f"localhost:{port}", f"127.0.0.1:{port}")
+    await joined.stub.Abort(worker_pb2.AbortRequest(), timeout=5)
+
+
+async def test_who_keeps_the_lease_of_a_dead_worker_and_takes_its_address_is_dropped(
+    cluster: Any, stack: AsyncExitStack
+) -> None:
+    honest = await cluster.add("d1", "decode", secret=SECRET)
+    other = await cluster.add("d2", "decode", secret=SECRET)
+    workers = worker_set(stack, Memberships(member(honest.server)))
+    await workers.refresh()
+    (joined,) = workers.all()
+    await honest.server.stop()
+    intruder = Intruder(other.server.address)
+    intruder.changes = {"worker_id": "d1", "address": honest.server.address}
+    await serve(stack, intruder, honest.server.port)
+    call = joined.stub.Decode(worker_pb2.DecodeRequest(), timeout=5, wait_for_ready=True)
+    with pytest.raises(grpc.aio.AioRpcError, match="did not prove"):
+        await joined.connection.check(call)
+    await workers.refresh()
+    assert workers.all() == []
+
+
+async def test_who_takes_the_address_of_a_dead_worker_is_found_out(cluster: Any) -> None:
+    """Its answers reach no client, and the router does not keep it."""
+    honest = await cluster.add("d1", "decode", secret=SECRET)
+    other = await cluster.add("d2", "decode", secret=SECRET)
+    stub = await cluster.start(cluster_secret=SECRET, poll_seconds=60.0)
+    await other.server.not_ready()
+    workers = cluster.running.workers
+    await workers.refresh()
+    await honest.server.stop()
+    intruder = Intruder(other.server.address)
+    await serve(cluster.stack, intruder, honest.server.port)
+    intruder.changes = {"worker_id": "d1", "epoch": "1"}
+    generation = pb.Generation(token_ids=pb.TokenIds(ids=range(2, 12)))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(pb.GenerateRequest(generation=generation), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await workers.refresh()
+    assert all(worker.worker_id != "d1" for worker in workers.all())
+    await other.server.ready()
+    await workers.refresh()
+    answer = await stub.Generate(pb.GenerateRequest(generation=generation), timeout=5)
+    assert list(answer.choices[0].token_ids) == cluster.script.answer
