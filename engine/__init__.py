@@ -1,1 +1,1 @@
-"""One worker's brain: block pool, block tables, scheduler, model runner, sampler."""
+"""The inference engine of one worker: block pool, block tables, scheduler, model runner and sampler."""

@@ -18,7 +18,13 @@ IMPLEMENTATION = "quire"
 
 
 class PagedStep(NamedTuple):
-    """What the attention layers of one forward call need."""
+    """Arguments of the attention layers in one forward call.
+
+    Attributes:
+        metadata: the sequences of the step, and the slots of their new tokens.
+        layers: KV blocks of each layer.
+        scales: scales of each layer's 8-bit blocks; None for other dtypes.
+    """
 
     metadata: AttentionMetadata
     layers: list[torch.Tensor]
@@ -39,7 +45,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the new keys and values into their blocks and attend over all blocks of each sequence.
+    """Write the new keys and values into their blocks, and attend over all blocks of each sequence.
 
     Args:
         query: ``[1, num_heads, num_tokens, head_dim]``, the packed new tokens of all sequences.
@@ -47,7 +53,7 @@ def attend(
         value: like ``key``.
 
     Returns:
-        ``[1, num_tokens, num_heads, head_dim]`` and no weights.
+        The output ``[1, num_tokens, num_heads, head_dim]``, and None for the attention weights.
     """
     if paged_step is None:
         raise RuntimeError(f"{type(module).__name__} did not pass paged_step on; this model cannot be served")
@@ -69,9 +75,10 @@ def attend(
 
 
 def register() -> None:
-    """Make ``attn_implementation="quire"`` known to transformers; idempotent.
+    """Register ``attn_implementation="quire"`` with transformers; calling this again does nothing.
 
-    Not as a kind of mask: causality and windows follow from positions inside the kernel, and transformers,
-    before it asks even for no mask, would look at the positions, for which the host waits for a GPU.
+    No mask function is registered. The kernel derives causality and windows from positions. With a mask
+    function, even one that returns no mask, transformers would look at the positions, and the host would
+    have to wait for the GPU.
     """
     AttentionInterface.register(IMPLEMENTATION, attend)

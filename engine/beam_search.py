@@ -1,8 +1,8 @@
 """Beam search as transformers does it (version 5), one step at a time.
 
-Each step extends every beam by every token, keeps the most probable, and sets aside those that ended. The
-details decide which answer wins, so they are transformers' own: what counts as a candidate, when an answer's
-score is divided by its length, and when the search ends.
+Each step extends every beam by every token, keeps the most probable extensions, and stores the answers that
+ended. The details decide which answer wins, so they are the same as in transformers: what counts as a
+candidate, when an answer's score is divided by its length, and when the search ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _IMPOSSIBLE = -1.0e9
 
 
 class BeamExtension(NamedTuple):
-    """A beam of the next step: which beam it extends, and by which token."""
+    """A beam of the next step: the index of the beam that it extends, and the new token."""
 
     parent: int
     token_id: int
@@ -27,9 +27,9 @@ class Hypothesis(NamedTuple):
     """A finished answer.
 
     Attributes:
-        score: logprob divided by length to the power of the length penalty.
-        token_ids: generated tokens.
-        is_stopped: it ended by a stop token, not by its length.
+        score: logprob of the answer, divided by its length to the power of the length penalty.
+        token_ids: the generated tokens.
+        is_stopped: whether it ended with a stop token, rather than at its maximum length.
     """
 
     score: float
@@ -38,11 +38,11 @@ class Hypothesis(NamedTuple):
 
 
 class BeamSearch:
-    """The beams of one request.
+    """The state of one request's beam search: the scores of its beams, and its finished answers.
 
     Args:
-        params: width, length penalty, early stopping.
-        max_tokens: length at which an answer ends.
+        params: width, length penalty and early stopping.
+        max_tokens: number of tokens at which an answer ends.
         stop_token_ids: tokens that end an answer.
     """
 
@@ -50,38 +50,43 @@ class BeamSearch:
         self._params = params
         self._max_tokens = max_tokens
         self._stops = stop_token_ids
+        self._stop_tensor = torch.tensor(sorted(stop_token_ids), dtype=torch.int64)
         self._num_candidates = max(2, 1 + len(stop_token_ids)) * params.width
         self._scores = torch.zeros(1)
         self._can_improve = True
         self.hypotheses: list[Hypothesis] = []
-        """Finished answers, the best first."""
+        """Finished answers, the best first, at most as many as the width."""
         self.is_done = False
 
     def advance(self, logprobs: torch.Tensor, outputs: list[list[int]]) -> list[BeamExtension]:
         """Extend the beams by one token.
 
         Args:
-            logprobs: ``[num_beams, vocab_size]``, of the beams in the order of the last step's extensions;
-                minus infinity for tokens that are forbidden.
+            logprobs: ``[num_beams, vocab_size]``, with beams in the order of the last step's extensions, and
+                minus infinity for forbidden tokens.
             outputs: the tokens that each beam has generated.
 
         Returns:
-            The beams of the next step, the best first, fewer than the width if fewer are allowed; none if the
-            search is over.
+            The beams of the next step, the best first. There are fewer than the width if fewer are allowed,
+            and none if the search is over. If it is over without any hypothesis, no token was allowed.
         """
         totals = (logprobs.cpu() + self._scores[:, None]).flatten()
         vocab_size = logprobs.shape[-1]
         count = min(self._num_candidates, int((totals != float("-inf")).sum()))
+        if not count:
+            self.is_done = True
+            return []
         scores, places = totals.topk(count)
-        candidates = [BeamExtension(*divmod(place, vocab_size)) for place in places.tolist()]
         length = len(outputs[0]) + 1
-        ends = [length >= self._max_tokens or each.token_id in self._stops for each in candidates]
-        running = scores + torch.tensor(ends) * _IMPOSSIBLE
-        best, order = running.topk(min(self._params.width, count))
-        self._finish(scores.tolist(), candidates, ends, outputs, length)
+        is_end = torch.isin(places % vocab_size, self._stop_tensor) | (length >= self._max_tokens)
+        running = scores + is_end * _IMPOSSIBLE
+        width = min(self._params.width, count)
+        best, order = running.topk(width)
+        candidates = _extensions(places[:width], vocab_size)
+        self._finish(scores[:width].tolist(), candidates, is_end[:width].tolist(), outputs, length)
         self._scores = best
-        self._update_is_done(float(best[0]), length, all(ends))
-        return [] if self.is_done else [candidates[place] for place in order.tolist()]
+        self._update_is_done(float(best[0]), length, bool(is_end.all()))
+        return [] if self.is_done else _extensions(places[order], vocab_size)
 
     def _finish(
         self,
@@ -91,10 +96,10 @@ class BeamSearch:
         outputs: list[list[int]],
         length: int,
     ) -> None:
-        """Set aside the answers that ended among the ``width`` best candidates."""
+        """Add the answers that ended among the best candidates to the hypotheses."""
         if not self._can_improve or (self._is_full and self._params.early_stopping is True):
             return
-        for score, candidate, is_end in zip(scores[: self._params.width], candidates, ends, strict=False):
+        for score, candidate, is_end in zip(scores, candidates, ends, strict=True):
             if is_end:
                 tokens = [*outputs[candidate.parent], candidate.token_id]
                 is_stopped = candidate.token_id in self._stops
@@ -108,7 +113,7 @@ class BeamSearch:
         return len(self.hypotheses) == self._params.width
 
     def _update_is_done(self, best_running: float, length: int, have_all_ended: bool) -> None:
-        """End when no beam can, or is likely to, beat the worst finished answer."""
+        """End the search when no beam can, or is likely to, beat the worst finished answer."""
         params = self._params
         if self._is_full:
             looks_far = params.early_stopping == "never" and params.length_penalty > 0.0
@@ -117,3 +122,8 @@ class BeamSearch:
             self._can_improve = self._can_improve and best_possible > self.hypotheses[-1].score
         is_enough = self._is_full and params.early_stopping is True
         self.is_done = not self._can_improve or is_enough or have_all_ended
+
+
+def _extensions(places: torch.Tensor, vocab_size: int) -> list[BeamExtension]:
+    """Return the beams and tokens at indices of a flattened ``[num_beams, vocab_size]``."""
+    return [BeamExtension(*divmod(place, vocab_size)) for place in places.tolist()]

@@ -1,4 +1,4 @@
-"""Blocks held for other workers: pinned to be copied out, or reserved to be filled with copies.
+"""Blocks held for transfers between workers: pinned to be read, or reserved to be written.
 
 A pin holds a reference to each of its blocks, so they are neither evicted nor written by a sequence.
 """
@@ -12,7 +12,12 @@ from quire.engine.block_pool import BlockPool
 
 
 class BlockPins:
-    """Named block tables that belong to no sequence."""
+    """Named block tables that belong to no sequence.
+
+    Args:
+        pool: the blocks.
+        clock: returns seconds, for the times when pins begin.
+    """
 
     def __init__(self, pool: BlockPool, clock: Callable[[], float] = perf_counter) -> None:
         self._pool = pool
@@ -22,21 +27,21 @@ class BlockPins:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all pins, those of several pins counted for each."""
+        """Number of blocks of all pins; a block of several pins counts once for each."""
         return sum(map(len, self._tables.values()))
 
     @property
     def oldest_begun_at(self) -> float | None:
-        """When the oldest pin began; None without any."""
+        """Time when the oldest pin began, in seconds of the clock; None if there is none."""
         return min(self._begun_at.values(), default=None)
 
     @property
     def block_ids(self) -> set[int]:
-        """All pinned blocks."""
+        """Ids of all pinned blocks."""
         return {block_id for table in self._tables.values() for block_id in table}
 
     def pin(self, name: str, block_hashes: Sequence[bytes]) -> list[int]:
-        """Begin a pin with the leading blocks that are present; return their ids."""
+        """Pin the leading blocks that are in the pool; return their ids. Without any, no pin begins."""
         if name in self._tables:
             raise ValueError(f"pin {name} is already here")
         block_ids = self._pool.look_up(block_hashes)
@@ -47,10 +52,10 @@ class BlockPins:
         return block_ids[:]
 
     def reserve(self, name: str, num_blocks: int) -> list[int]:
-        """Extend a pin, or begin it, by empty blocks to write into; return their ids.
+        """Add empty blocks to a pin, or to a new one, for the caller to write; return their ids.
 
         Raises:
-            NoFreeBlocksError: there are too few; the pin is unchanged.
+            NoFreeBlocksError: there are too few blocks; the pin is unchanged.
         """
         block_ids = self._pool.allocate(num_blocks)
         self._tables.setdefault(name, []).extend(block_ids)
@@ -58,7 +63,7 @@ class BlockPins:
         return block_ids
 
     def seal(self, name: str, first_index: int, block_hashes: Sequence[bytes]) -> None:
-        """Make a pin's blocks from ``first_index`` on, which have been written, reusable by anyone."""
+        """Make a pin's blocks from ``first_index`` on, which have been written, reusable by any sequence."""
         table = self._tables[name]
         parent_hash = self._pool.hash_of(table[first_index - 1]) if first_index else None
         for index, block_hash in enumerate(block_hashes, first_index):
@@ -66,6 +71,6 @@ class BlockPins:
             parent_hash = block_hash
 
     def unpin(self, name: str) -> None:
-        """Drop a pin; unknown ones are no error."""
+        """Drop a pin; do nothing if it is unknown."""
         self._begun_at.pop(name, None)
         self._pool.free(self._tables.pop(name, []))

@@ -1,16 +1,16 @@
-"""The ledger of KV blocks: who uses them, what they hold, which goes next.
+"""The ledger of KV blocks: their reference counts, their hashes and the order of eviction.
 
-It knows block ids only; the memory behind them is in ``kv_memory``. A block is in one of three states:
+It knows only block ids; the memory behind them is in ``kv_memory``. A block is in one of three states:
 
 ====== ======= ============= ===========================================
 state  ref_cnt has a hash    meaning
 ====== ======= ============= ===========================================
 used   > 0     if full       one or more sequences read it
-cached 0       yes           nobody reads it; a prefix hit revives it
+cached 0       yes           no sequence reads it; a prefix hit revives it
 free   0       no            holds nothing
 ====== ======= ============= ===========================================
 
-free + cached + used = total, always. A block with a hash is full and is never written again.
+At all times free + cached + used = total. A block with a hash is full and is never written again.
 """
 
 from __future__ import annotations
@@ -25,26 +25,32 @@ class NoFreeBlocksError(Exception):
 
 
 class BlockListener(Protocol):
-    """Hears which block hashes the pool holds. Called from the engine's thread; must not block."""
+    """Is told which block hashes the pool holds. Called from the engine's thread; must not block."""
 
     def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None) -> None:
-        """Blocks of a chain became reusable, one after the other; no parent: they begin a prompt."""
+        """Record that consecutive blocks of a chain became reusable.
+
+        ``parent_hash`` belongs to the block before the first of them; None means that they begin a prompt.
+        """
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
-        """Blocks were evicted, children before parents."""
+        """Record that blocks were evicted, given with children before parents."""
 
 
 class LowerTiers(Protocol):
-    """Where evicted blocks may live on; it tells the listener in the pool's place."""
+    """The cache tiers that may keep evicted blocks. They call the listener instead of the pool."""
 
     def sealed(self, block_hash: bytes, parent_hash: bytes | None) -> None:
-        """A block of the pool became reusable."""
+        """Record that a block of the pool became reusable."""
 
     def evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Blocks (id, hash), children before parents, leave the pool; they hold their content until then."""
+        """Take over blocks (id, hash) that leave the pool, given with children before parents.
+
+        The blocks of the pool hold their content until this call returns.
+        """
 
     def forgotten(self, block_hashes: Sequence[bytes]) -> None:
-        """What these blocks of the pool held is not wanted any more."""
+        """Record that the pool has dropped the content of these blocks."""
 
 
 class BlockCounts(NamedTuple):
@@ -69,16 +75,16 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._parent_of: dict[bytes, bytes] = {}
         self._children: dict[bytes, set[bytes]] = {}
-        # Blocks with no references, the next to be reused first: an OrderedDict is a doubly linked list with
-        # O(1) removal from the middle, which a prefix hit needs. Empty blocks go to its front, so nothing
-        # reusable is evicted while a block without content is left. Tables are freed from their ends, so
-        # the order is LRU and a child goes before its parent.
+        # Blocks with no references; the first is the next to be reused. An OrderedDict is a doubly linked
+        # list with O(1) removal from the middle, which a prefix hit needs. Empty blocks go to its front, so
+        # no reusable block is evicted while an empty one is left. Tables are freed from their ends, so the
+        # order is LRU and a child is evicted before its parent.
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_cached = 0
 
     @property
     def counts(self) -> BlockCounts:
-        """Blocks by state."""
+        """How many blocks are in each state."""
         num_unused = len(self._unused)
         return BlockCounts(num_unused - self._num_cached, self._num_cached, self.num_blocks - num_unused)
 
@@ -115,9 +121,9 @@ class BlockPool:
         return block_ids
 
     def _forget(self, block_hash: bytes) -> list[tuple[int, bytes]]:
-        """Forget what a block holds, and all that follows it; return ids and hashes, children first.
+        """Forget the hashes of a block and of all its descendants; return ids and hashes, children first.
 
-        A sequence that gave its first blocks back may hold later ones still: nobody can find them any more.
+        A sequence that freed its first blocks may still hold later ones, which no prompt can find any more.
         """
         family = [block_hash]
         for member in family:
@@ -145,7 +151,7 @@ class BlockPool:
             self._ref_cnt[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drop a reference to each block of a table, given in table order."""
+        """Drop a reference to each block of a table, given in table order; full blocks stay cached."""
         for block_id in reversed(block_ids):
             self._ref_cnt[block_id] -= 1
             if self._ref_cnt[block_id] < 0:
@@ -158,16 +164,16 @@ class BlockPool:
                     self._num_cached += 1
 
     def seal(self, block_id: int, block_hash: bytes, parent_hash: bytes | None = None) -> int:
-        """Record that a block is full and return the block to use in its place.
-
-        Without a parent it is the first block of a prompt.
+        """Record that a block is full and return the block to use instead of it.
 
         If another block holds the same tokens after the same prefix, the caller's reference moves to it and
         the duplicate is freed: one hash has one block, so a cached child never outlives its parent. A block
-        whose parent is not held gets no hash, since nobody could find it.
+        whose parent is not in the pool gets no hash, since no prompt could find it.
 
         Args:
-            parent_hash: that of the block before it; None if it is a prompt's first.
+            block_id: the full block.
+            block_hash: its hash.
+            parent_hash: hash of the block before it; None if it is a prompt's first block.
         """
         if parent_hash is not None and parent_hash not in self._block_of:
             return block_id
@@ -189,11 +195,14 @@ class BlockPool:
         return block_id
 
     def hash_of(self, block_id: int) -> bytes | None:
-        """Return what a block holds; None if it is not full, or cannot be found."""
+        """Return the hash of a block; None if it is not full, or if its parent has left the pool."""
         return self._hash_of[block_id]
 
     def look_up(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest held prefix. Takes no reference: share them before allocating."""
+        """Return the blocks of the longest prefix in the pool.
+
+        This takes no reference: call ``share`` before the next allocation.
+        """
         block_ids = []
         for block_hash in block_hashes:
             block_id = self._block_of.get(block_hash)
@@ -203,7 +212,7 @@ class BlockPool:
         return block_ids
 
     def clear_cache(self) -> None:
-        """Forget what the cached blocks hold."""
+        """Forget the hashes of all cached blocks, which become free."""
         removed: list[bytes] = []
         for block_id in list(self._unused):
             if (block_hash := self._hash_of[block_id]) is not None:
@@ -214,7 +223,7 @@ class BlockPool:
             self._listener.removed(removed)
 
     def check_conservation(self) -> None:
-        """Raise AssertionError unless the ledger agrees with itself."""
+        """Raise AssertionError unless the ledger is consistent."""
         unused = {block_id for block_id, count in enumerate(self._ref_cnt) if count == 0}
         cached = {block_id for block_id in unused if self._hash_of[block_id] is not None}
         assert unused == set(self._unused), "the list of unused blocks disagrees with the reference counts"

@@ -1,18 +1,18 @@
-"""The ledger of block tables: which blocks a sequence holds, finds, fills and gives back.
+"""The ledger of block tables: which blocks a sequence holds, finds in the cache, fills and frees.
 
-Whether there are blocks is the scheduler's affair; here they are taken and sealed in the right places.
+The scheduler decides whether a sequence gets blocks. This file takes them and seals them.
 """
 
 from __future__ import annotations
 
 from quire.engine.block_pool import BlockPool
+from quire.engine.block_tokens import BlockTokens, PartialHit
 from quire.engine.cache_tiers import CacheTiers
-from quire.engine.group import SequenceGroup
-from quire.engine.partial_hits import BlockTokens, PartialHit
 from quire.engine.sequence import NO_BLOCK, HashBlock, Sequence, SequenceStatus
+from quire.engine.sequence_group import SequenceGroup
 
 _MIN_PARTIAL_HIT = 0.25
-"""Share of a block's tokens from which copying it is worth more than computing them in the batch."""
+"""Smallest share of a block's tokens for which copying the block is faster than computing the tokens."""
 
 
 class BlockTables:
@@ -20,11 +20,11 @@ class BlockTables:
 
     Args:
         pool: the blocks.
-        block_size: tokens of a block.
-        hash_block: names full blocks.
-        window: how many tokens a token sees, itself included; None means all before it.
-        max_step_tokens: most tokens of a step, which hold blocks beside those of the window.
-        tiers: the prefix cache below the pool; None means none.
+        block_size: tokens per block.
+        hash_block: computes the hash of a full block.
+        window: how many tokens a token attends to, including itself; None means all tokens before it.
+        max_step_tokens: most tokens of a step, which hold blocks in addition to those of the window.
+        tiers: the prefix cache below the pool; None means that there is none.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class BlockTables:
         self._block_tokens = BlockTokens(pool)
 
     def take_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
-        """Start the table with the longest held prefix of at most ``max_tokens`` tokens.
+        """Start the table with the longest cached prefix of at most ``max_tokens`` tokens.
 
-        A sequence that is computed here leaves at least its last token, since its logits are needed.
+        For a sequence that is computed here, ``max_tokens`` excludes the last token, whose logits are needed.
         """
         sequence.extend_hashes(self.block_size, self._hash_block)
         max_tokens = min(max_tokens, sequence.max_cached_tokens)
@@ -61,25 +61,25 @@ class BlockTables:
         self.drop_unseen(sequence, sequence.num_computed_tokens)
 
     def partial_hit(self, sequence: Sequence) -> PartialHit | None:
-        """Return a cached block that begins as the sequence goes on, if a copy saves some of its tokens."""
+        """Return a cached block that begins with the sequence's next tokens, if copying it is worthwhile."""
         size, index = self.block_size, len(sequence.block_table)
         end = min((index + 1) * size, sequence.num_tokens - 1, sequence.max_cached_tokens)
         hit = self._block_tokens.find(sequence.parent_hash(index), sequence.token_ids[index * size : end])
         return None if hit is None or hit.num_tokens < size * _MIN_PARTIAL_HIT else hit
 
     def count_cached(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count tokens as computed that were found."""
+        """Count tokens that were found in the cache as computed."""
         sequence.num_computed_tokens += num_tokens
         if sequence.status != SequenceStatus.PREEMPTED:
             sequence.num_cached_tokens = sequence.num_computed_tokens
 
     def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of all full blocks that a sequence may find held."""
+        """Return the hashes of all full blocks that a sequence may take from the cache."""
         sequence.extend_hashes(self.block_size, self._hash_block)
         return sequence.block_hashes[: sequence.max_cached_tokens // self.block_size]
 
     def bring_prefix(self, sequence: Sequence) -> None:
-        """Bring what host memory has of a prompt into the pool; only between steps."""
+        """Copy a prompt's blocks that are in host memory into the pool; call this only between steps."""
         if self._tiers is not None:
             self._tiers.promote_into(self._pool, self.prefix_hashes(sequence))
 
@@ -89,11 +89,14 @@ class BlockTables:
         Raises:
             NoFreeBlocksError: there are too few blocks; the table is unchanged.
         """
-        num_missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_table)
-        sequence.block_table += self._pool.allocate(max(0, num_missing))
+        sequence.block_table += self._pool.allocate(self.num_missing(sequence))
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Return how many more blocks a sequence needs to hold all its tokens."""
+        return max(0, self.blocks_for(sequence.num_tokens) - len(sequence.block_table))
 
     def seal(self, sequence: Sequence) -> None:
-        """Make the blocks that became full reusable by anyone."""
+        """Make the blocks that became full reusable by any sequence."""
         num_full = min(sequence.num_computed_tokens, sequence.num_exact_tokens) // self.block_size
         if num_full == sequence.num_sealed_blocks:
             return
@@ -101,7 +104,7 @@ class BlockTables:
         self.seal_blocks(sequence, num_full)
 
     def seal_blocks(self, sequence: Sequence, num_full: int) -> None:
-        """Do the same up to a block of which it is known that it is full."""
+        """Seal the first ``num_full`` blocks of the table, which the caller has checked to be full."""
         for index in range(sequence.num_sealed_blocks, num_full):
             if (block_id := sequence.block_table[index]) != NO_BLOCK:
                 block_hash, parent = sequence.block_hashes[index], sequence.parent_hash(index)
@@ -110,15 +113,15 @@ class BlockTables:
         sequence.num_sealed_blocks = num_full
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back the blocks that hold nothing but guesses that were wrong."""
+        """Free the blocks that hold only rejected draft tokens."""
         num_needed = self.blocks_for(sequence.num_computed_tokens)
         self._pool.free(sequence.block_table[num_needed:])
         del sequence.block_table[num_needed:]
 
     def drop_unseen(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Give back the blocks that no token after the computed ones looks at.
+        """Free the blocks that no token after the computed ones attends to.
 
-        The table may end before them, if they were never brought here.
+        The table may end before them, if they were never transferred to this worker.
         """
         if self._window is None:
             return
@@ -129,7 +132,7 @@ class BlockTables:
             sequence.num_dropped_blocks = last
 
     def drop(self, sequence: Sequence, places: list[int]) -> None:
-        """Give back the blocks at some places of a table."""
+        """Free the blocks at some indices of a table."""
         table = sequence.block_table
         self._pool.free([table[place] for place in sorted(places)])
         for place in places:
@@ -144,7 +147,10 @@ class BlockTables:
         return min(at_end, self.max_held_blocks(group.prompt, num_sequences, num_tokens))
 
     def max_held_blocks(self, prompt: Sequence, num_sequences: int, num_tokens: int) -> int:
-        """Return the most blocks that sequences of ``num_tokens`` hold at once, sharing what may be gone."""
+        """Return the most blocks that sequences of ``num_tokens`` tokens each hold at once.
+
+        The bound does not rely on shared blocks, which may have been freed.
+        """
         at_end = num_sequences * self.blocks_for(num_tokens)
         budget = prompt.params.kv_budget_tokens
         if budget is not None and not prompt.stops_after_prefill:
@@ -156,15 +162,15 @@ class BlockTables:
             return min(at_end, max(in_prompt, in_budget) if num_sequences == 1 else several)
         if self._window is None:
             return at_end
-        # A window may begin and end within a block, and so may the new tokens of a step.
+        # A window may begin and end in the middle of a block, and so may the new tokens of a step.
         in_windows = num_sequences * (self.blocks_for(self._window - 1) + 2)
         return min(at_end, in_windows + self._max_step_tokens // self.block_size)
 
     def _first_seen_block(self, position: int) -> int:
-        """Return the first block that a token at ``position`` looks at."""
+        """Return the index of the first block that a token at ``position`` attends to."""
         assert self._window is not None
         return max(0, position + 1 - self._window) // self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold the tokens."""
+        """Return how many blocks ``num_tokens`` tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)

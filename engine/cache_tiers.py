@@ -1,18 +1,18 @@
-"""The prefix cache below the pool: blocks that the pool evicts live on in host memory, and then on disk.
+"""The prefix cache below the pool: evicted blocks move to host memory, and from there to disk.
 
 ::
 
     pool  --evicted-->  host  --evicted-->  disk  --evicted-->  gone
-          <--wanted---        <--wanted---
+          <--promoted-        <--promoted-
 
-A block is in the pool or in host memory, never in both; its file stays when it comes back from disk. The
-listener hears of a block when a tier has it and until none has. Each tier gives up its least recently used
-block first, and a chain's blocks are used children before parents, so children go first. Should a block go
-before its children all the same (its file cannot be written, or read), they go with it: what is held stays
-closed under prefixes.
+A block is in the pool or in host memory, never in both. When it is read from disk, its file stays. The
+listener is told when the first tier gets a block, and when the last tier drops it. Each tier evicts its least
+recently used block first. A chain's blocks are touched with children before parents, so children are evicted
+first. If a block must go before its children (its file cannot be written or read), they are dropped with it:
+every cached block has its whole prefix cached.
 
-Eviction copies at once: whoever takes the pool's block may write it from another thread. Coming back is
-planned with the step's other moves, or done at once between two steps.
+Eviction copies a block immediately, because the block's next user may write it from another thread. The copy
+back into the pool is planned with the step's other moves, or made immediately between two steps.
 """
 
 from __future__ import annotations
@@ -29,25 +29,31 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.prefix_tree import PrefixTree
 
 MAX_LOADING_SHARE = 0.5
-"""Most of host memory that blocks on their way from disk may take."""
+"""Largest share of host memory for blocks that are being read from disk."""
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """What the tiers have done, in blocks; labels are tiers, and reasons of disk errors."""
+    """Counts of what the tiers have done, in blocks. The keys are tiers, or reasons of disk errors."""
 
     hits: Counter[str] = field(default_factory=Counter)
-    """Blocks that prompts did not have to compute, by where they were."""
+    """Blocks that prompts did not have to compute, by the tier that had them."""
     demotions: Counter[str] = field(default_factory=Counter)
-    """By the tier that they went to; "gone" if no tier took them."""
+    """Evicted blocks by the tier that they moved to; "gone" if no tier took them."""
     promotions: Counter[str] = field(default_factory=Counter)
-    """By the tier that they came from."""
+    """Blocks that moved up a tier, by the tier that they came from."""
     disk_errors: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(eq=False, slots=True)
 class Prefetch:
-    """Blocks of one chain on their way from disk to host memory."""
+    """Blocks of one chain that are being read from disk into host memory.
+
+    Attributes:
+        chain: hashes of the chain's blocks that any tier holds.
+        num_left: blocks that have not arrived yet.
+        on_done: called when the last block has arrived or failed.
+    """
 
     chain: Sequence[bytes]
     num_left: int = 0
@@ -55,26 +61,27 @@ class Prefetch:
 
     @property
     def is_done(self) -> bool:
-        """Whether each has arrived, or will not come."""
+        """Whether each block has arrived or failed."""
         return self.num_left == 0
 
 
 @dataclass(slots=True)
 class _Load:
-    """A block that is being read into a host block, and who waits for it."""
+    """A block that is being read into a host block, and the prefetches that wait for it."""
 
     host_id: int
     waiting: list[Prefetch]
 
 
 class CacheTiers:
-    """Host memory and disk below one pool; used by the engine's thread alone.
+    """Host memory and disk below one pool; only the engine's thread uses it.
 
     Args:
-        memory: the pool's.
-        host: the tier below it.
-        disk: the tier below that, if any; blocks of an earlier life in it are held from the start.
-        listener: hears what all tiers together hold.
+        memory: the memory of the pool.
+        host: the tier below the pool.
+        disk: the tier below host memory, if any. Blocks of an earlier process in it are cached from the
+            start.
+        listener: is told which blocks all tiers together hold.
     """
 
     def __init__(
@@ -91,15 +98,15 @@ class CacheTiers:
         self._listener = listener
         self._tree = PrefixTree()
         self._pooled: set[bytes] = set()
-        """Blocks of the pool, those included that this step copies there."""
+        """Hashes of the pool's blocks, including those that this step copies there."""
         self._loading: dict[bytes, _Load] = {}
         self._loaded: set[bytes] = set()
-        """Blocks of host memory that came from disk and were not used since."""
+        """Hashes of blocks in host memory that came from disk and have not been used since."""
         if disk is not None:
             self._take_over(disk)
 
     def _take_over(self, disk: DiskCache) -> None:
-        """Hold the blocks that the disk has from an earlier life, as far as their parents are there."""
+        """Take over the blocks of an earlier process that are on disk with all their parents."""
         children: dict[bytes | None, list[bytes]] = {}
         for block_hash, parent_hash in disk.parents.items():
             children.setdefault(parent_hash, []).append(block_hash)
@@ -111,12 +118,12 @@ class CacheTiers:
             disk.discard(each)
         disk.parents.clear()
 
-    # --- the pool's side ----------------------------------------------------------------------------------
+    # --- called by the pool -------------------------------------------------------------------------------
 
     def sealed(self, block_hash: bytes, parent_hash: bytes | None) -> None:
-        """Note a block that the pool holds from now on."""
+        """Record a block that the pool holds from now on."""
         if block_hash not in self._tree and not self._add(block_hash, parent_hash):
-            return  # its parent went: no prompt reaches it any more
+            return  # its parent was dropped, so no prompt can find it
         self._pooled.add(block_hash)
         self._loaded.discard(block_hash)
         self.host.discard(block_hash)
@@ -125,7 +132,7 @@ class CacheTiers:
         """Move blocks that leave the pool, children before parents, to host memory."""
         for block_id, block_hash in blocks:
             if block_hash not in self._pooled:
-                continue  # its parent went: no prompt reaches it any more
+                continue  # its parent was dropped, so no prompt can find it
             host_id = self._host_block()
             self._pooled.discard(block_hash)
             if host_id is not None:
@@ -136,14 +143,17 @@ class CacheTiers:
                 self._gone(block_hash)
 
     def forgotten(self, block_hashes: Sequence[bytes]) -> None:
-        """Drop blocks that the pool has forgotten, and what follows them."""
+        """Drop blocks that the pool has forgotten, and all their descendants."""
         for each in block_hashes:
             self._pooled.discard(each)
             if each in self._tree:
                 self._gone(each)
 
     def clear(self) -> int:
-        """Drop what is below the pool; return how many blocks were there alone. Only between steps."""
+        """Drop the blocks below the pool; return how many blocks no tier holds any more.
+
+        Call this only between steps.
+        """
         num_held = len(self._tree)
         for each in list(self.host):
             if each in self._tree:
@@ -163,7 +173,7 @@ class CacheTiers:
         return is_new
 
     def _host_block(self) -> int | None:
-        """Return an empty host block, evicting if need be; None if all are on the move."""
+        """Return an empty host block, after an eviction if needed; None if all are being copied or read."""
         while not self.host.num_free:
             oldest = self.host.pop_oldest()
             if oldest is None:
@@ -187,7 +197,10 @@ class CacheTiers:
             self._gone(block_hash)
 
     def _make_room_on_disk(self, block_hash: bytes) -> bool:
-        """Return whether a block is to be written; others may go for it, and it with them."""
+        """Return whether a block is to be written to disk.
+
+        This may drop the disk's oldest block with its descendants, and the given block may be one of them.
+        """
         if self.disk is None or block_hash in self.disk or not self.disk.can_store:
             return False
         oldest = self.disk.pop_oldest_if_full()
@@ -202,7 +215,7 @@ class CacheTiers:
         return block_hash in self._pooled or block_hash in self.host
 
     def _gone(self, block_hash: bytes) -> None:
-        """Drop a block that no tier has any longer, and all that follow it."""
+        """Drop a block that no tier has any longer, and all its descendants."""
         removed = self._tree.remove(block_hash)
         for each in removed:
             self._pooled.discard(each)
@@ -214,7 +227,7 @@ class CacheTiers:
         if self._listener:
             self._listener.removed(removed)
 
-    # --- the way back -------------------------------------------------------------------------------------
+    # --- moving blocks up ---------------------------------------------------------------------------------
 
     def num_on_host(self, block_hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks are in host memory."""
@@ -231,14 +244,15 @@ class CacheTiers:
         return [self.host.lend(each) for each in block_hashes]
 
     def promote(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (host block, block) into the pool."""
+        """Copy blocks, given as (host block, block), from host memory into the pool."""
         self.host.copy_out(self._memory, pairs)
         self.host.step_done()
 
     def promote_into(self, pool: BlockPool, block_hashes: Sequence[bytes]) -> None:
-        """Bring the blocks of a chain that are in host memory into the pool, as far as there is room.
+        """Copy the blocks of a chain that are in host memory into the pool, as far as there is room.
 
-        Only between steps: within one, blocks may still be waiting to be copied from where these go.
+        Call this only between steps: within a step, the pool's blocks that this overwrites may still have to
+        be copied elsewhere.
         """
         held = pool.look_up(block_hashes)
         wanted = block_hashes[len(held) :]
@@ -253,9 +267,9 @@ class CacheTiers:
         pool.free(table)
 
     def prefetch(self, block_hashes: Sequence[bytes], on_done: Callable[[], None] | None = None) -> Prefetch:
-        """Begin to read the blocks of a chain that are on disk alone.
+        """Begin to read the blocks of a chain that are only on disk.
 
-        ``on_done`` is called when the last has come, unless there is none to come.
+        ``on_done`` is called when the last one has arrived or failed, but not if there is nothing to read.
         """
         chain = list(takewhile(self._tree.__contains__, block_hashes))
         prefetch = Prefetch(chain, on_done=on_done)
@@ -268,7 +282,7 @@ class CacheTiers:
         return prefetch
 
     def _load(self, block_hash: bytes, prefetch: Prefetch) -> bool:
-        """Begin to read a block, unless another prefetch has; return whether it will come."""
+        """Begin to read a block, unless another prefetch has begun; return whether it is being read."""
         assert self.disk is not None
         load = self._loading.get(block_hash)
         if load is None:
@@ -286,7 +300,7 @@ class CacheTiers:
         return True
 
     def settle(self) -> None:
-        """Take in what the disk has read and written meanwhile."""
+        """Apply the disk's reads and writes that have ended since the last call."""
         if self.disk is None:
             return
         for finished in self.disk.finished():
@@ -322,13 +336,13 @@ class CacheTiers:
     # --- checks -------------------------------------------------------------------------------------------
 
     def held(self) -> Iterator[tuple[bytes, str]]:
-        """Yield each block of the tiers below the pool, with the tier."""
+        """Yield the hash of each block below the pool, with the name of its tier."""
         yield from ((each, "host") for each in self.host)
         if self.disk is not None:
             yield from ((each, "disk") for each in self.disk)
 
     def check_conservation(self, pool: BlockPool) -> None:
-        """Raise AssertionError unless, between two steps, the tiers agree with each other and the pool."""
+        """Raise AssertionError unless the tiers agree with each other and the pool; call between steps."""
         above = {each for each in self._pooled if pool.look_up([each])}
         assert above == self._pooled, "the pool lacks blocks that it is said to hold"
         held = self._pooled | {each for each, _ in self.held()}

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: one launch instead of one for each kernel of each layer.
+"""Decode steps as CUDA graphs: one launch per step instead of one for each kernel of each layer.
 
-A graph replays fixed kernels over fixed memory, so there is one for each rung of a ladder of batch sizes, and
-a step takes the smallest that holds it. The rest of the batch is padding: sequences without new tokens, which
-the attention kernels skip, and tokens without a slot, which are not written.
+A graph replays fixed kernels over fixed memory, so there is one graph for each batch size in ``LADDER``, and
+a step takes the smallest that fits. The rest of the batch is padding: sequences without new tokens, which the
+attention kernels skip, and tokens without a slot, which are not written.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from quire.kernels.metadata import AttentionMetadata
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 Forward = Callable[[StepTensors], torch.Tensor]
-"""From a step to its logits."""
+"""Function that returns the logits of a step."""
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-"""Turns a function into one that runs the same kernels over the same memory."""
+"""Function that turns a function into one that runs the same kernels over the same memory."""
 
 
 class CudaCapture:
-    """Captures functions as CUDA graphs, which share one pool of memory: only one runs at a time."""
+    """Captures functions as CUDA graphs. They share one memory pool, so only one may run at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], object]) -> Replay:
-        """Run a function, so that its kernels are compiled, and capture it.
+        """Run a function, so that its kernels are compiled, and return a function that replays it.
 
         Raises:
-            RuntimeError: it waits for the device, not only the first time.
+            RuntimeError: the function waits for the device even when it runs the second time.
         """
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -53,10 +53,13 @@ class CudaCapture:
 
 @contextmanager
 def _refusing_to_wait() -> Iterator[None]:
-    """Let whatever waits for the device raise: in a capture that would upset the allocator for good."""
+    """Raise an error in the block if anything waits for the device.
+
+    Waiting within a capture would leave torch's allocator in a broken state.
+    """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It warns of being a prototype.
+        warnings.simplefilter("ignore")  # torch warns that the sync debug mode is a prototype.
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -68,10 +71,11 @@ class DecodeGraphs:
     """Runs steps in which every sequence has one new token.
 
     Args:
-        forward: the model.
-        capture: ``CudaCapture()``.
-        max_num_seqs: the last rung.
-        max_blocks: entries of a block table.
+        forward: runs the model.
+        capture: captures a function, such as ``CudaCapture()``.
+        max_num_seqs: the largest batch size.
+        max_blocks: most entries of a block table.
+        device: the device of the model.
     """
 
     def __init__(
@@ -82,11 +86,11 @@ class DecodeGraphs:
         self._inputs = _static_inputs(max_num_seqs, max_blocks, device)
         logits = forward(_of_size(self._inputs, 1))
         self._logits = logits.new_zeros((max_num_seqs, logits.shape[-1]))
-        # The largest first: the others find room in what it leaves behind.
+        # The largest is captured first, so that the others reuse its memory.
         self._replays = {size: capture(partial(self._run, size)) for size in reversed(self._sizes)}
 
     def fits(self, step: StepTensors) -> bool:
-        """Whether a step is one of decoding alone, with logits for each sequence, and not too large."""
+        """Return whether a step only decodes, has one row of logits per sequence, and is not too large."""
         num_seqs, num_entries = step.metadata.block_tables.shape
         return (
             step.metadata.max_new_tokens == 1
@@ -95,7 +99,7 @@ class DecodeGraphs:
         )
 
     def run(self, step: StepTensors) -> torch.Tensor:
-        """Return the logits ``[num_seqs, vocab_size]``, valid until the next step."""
+        """Run a step that fits; return its logits ``[num_seqs, vocab_size]``, valid until the next step."""
         num_seqs = step.logit_rows.shape[0]
         size = next(size for size in self._sizes if size >= num_seqs)
         self._fill(step, num_seqs, size)
@@ -106,7 +110,10 @@ class DecodeGraphs:
         self._logits[:size] = self._forward(_of_size(self._inputs, size))
 
     def _fill(self, step: StepTensors, num_seqs: int, size: int) -> None:
-        """Copy a step in. Token ids and positions of the padding may stay: nothing reads what they give."""
+        """Copy a step into the graphs' inputs.
+
+        The padding may keep old token ids and positions, since nothing reads its results.
+        """
         ours, theirs = self._inputs.metadata, step.metadata
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = (
             (self._inputs.input_ids, step.input_ids),

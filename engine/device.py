@@ -1,4 +1,4 @@
-"""On which device a model runs, and how much of it KV blocks may take."""
+"""Chooses the device that a model runs on, and how much of its memory KV blocks take."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from quire.engine.kv_memory import KvShape
 DEVICES = ("auto", "cpu", "cuda")
 
 CPU_KV_BYTES = 256 << 20
-"""Size of a pool on the CPU, unless it is given: 16k tokens of the largest model one would run there."""
+"""Default size of a pool on the CPU, in bytes: 16k tokens of the largest model that one would run there."""
 
 GPU_KV_SHARE = 0.8
-"""Of what a process' part of a GPU has free once the model is loaded; the rest is for the forward pass."""
+"""Share of the free memory of a process's part of a GPU, once the model is loaded, that KV blocks take.
+
+The rest is for the forward pass.
+"""
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """Return the device of a name; "auto" is a GPU where there is one.
+    """Return the device with a name of ``DEVICES``; "auto" is a GPU if there is one, else the CPU.
 
     Raises:
         ValueError: there is no such device.
@@ -34,16 +37,19 @@ def choose_device(name: str = "auto") -> torch.device:
 def default_num_blocks(
     device: torch.device, shape: KvShape, draft_shape: KvShape | None, num_sharing_gpu: int = 1
 ) -> int:
-    """Return the size of a block pool that nobody has chosen; the models must be loaded.
+    """Return the default size of the block pool, in blocks; call this after the models are loaded.
 
     Args:
-        draft_shape: of a draft model, which needs as many blocks: on a GPU there is room left for them.
-        num_sharing_gpu: processes that take such a part of the GPU.
+        device: the device of the pool.
+        shape: the shape of the model's blocks.
+        draft_shape: the shape of a draft model's blocks, if there is one. It needs as many blocks as the
+            model, and on a GPU the result leaves room for them.
+        num_sharing_gpu: number of processes that share the GPU in equal parts.
     """
     if device.type == "cpu":
         return CPU_KV_BYTES // shape.block_bytes
     num_free, num_bytes = torch.cuda.mem_get_info(device)
-    # What is free now may be what a process that starts beside this one will take.
+    # Another process that is starting now may take its part of the memory that is still free.
     num_ours = num_bytes // num_sharing_gpu - torch.cuda.memory_reserved(device)
     draft_bytes = 0 if draft_shape is None else draft_shape.block_bytes
     return int(max(0, min(num_free, num_ours)) * GPU_KV_SHARE) // (shape.block_bytes + draft_bytes)

@@ -1,14 +1,15 @@
-"""The lowest tier: blocks as files, each with a digest that is checked when it is read.
+"""The lowest cache tier: blocks as files, each with a digest that is checked when the file is read.
 
 ::
 
-    <folder>/identity          what the blocks were computed with; blocks of another identity are removed
+    <folder>/identity          the model and layout of the blocks; blocks of another identity are removed
     <folder>/lock              held while a worker uses the folder
     <folder>/<block hash>.kv   magic (8) | parent hash (16, zeros: none) | digest (8) | the block's bytes
 
-The digest is XXH3-64 of parent and bytes, seeded with the hash: right bytes under a wrong name do not pass.
-A file is written under another name and renamed, and nothing is flushed: what a crash leaves half-written is
-found by the digest. The ledger belongs to the engine's thread; files are touched by threads of this cache.
+The digest is XXH3-64 of parent and bytes, seeded with the block hash, so a file with another block's name
+fails the check. A file is written under a temporary name and renamed. Nothing is flushed: the digest detects
+files that a crash left half-written. Only the engine's thread uses the ledger; threads of this cache read,
+write and remove the files.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _NO_PARENT = bytes(HASH_BYTES)
 _SUFFIX, _UNFINISHED = ".kv", ".tmp"
 
 MAX_PENDING_BYTES = 64 << 20
-"""Of blocks that wait to be written; beyond it evicted blocks are dropped instead."""
+"""Most bytes of blocks that wait to be written; beyond this, evicted blocks are dropped."""
 NUM_READERS = 2
 
 
@@ -41,7 +42,7 @@ class DiskCacheError(OSError):
 
 
 class FileProblem(Exception):
-    """A file does not hold the block; ``reason`` is a label of the metrics."""
+    """A file does not hold its block; ``reason`` is "truncated" or "corrupt", a label of the metrics."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -49,7 +50,13 @@ class FileProblem(Exception):
 
 
 class Finished(NamedTuple):
-    """A read, or a write of a payload, that has ended; ``failure`` is empty if it went well."""
+    """A read or a write that has ended.
+
+    Attributes:
+        block_hash: the block.
+        written: the payload that was written; None for a read.
+        failure: the reason of the failure; empty if there was none.
+    """
 
     block_hash: bytes
     written: bytes | None
@@ -57,19 +64,21 @@ class Finished(NamedTuple):
 
     @property
     def is_read(self) -> bool:
-        """Whether the block has been read."""
+        """Whether this was a read, rather than a write."""
         return self.written is None
 
 
 class DiskCache:
-    """Blocks by hash in files of one folder, the least recently used of which goes first.
+    """Blocks by hash, in files of one folder; the least recently used block is removed first.
 
     Args:
-        folder: is made if it does not exist; no other worker may use it.
+        folder: the folder, which is created if it does not exist; no other worker may use it.
         num_bytes: most bytes of all files.
         block_bytes: bytes of a block.
-        identity: names all that must be equal for old blocks to be right: model, layout, keys of the hashes.
-        writer: runs one call after the other, so a file that is removed and written again ends up written.
+        identity: names everything that must be equal for old blocks to be valid: the model, the layout and
+            the keys of the hashes.
+        writer: runs writes and removals, one after the other, so that a file that is removed and then written
+            again ends up written.
         reader: runs reads.
 
     Raises:
@@ -97,10 +106,10 @@ class DiskCache:
         """Blocks that are being written; reads are served from here."""
         self._finished: SimpleQueue[Finished] = SimpleQueue()
         self.wake: Callable[[], None] = lambda: None
-        """Called by a thread of this cache when a read has ended."""
+        """Callback that a thread of this cache calls when a read has ended."""
         self._lock = _locked(folder)
         self.parents = self._recover(identity)
-        """The parent of each block that was found at the start."""
+        """Parent hash of each block that was found at the start; None for a prompt's first block."""
         self._writer = writer or ThreadPoolExecutor(1, "disk-cache-writer")
         self._reader = reader or ThreadPoolExecutor(NUM_READERS, "disk-cache-reader")
 
@@ -114,7 +123,7 @@ class DiskCache:
         return len(self._hashes)
 
     def close(self) -> None:
-        """Finish what is under way and let others use the folder."""
+        """Finish the reads and writes in progress, then unlock the folder for other workers."""
         self._reader.shutdown()
         self._writer.shutdown()
         os.close(self._lock)
@@ -127,13 +136,13 @@ class DiskCache:
         return len(self._pending) < self._max_pending
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
-        """Make the blocks of a chain the last to go, children before parents."""
+        """Mark a chain's blocks as the most recently used, so that children are evicted before parents."""
         for each in reversed(block_hashes):
             if each in self._hashes:
                 self._hashes.move_to_end(each)
 
     def pop_oldest_if_full(self) -> bytes | None:
-        """Remove and return the least recently used block, if no other fits."""
+        """Remove and return the least recently used block if the cache is full, else return None."""
         if len(self._hashes) < self.num_blocks:
             return None
         block_hash = next(iter(self._hashes))
@@ -141,29 +150,29 @@ class DiskCache:
         return block_hash
 
     def store(self, block_hash: bytes, parent_hash: bytes | None, payload: bytes) -> None:
-        """Write a block in the background; from now on it counts as held."""
+        """Write a block in the background; it counts as cached immediately."""
         self._hashes[block_hash] = None
         self._pending[block_hash] = payload
         self._writer.submit(self._write, block_hash, parent_hash, payload)
 
     def discard(self, block_hash: bytes) -> None:
-        """Remove a block, if it is here."""
+        """Remove a block and, in the background, its file; do nothing if the cache does not have it."""
         if block_hash in self._hashes:
             del self._hashes[block_hash]
             self._writer.submit(self._path(block_hash).unlink, missing_ok=True)
 
     def read(self, block_hash: bytes, target: memoryview) -> None:
-        """Read a block into memory in the background; ``finished`` will tell how it went."""
+        """Read a block into ``target`` in the background; ``finished`` yields the outcome later."""
         self._reader.submit(self._read, block_hash, self._pending.get(block_hash), target)
 
     def finished(self) -> Iterator[Finished]:
-        """Yield what has ended since the last call."""
+        """Yield the reads and writes that have ended since the last call."""
         while True:
             try:
                 finished = self._finished.get_nowait()
             except Empty:
                 return
-            # A block that was dropped and has come back has a later write to wait for.
+            # A block that was removed and stored again still waits for its later write.
             if finished.written is not None and self._pending.get(finished.block_hash) is finished.written:
                 del self._pending[finished.block_hash]
             yield finished
@@ -209,7 +218,10 @@ class DiskCache:
             raise FileProblem("corrupt")
 
     def _recover(self, identity: str) -> dict[bytes, bytes | None]:
-        """Take over the blocks of an earlier life of the same identity, in the order in which they came."""
+        """Take over the blocks of an earlier process with the same identity; return the parent of each.
+
+        The oldest files come first in the order of eviction. All other files are removed.
+        """
         marker = self._folder / "identity"
         is_same = marker.exists() and marker.read_text("utf-8") == identity
         found = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob("*" + _SUFFIX))
@@ -230,7 +242,7 @@ class DiskCache:
         return parents
 
     def _parent_in(self, path: Path) -> bytes | None:
-        """Return the parent that a file names; None if it cannot be the file of a block."""
+        """Return the parent hash in a file's header; None if the file cannot hold a block."""
         if path.stat().st_size != _HEADER.size + self._block_bytes:
             return None
         with path.open("rb") as file:
@@ -241,7 +253,10 @@ class DiskCache:
 
 
 def _locked(folder: Path) -> int:
-    """Make the folder, readable by its owner alone since KV blocks tell prompts, and lock it."""
+    """Create the folder and lock it; return the lock's file descriptor.
+
+    Only the owner may read the folder, since KV blocks reveal prompts.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -268,10 +283,10 @@ def _hash_of(path: Path) -> bytes | None:
 
 
 def _read_header(header: bytes) -> tuple[bytes, int]:
-    """Return parent and digest.
+    """Return the parent hash and the digest in a header.
 
     Raises:
-        FileProblem: it is no header of this format.
+        FileProblem: the bytes are no header of this format.
     """
     if len(header) != _HEADER.size:
         raise FileProblem("truncated")

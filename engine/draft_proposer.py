@@ -1,7 +1,8 @@
-"""Guesses of a smaller model with the same vocabulary, over paged blocks of its own.
+"""Draft tokens of a smaller model with the same vocabulary, over paged blocks of its own.
 
-It draws with the random numbers that the sequence itself will use at the same positions. Both models invert
-their cumulative distributions at one number, so they agree more often than two independent draws would.
+The draft model samples with the random numbers that the sequence itself will use at the same positions. Both
+models invert their cumulative distributions at the same number, so they agree more often than two independent
+samples would.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from quire.engine.speculation import Wanted
 
 @dataclass(slots=True)
 class Lookahead:
-    """The draft model's copy of a sequence, which is a few guesses longer.
+    """The draft model's copy of a sequence, with draft tokens at its end.
 
     Attributes:
-        num_known: its tokens that are the sequence's; guesses follow.
-        num_wanted: how many tokens it is to have.
+        copy: the copied sequence, with block table and hashes of the draft model.
+        num_known: how many leading tokens of the copy are the sequence's own; draft tokens follow.
+        num_wanted: how many tokens the copy is to have after this step.
     """
 
     copy: Sequence
@@ -39,16 +41,16 @@ class Lookahead:
 class DraftProposer:
     """Runs a draft model ahead of the sequences.
 
-    What it computed of accepted tokens stays, and sequences that begin alike share blocks. A prompt is
-    computed in chunks, one a step, and nothing is guessed until all of it is. A sequence for which it has no
-    blocks or no positions goes without guesses.
+    The keys and values of accepted tokens are kept, and sequences with a common prefix share blocks. A prompt
+    is computed in chunks, one per step, and there are no draft tokens until all of it is computed. If there
+    are no blocks or positions left for a sequence, it gets no draft tokens.
 
     Args:
         model: the draft model.
-        memory: its KV blocks.
-        limits: of the engine's steps, which hold for the draft model's too.
-        hash_block: names full blocks.
-        eos_token_ids: of the model that verifies.
+        memory: the draft model's KV blocks.
+        limits: limits of the engine's steps, which also apply to the draft model.
+        hash_block: computes the hash of a full block.
+        eos_token_ids: end-of-sequence tokens of the model that verifies.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class DraftProposer:
         self._lookaheads: dict[Sequence, Lookahead] = {}
 
     def propose(self, wanted: list[Wanted]) -> list[list[int]]:
-        """See ``Proposer``."""
+        """Return draft tokens for each sequence; see ``Proposer.propose``."""
         self._forget_finished()
         ahead = [self._follow(each) for each in wanted]
         self._guess(ahead)
@@ -79,7 +81,7 @@ class DraftProposer:
             self.pool.free(self._lookaheads.pop(sequence).copy.block_table)
 
     def _follow(self, wanted: Wanted) -> Lookahead:
-        """Bring the copy of a sequence up to its present tokens; keep what was computed of right guesses."""
+        """Give the copy of a sequence its current tokens; keep the blocks of draft tokens that were right."""
         sequence = wanted.sequence
         ahead = self._lookaheads.get(sequence)
         if ahead is None:
@@ -101,7 +103,7 @@ class DraftProposer:
         return ahead
 
     def _guess(self, ahead: list[Lookahead]) -> None:
-        """Compute what the copies lack and append guesses, one to each in each round."""
+        """Compute the copies' missing tokens, then append draft tokens, one to each copy in each round."""
         while ahead := [each for each in ahead if each.copy.num_tokens < each.num_wanted]:
             scheduled = list(self._schedule(ahead))
             if not scheduled:
@@ -118,14 +120,16 @@ class DraftProposer:
                 return
             rows, copies = map(list, zip(*computed, strict=True))
             index = torch.tensor(rows, device=logits.device)
-            for copy, token_id in zip(
-                copies, sample(logits[index], copies, self._eos_token_ids).token_ids, strict=True
-            ):
-                copy.token_ids.append(token_id)
-            ahead = [each for each in ahead if any(each.copy is copy for copy in copies)]
+            sampled = sample(logits[index], copies, self._eos_token_ids)
+            # After a draft token the request's constraints may allow no token. This is no error of the
+            # request, since the draft token may be rejected.
+            guessed = [row for row in range(len(copies)) if row not in sampled.errors]
+            for row in guessed:
+                copies[row].token_ids.append(sampled.token_ids[row])
+            ahead = [each for each in ahead if any(each.copy is copies[row] for row in guessed)]
 
     def _schedule(self, ahead: list[Lookahead]) -> Iterator[ScheduledSequence]:
-        """Yield the copies that there are blocks for, and how many tokens to compute of each."""
+        """Yield the copies that have enough blocks, and how many tokens to compute of each."""
         budget = self._max_step_tokens
         for copy in (each.copy for each in ahead):
             try:
@@ -138,7 +142,7 @@ class DraftProposer:
 
 
 def _blank_copy(sequence: Sequence) -> Sequence:
-    """Return a copy that draws the same tokens, with no block computed and no logprobs to report."""
+    """Return a copy that samples with the same random numbers, without blocks and logprobs."""
     params = replace(sequence.params, num_logprobs=None, num_prompt_logprobs=None)
     return replace(
         sequence.copy(sequence.index),

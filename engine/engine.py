@@ -1,22 +1,22 @@
-"""The engine: schedule, run, process, one step after the other."""
+"""The engine: it schedules a batch, runs the model on it and processes the result, step after step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 
-from quire.engine.beam_search import BeamSearch, Hypothesis
+from quire.engine.beam_search import BeamExtension, BeamSearch, Hypothesis
 from quire.engine.block_pins import BlockPins
-from quire.engine.block_pool import BlockListener, BlockPool, NoFreeBlocksError
+from quire.engine.block_pool import BlockListener, BlockPool
 from quire.engine.block_tables import BlockTables
 from quire.engine.cache_tiers import CacheTiers
 from quire.engine.disk_cache import DiskCache
-from quire.engine.drawing import Drawing, draw, first_rows
-from quire.engine.group import SequenceGroup
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.limits import MIN_BUDGET_BLOCKS
@@ -24,8 +24,10 @@ from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import UNLIMITED, LoadedModel
 from quire.engine.model_runner import ModelRunner
 from quire.engine.paged_eviction import PagedEviction
-from quire.engine.sampler import rank_tokens
-from quire.engine.scheduler import Schedule, ScheduledSequence, Scheduler, SchedulerConfig
+from quire.engine.request_errors import NoTokenLeftError, RequestFailedError, request_error
+from quire.engine.sampler import are_finite, not_finite, rank_tokens
+from quire.engine.sampling_step import Drawing, draw, first_rows
+from quire.engine.scheduler import OnSettled, Schedule, ScheduledSequence, Scheduler, SchedulerConfig
 from quire.engine.sequence import (
     GeneratedToken,
     HashBlock,
@@ -33,25 +35,25 @@ from quire.engine.sequence import (
     SequenceStatus,
     SequenceUpdate,
 )
+from quire.engine.sequence_group import SequenceGroup
 from quire.engine.speculation import Speculator, Wanted
 from quire.engine.swap_cost import SwapCost
 from quire.engine.swap_space import SwapSpace
 
-OnSettled = Callable[[bool], None]
-"""Is told whether the blocks were given."""
+logger = logging.getLogger(__name__)
 
 
 class RequestTooLongError(ValueError):
-    """A request can never fit into this worker; the message names the limit."""
+    """The request can never fit into this worker; the message names the limit."""
 
 
 class KvBudgetError(ValueError):
-    """A request's KV budget cannot be kept here; the message says why."""
+    """The worker cannot keep the request's KV budget; the message says why."""
 
 
 @dataclass(slots=True)
 class StepSeconds:
-    """Where the time of the last step went."""
+    """Seconds that each phase of the last step took."""
 
     propose: float = 0.0
     schedule: float = 0.0
@@ -64,21 +66,21 @@ class StepSeconds:
 class Engine:
     """Runs sequences over paged KV blocks. Not thread-safe: one thread owns it.
 
-    Any call between two steps may let blocks come free: ``grant_blocks`` follows it, and ends each step.
+    Call ``grant_blocks`` after any call that may free blocks. ``step`` does so itself.
 
     Args:
         model: the model.
-        memory: its KV blocks.
-        config: limits of a step.
-        hash_block: names full blocks.
-        listener: hears which blocks are cached.
-        max_model_len: most tokens of a sequence; None means what model and pool allow.
-        swap_memory: host blocks for preempted groups; None means none.
-        clock: for the times of a step.
-        eviction: chooses what requests with a KV budget give back.
-        speculator: guesses tokens, several of which a step then verifies; None means one token a step.
-        host_cache: where blocks that the pool evicts live on; None means nowhere.
-        disk_cache: where blocks that the host cache evicts live on; needs a host cache.
+        memory: the model's KV blocks.
+        config: the limits of a step.
+        hash_block: computes the hash of a full block.
+        listener: is told which blocks are cached.
+        max_model_len: most tokens of a sequence; None means what the model and the pool allow.
+        swap_memory: host blocks for preempted groups; None means that there are none.
+        clock: returns seconds, for the times of a step.
+        eviction: chooses the blocks that requests with a KV budget free.
+        speculator: proposes draft tokens, which a step then verifies; None means one token per step.
+        host_cache: keeps the blocks that the pool evicts; None means that they are discarded.
+        disk_cache: keeps the blocks that the host cache evicts; needs a host cache.
     """
 
     def __init__(
@@ -115,13 +117,14 @@ class Engine:
         self.groups: dict[str, SequenceGroup] = {}
         self.step_seconds = StepSeconds()
         self.num_stepped = 0
-        """Sequences that the last step computed; a search's beams among them, which bring no updates."""
+        """Sequences that the last step computed, including beams of a beam search, which bring no updates."""
         self.num_step_tokens = 0
         """Tokens that the last step computed."""
         self._clock = clock
         self.max_model_len = longest_sequence(model, memory, max_model_len)
-        """Most tokens of a sequence."""
-        self._waiting_for_blocks: dict[str, OnSettled] = {}
+        """Most tokens of a sequence, prompt and output."""
+        self._failed: dict[str, RequestFailedError] = {}
+        """Errors of the requests that the current step ends, by request id."""
 
     @property
     def num_pinned_blocks(self) -> int:
@@ -131,7 +134,7 @@ class Engine:
 
     @property
     def oldest_pin_seconds(self) -> float:
-        """How long the oldest of those blocks has been held; 0 without any."""
+        """How many seconds the oldest of ``num_pinned_blocks`` has been held; 0 if there are none."""
         sequences = (s for group in self.groups.values() for s in group.sequences)
         begun_at = [s.finished_at for s in sequences if s.status.is_finished and s.block_table]
         if self.pins.oldest_begun_at is not None:
@@ -141,7 +144,7 @@ class Engine:
     @property
     def num_waiting_for_blocks(self) -> int:
         """Accepted requests whose blocks cannot all be allocated yet."""
-        return len(self._waiting_for_blocks)
+        return len(self.scheduler.transfers)
 
     @property
     def is_idle(self) -> bool:
@@ -151,28 +154,27 @@ class Engine:
     # --- the life of a request ----------------------------------------------------------------------------
 
     def add(self, prompt: Sequence) -> None:
-        """Take a request to compute here.
+        """Queue a request whose prompt this worker computes.
 
         Raises:
-            RequestTooLongError: it can never fit.
-            KvBudgetError: it has a KV budget that cannot be kept.
+            RequestTooLongError: the request can never fit.
+            KvBudgetError: its KV budget cannot be kept.
         """
         self.scheduler.add(self._register(prompt))
         prompt.queued_at = self._clock()
 
     def accept(self, prompt: Sequence) -> int:
-        """Take a request whose prompt is computed elsewhere; return the index of the first block it lacks.
+        """Take a request whose prompt another worker computes; return the index of the first block it lacks.
 
-        Those before it are held here and referenced until the request ends, or no token to come sees them.
-        Several sequences draw their first tokens here, from the prompt's last token, which is then computed
-        here and not elsewhere.
+        The blocks before that index are cached here. The request holds a reference to them until it ends, or
+        until no later token attends to them. If the request has several sequences, they sample their first
+        tokens here: the prompt's last token is then computed by this worker and not by the other one.
 
         Raises:
-            RequestTooLongError: it can never fit.
-            KvBudgetError: it has a KV budget that cannot be kept.
+            RequestTooLongError: the request can never fit.
+            KvBudgetError: its KV budget cannot be kept.
         """
-        group = self._register(prompt)
-        self.scheduler.stamp_arrival(group)
+        self._register(prompt)
         prompt.status = SequenceStatus.TRANSFERRING
         num_tokens = num_transferred_tokens(prompt)
         self.tables.bring_prefix(prompt)
@@ -224,51 +226,50 @@ class Engine:
             )
 
     def reserve(self, request_id: str, on_settled: OnSettled) -> None:
-        """Call back with True, later, when an accepted sequence has been granted blocks for its whole prompt.
+        """Ask for the blocks of an accepted request's whole prompt; ``on_settled`` later gets the outcome.
 
-        All or nothing and first come first served. A request that ends before that is called back with
-        False. So is one that is ended for it: requests that wait may hold cached prefixes, and where these
-        alone are in the way, the newest gives way, since another worker may have room.
+        ``on_settled(True)`` means that the request got all of its blocks; it never gets only some of them.
+        Accepted requests and requests that are computed here share one order of arrival.
+
+        ``on_settled(False)`` means that the request ended first. It may be ended to break a deadlock: waiting
+        requests may hold cached prefixes, and if only these stand in the way, the newest waiting request is
+        ended, since another worker may have room for it.
 
         Raises:
             KeyError: the request has ended.
         """
-        self.groups[request_id]
-        self._waiting_for_blocks[request_id] = on_settled
+        self.scheduler.add_transfer(self.groups[request_id], on_settled)
 
     def grant_blocks(self) -> None:
-        """Give transfers what has come free; end the newest where nobody else will give blocks back."""
-        while self._waiting_for_blocks:
-            request_id, on_settled = next(iter(self._waiting_for_blocks.items()))
-            try:
-                self.tables.reserve(self.groups[request_id].prompt)
-            except NoFreeBlocksError:
-                if self._others_give_back():
-                    return
-                request_id, on_settled = self._waiting_for_blocks.popitem()
-                self.scheduler.discard(self.groups.pop(request_id), SequenceStatus.FINISHED_ABORTED)
-                on_settled(False)
-            else:
-                del self._waiting_for_blocks[request_id]
-                on_settled(True)
+        """Give free blocks to waiting transfers; end the newest one if no other group will free blocks."""
+        while self.scheduler.grant_oldest_transfer() or (self.is_idle and self._end_deadlocked_transfer()):
+            pass
 
-    def _others_give_back(self) -> bool:
-        """Whether anything but the requests that wait for blocks holds some."""
-        waiting = (self.groups[request_id].prompt for request_id in self._waiting_for_blocks)
-        held = {block_id for prompt in waiting for block_id in prompt.held_blocks}
-        return self.pool.counts.used > len(held)
+    def _end_deadlocked_transfer(self) -> bool:
+        """End the newest waiting transfer if no other group will free blocks; return whether it was ended."""
+        group = self.scheduler.newest_deadlocked_transfer()
+        if group is None:
+            return False
+        del self.groups[group.request_id]
+        self.scheduler.discard(group, SequenceStatus.FINISHED_ABORTED)
+        return True
 
     def admit(self, request_id: str, first_token_id: int | None) -> SequenceUpdate:
         """Start decoding an accepted request whose prompt's blocks have all been written.
 
         Args:
-            first_token_id: the token that was drawn elsewhere; None if all are drawn here.
+            first_token_id: the token that the prefill worker sampled; None if all are sampled here.
+
+        Raises:
+            RequestFailedError: the request cannot go on.
         """
         group = self.groups[request_id]
         prompt = group.prompt
         prompt.num_computed_tokens = num_transferred_tokens(prompt)
         self.tables.seal(prompt)
         self._evict(prompt)
+        if (error := self._failed.pop(request_id, None)) is not None:
+            raise error
         prompt.status = SequenceStatus.WAITING
         if first_token_id is not None:
             prompt.token_ids.append(first_token_id)
@@ -281,21 +282,18 @@ class Engine:
         return SequenceUpdate(prompt, prompt.num_computed_tokens, [], prompt.status)
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its blocks; unknown and finished ones are no error."""
+        """End a request and free its blocks; do nothing if it is unknown or finished."""
         group = self.groups.pop(request_id, None)
         if group is not None:
-            on_settled = self._waiting_for_blocks.pop(request_id, None)
             self.scheduler.discard(group, SequenceStatus.FINISHED_ABORTED)
-            if on_settled is not None:
-                on_settled(False)
 
     def prefetch(self, block_hashes: Items[bytes], on_done: Callable[[], None]) -> None:
-        """Read the blocks of a chain that are on disk into host memory; call back when they are there."""
+        """Read a chain's blocks that are on disk into host memory; call ``on_done`` when they are there."""
         if self.tiers is None or self.tiers.prefetch(block_hashes, on_done).is_done:
             on_done()
 
     def settle(self) -> None:
-        """Take in blocks that have come from disk meanwhile."""
+        """Apply the disk reads and writes that have ended since the last call."""
         if self.tiers is not None:
             self.tiers.settle()
 
@@ -306,17 +304,17 @@ class Engine:
         return self.pins.pin(name, block_hashes)
 
     def unpin(self, name: str) -> None:
-        """Drop a pin; unknown ones are no error."""
+        """Drop a pin; do nothing if it is unknown."""
         self.pins.unpin(name)
 
     def clear_cache(self) -> int:
-        """Forget the blocks that no request uses, in all tiers; return how many."""
+        """Drop the cached blocks that no request uses, in all tiers; return how many were dropped."""
         num_cached = self.pool.counts.cached
         self.pool.clear_cache()
         return num_cached + (self.tiers.clear() if self.tiers is not None else 0)
 
     def stop(self, sequence: Sequence) -> None:
-        """End one sequence that a step has just advanced; the others of its request go on."""
+        """End one sequence that a step has just advanced; the other sequences of its request go on."""
         if not sequence.status.is_finished:
             self._finish(sequence, SequenceStatus.FINISHED_STOPPED)
 
@@ -330,10 +328,13 @@ class Engine:
     # --- one step -----------------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceUpdate]:
-        """Compute one batch and return what it did for each sequence in it."""
+        """Compute one batch and return an update for each of its sequences, except for unfinished beams."""
         updates = self._step()
-        # Even without a batch: a group that found no blocks may have given up its own.
+        # This is needed even without a batch: a group that found no blocks may have given up its own.
         self.grant_blocks()
+        while not self.num_stepped and self._end_deadlocked_transfer():
+            updates = self._step()
+            self.grant_blocks()
         return updates
 
     def _step(self) -> list[SequenceUpdate]:
@@ -354,13 +355,15 @@ class Engine:
         num_decoding = sum(s.num_scheduled_tokens == s.num_drawn for s in schedule.sequences)
         logits, prompt_logits = self._run(schedule.sequences)
         start = self._clock()
+        self._failed.clear()
         self._score_prompts(schedule.sequences, prompt_logits)
         updates = self._advance(schedule.sequences)
         drawn = self._drawings(schedule.sequences)
-        draw(drawn, logits, self.model.eos_token_ids, self._status_after_token)
+        self._failed |= draw(drawn, logits, self.model.eos_token_ids, self._status_after_token)
         sampled = self._clock()
         updates += self._search(schedule.sequences, logits)
-        updates += [self._settle(each) for each in drawn]
+        updates += [self._settle(each) for each in drawn if each.sequence.request_id not in self._failed]
+        updates = self._without_failed(updates)
         end = self._clock()
         self.step_seconds.sample = sampled - start
         self.step_seconds.process = end - sampled
@@ -370,7 +373,7 @@ class Engine:
         return updates
 
     def _propose(self) -> None:
-        """Guess the next tokens of the sequences that decode; a search's beams do not guess."""
+        """Propose draft tokens for the sequences that decode, except for the beams of a beam search."""
         if self.speculator is None:
             return
         wanted = []
@@ -379,7 +382,7 @@ class Engine:
             is_drawing = group.prompt.draws_tokens and not group.prompt.stops_after_prefill
             if group.beam is not None or not is_drawing or not (group.is_forked or group.params.n == 1):
                 continue
-            if group.params.kv_budget_tokens is not None:  # what it gives back depends on each token
+            if group.params.kv_budget_tokens is not None:  # each token decides which blocks are evicted
                 continue
             wanted += [
                 Wanted(sequence, num_wanted)
@@ -401,7 +404,10 @@ class Engine:
         self.scheduler.moved(schedule)
 
     def _run(self, scheduled: list[ScheduledSequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits that tokens are drawn from, and those that prompt logprobs need."""
+        """Run the model; return the logits to sample from, and the logits for prompt logprobs.
+
+        Their shapes are ``[num_rows, vocab_size]``. The first has ``num_drawn`` rows for each sequence.
+        """
         start = self._clock()
         arguments = self.runner.prepare(scheduled)
         prepared = self._clock()
@@ -415,18 +421,24 @@ class Engine:
         return logits[:num_drawn], logits[num_drawn:]
 
     def _score_prompts(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> None:
-        """Note the logprobs of the prompt tokens that follow those of this step, where they are wanted."""
+        """Record the logprobs of prompt tokens that this step's logits give, where they are requested."""
         start = 0
         for sequence, num_tokens in scheduled:
             if positions := sequence.positions_to_score(num_tokens):
-                rows = logits[start : start + len(positions)]
+                rows = logits[start : start + len(positions)].float()
+                start += len(positions)
                 following = sequence.token_ids[positions.start + 1 : positions.stop + 1]
                 num_top = sequence.params.num_prompt_logprobs or 0
-                sequence.prompt_logprobs += rank_tokens(rows.float(), following, num_top)
-                start += len(positions)
+                with self._failing(sequence.request_id):
+                    if not are_finite(rows).all():
+                        raise not_finite()
+                    sequence.prompt_logprobs += rank_tokens(rows, following, num_top)
 
     def _advance(self, scheduled: list[ScheduledSequence]) -> list[SequenceUpdate]:
-        """Note what has been computed, and report prompts that are not done or done without drawing."""
+        """Record what has been computed; return updates of the sequences that sample no token in this step.
+
+        These are prompts that are not done yet, and prompts whose first token is sampled elsewhere.
+        """
         updates = []
         for sequence, num_tokens in scheduled:
             sequence.num_computed_tokens += num_tokens - len(sequence.draft_token_ids)
@@ -442,16 +454,21 @@ class Engine:
         return updates
 
     def _evict(self, sequence: Sequence) -> None:
-        """Give back what is beyond a sequence's KV budget."""
-        if places := self._eviction.choose(sequence):
+        """Free the blocks that exceed a sequence's KV budget."""
+        places: list[int] = []
+        with self._failing(sequence.request_id):
+            places = self._eviction.choose(sequence)
+        if places:
             self.tables.drop(sequence, places)
 
     def _drawings(self, scheduled: list[ScheduledSequence]) -> list[Drawing]:
-        """Return the sequences that were computed to their end; fork the samples first."""
+        """Return the sequences that were computed to their end; fork the samples of new prompts first."""
         drawings = []
         for (sequence, _), row in zip(scheduled, first_rows(scheduled), strict=True):
             group = self.groups[sequence.request_id]
             if sequence.num_computed_tokens < sequence.num_tokens or not sequence.draws_tokens or group.beam:
+                continue
+            if group.request_id in self._failed:
                 continue
             # The prompt's last row gives the first token of every sample.
             sequences = [sequence] if group.is_forked else group.fork_samples(self.pool)
@@ -459,7 +476,7 @@ class Engine:
         return drawings
 
     def _settle(self, drawn: Drawing) -> SequenceUpdate:
-        """Keep what right guesses computed, drop the rest, and end the sequence if it has ended."""
+        """Keep the blocks of accepted draft tokens, drop the rest, and free the sequence if it has ended."""
         sequence = drawn.sequence
         num_computed, num_accepted = sequence.num_computed_tokens, 0
         if sequence.draft_token_ids and self.speculator is not None:
@@ -484,19 +501,46 @@ class Engine:
             beams = group.sequences
             if group.beam is None or any(s.num_computed_tokens < s.num_tokens for s in beams):
                 continue
-            outputs = [beam.token_ids[beam.num_prompt_tokens :] for beam in beams]
-            # As in transformers: the rules change logprobs, which then no longer sum to one.
-            logprobs = torch.log_softmax(logits[[rows[id(beam)] for beam in beams]].float(), dim=-1)
-            logprobs = process_logits(logprobs, beams, self.model.eos_token_ids)
-            extensions = group.beam.advance(logprobs, outputs)
+            extensions: list[BeamExtension] = []
+            with self._failing(group.request_id):
+                extensions = self._extensions(group.beam, beams, logits[[rows[id(beam)] for beam in beams]])
+            if group.request_id in self._failed:
+                continue
             if group.beam.is_done:
                 updates += self._end_search(group, group.beam.hypotheses)
                 continue
             group.extend_beams(extensions, self.pool)
         return updates
 
+    def _extensions(
+        self, search: BeamSearch, beams: list[Sequence], logits: torch.Tensor
+    ) -> list[BeamExtension]:
+        """Return the extensions that a beam search chooses; a beam that no token may follow gets none.
+
+        Args:
+            search: the state of the beam search.
+            beams: its beams, in the order of the last step's extensions.
+            logits: ``[num_beams, vocab_size]``.
+        """
+        outputs = [beam.token_ids[beam.num_prompt_tokens :] for beam in beams]
+        logits = logits.float()
+        if not are_finite(logits).all():
+            raise not_finite()
+        # As in transformers, the rules change logprobs, whose probabilities then no longer sum to one.
+        logprobs = process_logits(torch.log_softmax(logits, dim=-1), beams, self.model.eos_token_ids)
+        errors = [beam.logits_rules.error for beam in beams if beam.logits_rules is not None]
+        for error in errors:
+            # A beam that no token may follow simply ends. A beam whose format has failed might have been
+            # the best one, so the whole request fails.
+            if error is not None and not isinstance(error, NoTokenLeftError):
+                raise error
+        extensions = search.advance(logprobs, outputs)
+        if search.is_done and not search.hypotheses:
+            raise next((error for error in errors if error is not None), not_finite())
+        return extensions
+
     def _end_search(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> list[SequenceUpdate]:
-        """End a search: its answers come all at once, the best first."""
+        """End a beam search; return one update for each answer, the best first."""
         del self.groups[group.request_id]
         self.scheduler.discard(group, SequenceStatus.FINISHED_STOPPED)
         prompt = group.prompt.token_ids[: group.prompt.num_prompt_tokens]
@@ -507,6 +551,35 @@ class Engine:
             tokens = [GeneratedToken(token_id, None) for token_id in token_ids]
             updates.append(SequenceUpdate(answer, answer.num_tokens, tokens, answer.status, score))
         return updates
+
+    @contextmanager
+    def _failing(self, request_id: str) -> Iterator[None]:
+        """Turn an exception in the block into a failure of this request only."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, RequestFailedError):
+                logger.exception("request %s has failed", request_id)
+            self._failed.setdefault(request_id, request_error(error))
+
+    def _without_failed(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """End the requests that failed in this step and replace their updates by one with the error."""
+        if not self._failed:
+            return updates
+        kept = [update for update in updates if update.sequence.request_id not in self._failed]
+        return kept + [self._fail(request_id, error) for request_id, error in self._failed.items()]
+
+    def _fail(self, request_id: str, error: RequestFailedError) -> SequenceUpdate:
+        group = self.groups[request_id]
+        prompt, status = group.prompt, SequenceStatus.FINISHED_FAILED
+        if prompt.stops_after_prefill:
+            # A transfer may be reading its blocks. Like those of a finished prefill, they stay until
+            # they are released.
+            self._finish(prompt, status)
+        else:
+            del self.groups[request_id]
+            self.scheduler.discard(group, status)
+        return SequenceUpdate(prompt, prompt.num_computed_tokens, [], status, error=error)
 
     def _status_after_token(self, sequence: Sequence) -> SequenceStatus:
         params = sequence.params
@@ -530,7 +603,7 @@ class Engine:
         )
 
     def check_conservation(self) -> None:
-        """Raise AssertionError unless each used block, here and on the host, is a live group's or pinned."""
+        """Raise AssertionError unless each used block, in the pool and on the host, has a group or pin."""
         self.pool.check_conservation()
         if self.tiers is not None:
             self.tiers.check_conservation(self.pool)
@@ -544,17 +617,18 @@ class Engine:
 
 
 def longest_sequence(model: LoadedModel, memory: KvMemory, max_model_len: int | None = None) -> int:
-    """Return the most tokens of a sequence: the model's positions, what the pool holds, or less if told so.
+    """Return the most tokens of a sequence, which the model, the pool and ``max_model_len`` limit.
 
-    Of a model whose layers all forget, the pool need not hold all.
+    With a sliding window in every layer, the pool need not hold a whole sequence.
     """
     capacity = memory.num_blocks * memory.shape.block_size if model.window is None else UNLIMITED
     return min(model.max_position_embeddings, capacity, max_model_len or UNLIMITED)
 
 
 def num_transferred_tokens(prompt: Sequence) -> int:
-    """Return how many of a request's prompt tokens are computed elsewhere.
+    """Return how many of a request's prompt tokens the prefill worker computes.
 
-    All, if one sequence draws its first token there too. Several need the last token's logits where they are.
+    It computes all of them if the request has one sequence, whose first token it also samples. If there are
+    several sequences, the decode worker needs the last token's logits and computes that token itself.
     """
     return prompt.num_tokens if prompt.params.num_sequences == 1 else prompt.num_tokens - 1

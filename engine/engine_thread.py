@@ -1,38 +1,49 @@
 """Runs an engine in a thread of its own, for asyncio services.
 
-The event loop never touches the engine: it sends commands, which run between steps, and reads the updates
-that each step delivers, one hand-over for the whole batch.
+The event loop never touches the engine. It sends commands, which run between steps, and reads the updates of
+each step, which are handed over once for the whole batch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from quire.engine.engine import Engine, StepSeconds
 from quire.engine.sequence import SequenceUpdate
+from quire.engine.step_watch import TICK_SECONDS, StepWatch
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+JOIN_SECONDS = 5.0
+"""How many seconds ``stop`` waits for the current step to end."""
 
 
 class EngineStoppedError(RuntimeError):
     """The engine's thread has ended; no request can be served any more."""
 
 
+class EngineFailedError(EngineStoppedError):
+    """The engine has failed while the request was in it."""
+
+
 class EngineThread:
     """The thread that owns an engine.
 
     Args:
-        engine: not to be touched by anyone else after ``start``.
-        on_step: called in the engine's thread after each step, for metrics.
-        on_failure: called in the event loop, once, if the engine fails and the thread ends by itself.
+        engine: the engine; after ``start`` only this thread may use it.
+        on_step: called in the engine's thread after each step, for metrics, with the engine and the number of
+            sequences in the step.
+        on_failure: called in the event loop, once, if the engine fails or is stuck.
+        watch: says whether the thread makes progress; None means that it is never taken for stuck.
     """
 
     def __init__(
@@ -40,15 +51,18 @@ class EngineThread:
         engine: Engine,
         on_step: Callable[[Engine, int], None] | None = None,
         on_failure: Callable[[EngineStoppedError], None] | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         self._engine = engine
         self._on_step = on_step
         self._on_failure = on_failure
-        self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
-        self._unsettled: set[Future[Any]] = set()
-        """Of commands that have run and will call back; the engine's thread's."""
+        self._watch = watch or StepWatch(math.inf)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._unfinished: set[Future[Any]] = set()
+        """Futures of commands that are queued, that run, or that wait for their callback."""
         self._wake = threading.Condition()
         self._is_stopping = False
+        self._has_failed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._updates: dict[str, asyncio.Queue[SequenceUpdate | Exception]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -56,28 +70,51 @@ class EngineThread:
             engine.tiers.disk.wake = self._settle
 
     def _settle(self) -> None:
-        """Let the engine take in what has come from disk; called from the disk's threads."""
+        """Let the engine apply finished disk reads; called from the disk cache's threads."""
         with suppress(EngineStoppedError):
             self.post(lambda engine: engine.settle())
 
     def start(self) -> None:
-        """Start stepping; updates go to the running event loop."""
+        """Start the thread; updates go to the event loop that is running now."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def stop(self) -> None:
-        """End the thread after its present step."""
+    async def stop(self) -> bool:
+        """End the thread after its current step; return False if the step does not end in time."""
+        self._refuse_commands()
+        await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
+        return not self._thread.is_alive()
+
+    def _refuse_commands(self) -> None:
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+
+    # --- whether the thread moves -------------------------------------------------------------------------
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the current step takes far longer than steps usually do."""
+        return self._watch.is_stalled
+
+    async def watch(self) -> None:
+        """Observe the thread until it is stuck, then fail everything that waits for it and return."""
+        while not self._watch.is_stuck:
+            await asyncio.sleep(TICK_SECONDS)
+            self._watch.observe()
+        seconds = self._watch.stalled_seconds
+        logger.error("engine_stuck", extra={"fields": {"seconds": round(seconds, 1)}})
+        self._refuse_commands()
+        failure = EngineFailedError(f"the engine is stuck: its step has taken {seconds:.0f} s")
+        self._fail_commands(failure)
+        self._deliver_failure(failure)
 
     # --- from the event loop ------------------------------------------------------------------------------
 
     async def call(self, command: Callable[[Engine], T]) -> T:
         """Run a command on the engine between two steps and return its result.
 
-        A caller that is cancelled first may or may not have had its command run: follow up with an abort.
+        If the caller is cancelled first, the command may or may not have run: follow up with an abort.
 
         Raises:
             EngineStoppedError: the thread has ended.
@@ -85,10 +122,12 @@ class EngineThread:
         return await asyncio.wrap_future(self.post(command))
 
     async def call_back(self, command: Callable[[Engine, Callable[[T], None]], object]) -> T:
-        """Do the same with a command that calls back, at once or after later steps; return what it says.
+        """Run a command that gets a callback; return the value that it passes to the callback.
+
+        The command may call back immediately or after later steps.
 
         Raises:
-            EngineStoppedError: the thread has ended, or ends before that.
+            EngineStoppedError: the thread has ended, or ends before the command calls back.
         """
         return await asyncio.wrap_future(self._post(command))
 
@@ -100,39 +139,40 @@ class EngineThread:
         future: Future[T] = Future()
 
         def settle(value: T) -> None:
-            self._unsettled.discard(future)
-            future.set_result(value)
+            with suppress(InvalidStateError):  # ``watch`` found the thread stuck and failed the future
+                future.set_result(value)
 
         def run() -> None:
-            # From here on the caller's cancellation cannot half-run the command.
-            if not future.set_running_or_notify_cancel():
+            # From here on the caller can no longer cancel the command.
+            if future.done() or not future.set_running_or_notify_cancel():
                 return
-            self._unsettled.add(future)
             try:
                 command(self._engine, settle)
             except Exception as error:
-                self._unsettled.discard(future)
-                future.set_exception(error)
+                with suppress(InvalidStateError):
+                    future.set_exception(error)
 
         with self._wake:
             if self._is_stopping:
                 raise _stopped()
-            self._commands.append((run, future))
+            self._commands.append(run)
+            self._unfinished.add(future)
             self._wake.notify()
+        future.add_done_callback(self._unfinished.discard)
         return future
 
     def subscribe(self, request_id: str) -> asyncio.Queue[SequenceUpdate | Exception]:
-        """Return the queue that the request's updates arrive in; an exception in it is the last item."""
+        """Return the queue of the request's updates; an exception, if one arrives, is the last item."""
         queue: asyncio.Queue[SequenceUpdate | Exception] = asyncio.Queue()
         self._updates[request_id] = queue
         return queue
 
     def is_subscribed(self, request_id: str) -> bool:
-        """Whether the request's queue is in use."""
+        """Return whether anything is subscribed to the request's updates."""
         return request_id in self._updates
 
     def unsubscribe(self, request_id: str) -> None:
-        """Drop the request's queue."""
+        """Drop the queue of the request's updates; do nothing if there is none."""
         self._updates.pop(request_id, None)
 
     def _deliver(self, updates: list[SequenceUpdate]) -> None:
@@ -141,49 +181,58 @@ class EngineThread:
             if queue is not None:
                 queue.put_nowait(update)
 
-    def _deliver_failure(self, error: EngineStoppedError) -> None:
+    def _deliver_failure(self, error: EngineFailedError) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
         for queue in self._updates.values():
             queue.put_nowait(error)
         if self._on_failure is not None:
             self._on_failure(error)
+
+    def _fail_commands(self, error: EngineStoppedError) -> None:
+        for future in list(self._unfinished):
+            with suppress(InvalidStateError):  # the command has just ended, or was cancelled
+                future.set_exception(error)
 
     # --- in the engine's thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         assert self._loop is not None
         can_step = False
+        failure: EngineFailedError | None = None
         try:
             while self._run_commands(can_step):
+                self._watch.begin()
                 updates = self._engine.step()
-                # With nothing schedulable, only a command (blocks arrive, a request ends) can change that.
+                self._watch.end_step()
+                # If nothing can be scheduled, only a command can change that: blocks arrive, a request ends.
                 can_step = self._engine.num_stepped > 0
                 if updates:
                     self._loop.call_soon_threadsafe(self._deliver, updates)
                 if can_step and self._on_step:
                     self._on_step(self._engine, self._engine.num_stepped)
         except Exception as error:
-            # A step that fails leaves the ledger in doubt: say so to everyone and serve nothing more.
+            # After a failed step the block tables may be inconsistent: fail all requests and serve no more.
             logger.exception("the engine failed and stops")
             with self._wake:
                 self._is_stopping = True
-            failure = EngineStoppedError(f"the engine has failed: {type(error).__name__}: {error}")
+            failure = EngineFailedError(f"the engine has failed: {type(error).__name__}: {error}")
             self._loop.call_soon_threadsafe(self._deliver_failure, failure)
-        for _, future in self._commands:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(_stopped())
-        for future in self._unsettled:
-            future.set_exception(_stopped())
+        self._fail_commands(failure or _stopped())
 
     def _run_commands(self, can_step: bool) -> bool:
-        """Run what is queued, waiting for a command while no step can be made; False ends the loop."""
+        """Run queued commands, and wait for one while no step is possible; return False to end the loop."""
         while True:
             with self._wake:
                 while not (self._commands or self._is_stopping or (can_step and not self._engine.is_idle)):
+                    self._watch.rest()
                     self._wake.wait()
                 if self._is_stopping:
                     return False
                 commands, self._commands = self._commands, deque()
-            for command, _ in commands:
+            for command in commands:
+                self._watch.begin()
                 command()
             self._engine.grant_blocks()
             if not self._engine.is_idle:
@@ -191,7 +240,7 @@ class EngineThread:
 
     @property
     def step_seconds(self) -> StepSeconds:
-        """Where the time of the last step went."""
+        """Seconds that each phase of the last step took."""
         return self._engine.step_seconds
 
 

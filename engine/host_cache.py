@@ -1,4 +1,4 @@
-"""The tier below the pool: blocks in host memory, the least recently used of which goes first."""
+"""The cache tier below the pool: blocks in host memory, of which the least recently used is evicted first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from quire.engine.swap_space import SwapSpace
 
 
 class HostCache:
-    """Blocks by hash in memory of the host.
+    """Blocks by hash in host memory.
 
-    On a GPU the memory is pinned and copies are queued on the device's stream, in order with the steps, so
-    nobody waits for them; only who touches the bytes from the CPU waits for the block's last copy.
+    With a GPU the memory is pinned, and copies are queued on a stream of the device, in order with the steps,
+    so the host does not wait for them. Only ``payload``, which gives the CPU access to a block's bytes, waits
+    for the block's last copy.
     """
 
     def __init__(self, memory: KvMemory) -> None:
@@ -35,67 +36,70 @@ class HostCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that fit."""
+        """Number of blocks that fit into the cache."""
         return self._space.num_blocks
 
     @property
     def num_free(self) -> int:
-        """Host blocks that hold nothing and can be taken now."""
+        """Number of host blocks that are empty and can be allocated now."""
         return self._space.num_free
 
     def allocate(self) -> int:
-        """Take an empty host block; the caller has looked at ``num_free``."""
+        """Take an empty host block; the caller has checked ``num_free``."""
         return self._space.allocate(1)[0]
 
     def free(self, host_id: int) -> None:
-        """Give an empty host block back."""
+        """Give back a host block that was allocated but not added."""
         self._space.free([host_id])
 
     def add(self, block_hash: bytes, host_id: int) -> None:
-        """Record what a host block holds."""
+        """Record that a host block holds a block."""
         self._host_ids[block_hash] = host_id
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
-        """Make the blocks of a chain the last to go, children before parents."""
+        """Mark a chain's blocks as the most recently used, so that children are evicted before parents."""
         for each in reversed(block_hashes):
             if each in self._host_ids:
                 self._host_ids.move_to_end(each)
 
     def pop_oldest(self) -> tuple[bytes, int] | None:
-        """Forget the least recently used block; return it and its host block, which is the caller's now."""
+        """Forget the least recently used block; return its hash and host block, which the caller owns now."""
         return self._host_ids.popitem(last=False) if self._host_ids else None
 
     def discard(self, block_hash: bytes) -> None:
-        """Forget a block, if it is here."""
+        """Forget a block and free its host block, if it is in this cache."""
         host_id = self._host_ids.pop(block_hash, None)
         if host_id is not None:
             self._space.free([host_id])
 
     def lend(self, block_hash: bytes) -> int:
-        """Forget a block that the present step copies back; its host block is free after the step."""
+        """Forget a block that the current step copies into the pool; return its host block.
+
+        The host block is free after the step.
+        """
         host_id = self._host_ids.pop(block_hash)
         self._space.free_after_step([host_id])
         return host_id
 
     def step_done(self) -> None:
-        """Note that the step's copies have been made."""
+        """Free the host blocks whose copies the step has made."""
         self._space.step_done()
 
     # --- bytes --------------------------------------------------------------------------------------------
 
     def copy_in(self, source: KvMemory, block_id: int, host_id: int) -> None:
-        """Copy a block of the pool."""
+        """Copy a block of the pool into a host block."""
         source.copy_out(self.memory, [(block_id, host_id)])
         self._note_copy(source, host_id)
 
     def copy_out(self, target: KvMemory, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (host block, block) back into the pool."""
+        """Copy blocks, given as (host block, block), into the pool."""
         target.copy_in(self.memory, pairs)
         for host_id, _ in pairs:
             self._note_copy(target, host_id)
 
     def payload(self, host_id: int) -> memoryview:
-        """Return a host block's own bytes, once they may be read and written by the CPU."""
+        """Return a host block's bytes, not a copy, once the CPU may read and write them."""
         if (copied := self._copied.pop(host_id, None)) is not None:
             copied.synchronize()
         return self.memory.payload(host_id)

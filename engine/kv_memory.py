@@ -1,4 +1,4 @@
-"""The memory behind the block pool: one tensor, one contiguous run of bytes for each block."""
+"""The memory behind the block pool: one tensor with a contiguous range of bytes for each block."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Pairs = Sequence[tuple[int, int]]
 
 
 _ALIGNMENT = 16
-"""Blocks begin at multiples of this many bytes: GPUs copy them as words of 16."""
+"""Blocks begin at multiples of this many bytes, since GPUs copy them as words of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one block holds: keys and values of all layers for ``block_size`` tokens.
+    """The shape of one block: keys and values of all layers for ``block_size`` tokens.
 
-    8-bit blocks (``quire.kernels.quantization``) end with their scales: a float32 for each layer, K or V, and
-    KV head.
+    8-bit blocks (``quire.kernels.quantization``) end with their scales: one float32 for each combination of
+    layer, K or V, and KV head.
     """
 
     num_layers: int
@@ -35,23 +35,23 @@ class KvShape:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether blocks have scales."""
+        """Whether blocks are stored in 8 bits and have scales."""
         return self.dtype in KV_FORMATS
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of a block's keys and values."""
+        """Bytes of a block's keys and values, without scales and padding."""
         elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
         return elements * self.dtype.itemsize
 
     @property
     def num_scales(self) -> int:
-        """Scales of a block."""
+        """Number of scales of a block."""
         return self.num_layers * 2 * self.num_kv_heads if self.is_quantized else 0
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
+        """Bytes of one block, with scales and padding."""
         if not self.is_quantized:
             return self.vector_bytes
         return _aligned(_aligned(self.vector_bytes) + self.num_scales * torch.float32.itemsize)
@@ -60,12 +60,12 @@ class KvShape:
 class KvMemory:
     """KV blocks as ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
 
-    On a GPU, ``read`` and ``write`` run on a stream of their own, beside the step; so do copies between it
-    and pinned host memory, which a step waits for only where it needs the block.
+    On a GPU, ``read`` and ``write`` run on a stream of their own, concurrently with the step. Copies between
+    the GPU and pinned host memory use this stream too, and a step waits only for the blocks that it needs.
 
     Attributes:
-        layers: each layer's part of all blocks.
-        scales: float32 ``[num_blocks, 2, num_kv_heads]`` of each layer; None without.
+        layers: for each layer, its part of all blocks.
+        scales: for each layer, float32 ``[num_blocks, 2, num_kv_heads]``; None if blocks have no scales.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class KvMemory:
         self._hold_others()
 
     def vectors(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return what blocks hold: like ``blocks``, in float32."""
+        """Return the dequantized content of some blocks: shaped like ``blocks``, in float32."""
         vectors = torch.stack([self.blocks[block_id] for block_id in block_ids]).float()
         if self.shape.is_quantized:
             scales = torch.stack([each[list(block_ids)] for each in self.scales if each is not None], dim=1)
@@ -101,18 +101,23 @@ class KvMemory:
         return vectors
 
     def read(self, block_id: int) -> bytes:
-        """Copy a block out. Safe beside a running step if the block is sealed or no sequence computes it."""
+        """Return a copy of a block's bytes.
+
+        This is safe during a step if the block is sealed or no sequence computes it.
+        """
         with self._beside_the_step():
             return self._bytes[block_id].cpu().numpy().tobytes()
 
     def write(self, block_id: int, payload: bytes) -> None:
-        """Copy a block in. Safe beside a running step if no sequence in the batch reads the block.
+        """Overwrite a block's bytes. This is safe during a step if no sequence in the batch reads the block.
 
         Raises:
-            ValueError: the payload is not one block long.
+            ValueError: the payload is not one block long, or a scale in it is not a positive number.
         """
         if len(payload) != self.shape.block_bytes:
             raise ValueError(f"a block has {self.shape.block_bytes} bytes, got {len(payload)}")
+        if self.shape.is_quantized:
+            self._check_scales(payload)
         if self._stream is None:
             self._bytes[block_id].numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
             return
@@ -120,22 +125,32 @@ class KvMemory:
             self._bytes[block_id].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
             self._stream.synchronize()
 
+    def _check_scales(self, payload: bytes) -> None:
+        """Raise ValueError unless each scale of a block is a positive normal number, to divide tokens by."""
+        start = _aligned(self.shape.vector_bytes)
+        scales = np.frombuffer(payload, np.float32, self.shape.num_scales, start)
+        if not (np.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)).all():
+            raise ValueError("a stored scale of the block is not a positive number")
+
     def payload(self, block_id: int) -> memoryview:
-        """Return the bytes of a block on the CPU, not a copy of them."""
+        """Return the bytes of a block, not a copy of them; only for memory on the CPU."""
         return self._bytes[block_id].numpy().data
 
     def copies_event(self) -> torch.cuda.Event | None:
-        """Return what tells when the copies to and from the host so far are made; None if they are."""
+        """Return an event that occurs when all copies to and from the host so far are made.
+
+        On the CPU it is None, since each copy is complete when its call returns.
+        """
         return None if self._stream is None else self._stream.record_event()
 
     def copy_within(self, pairs: Pairs) -> None:
-        """Copy whole blocks, given as (from, to), all at once."""
+        """Copy whole blocks, given as (from, to), all at the same time."""
         if pairs:
             ops.copy_blocks(self._bytes, torch.tensor(pairs, device=self.device))
             self._hold_others()
 
     def copy_out(self, host: KvMemory, pairs: Pairs) -> None:
-        """Copy whole blocks, given as (block, block of the host), before they change."""
+        """Copy whole blocks, given as (block, host block), to host memory before later steps change them."""
         if not pairs:
             return
         block_ids, host_ids = torch.tensor(pairs).unbind(1)
@@ -151,7 +166,7 @@ class KvMemory:
         staging.record_stream(self._stream)
 
     def copy_in(self, host: KvMemory, pairs: Pairs) -> None:
-        """Copy whole blocks, given as (block of the host, block), before a step reads them."""
+        """Copy whole blocks, given as (host block, block), from host memory before later steps read them."""
         if not pairs:
             return
         host_ids, block_ids = torch.tensor(pairs).unbind(1)
@@ -159,7 +174,7 @@ class KvMemory:
         if self._stream is None:
             ops.gather_blocks(host._bytes, host_ids, staging)
         else:
-            # The staging memory may have been another tensor's, which the step still reads.
+            # The step may still be reading a tensor that had the staging memory before.
             self._stream.wait_stream(torch.cuda.current_stream())
             with self._beside_the_step():
                 for row, host_id in zip(staging, host_ids.tolist(), strict=True):
@@ -169,7 +184,7 @@ class KvMemory:
         self._hold_others()
 
     def _hold_others(self) -> None:
-        """Let what is read and written beside the step from now on wait for the copies so far."""
+        """Let reads and writes on the separate stream wait for the copies made so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 

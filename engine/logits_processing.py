@@ -1,14 +1,17 @@
-"""What a request does to the model's logits before a token is drawn: it bans, biases and penalises tokens.
+"""Changes a request makes to the logits before a token is sampled: it bans, biases and penalizes tokens.
 
 The order is vLLM's: a grammar, allowed tokens, bad words, minimum length, bias, then the repetition,
 frequency and presence penalties. Every operation is element-wise or stays in its row, so a token never
-depends on who else is in the batch, and rows without rules cost nothing.
+depends on the other sequences in the batch. Rows without rules cost nothing.
+
+If the rules together forbid every token, none of them is relaxed: the row then has no finite logit. A sampled
+request ends with an error, and a beam search goes on without that beam.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from quire.engine.request_errors import NoTokenLeftError
 from quire.engine.structured_output import GrammarMatcher
 
 if TYPE_CHECKING:
@@ -23,15 +27,16 @@ if TYPE_CHECKING:
     from quire.engine.sequence import Sequence
 
 _FORBIDDEN = float("-inf")
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class TokenCounts:
-    """Which tokens a sequence has, and how often its output has each.
+    """The distinct tokens of a sequence, and how often each occurs in its output.
 
     ::
 
         ids     [ 7 | 9 | 2 | ... ]     in the order of their first occurrence
-        counts  [ 0 | 3 | 1 | ... ]     in the output; 0 for a token of the prompt alone
+        counts  [ 0 | 3 | 1 | ... ]     in the output; 0 for a token that is only in the prompt
     """
 
     def __init__(self, num_prompt_tokens: int, *, with_prompt: bool) -> None:
@@ -59,16 +64,16 @@ class TokenCounts:
 
     @property
     def ids(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The tokens, each once."""
+        """Token ids, each once."""
         return self._ids[: len(self._places)]
 
     @property
     def counts(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        """How often each is in the output."""
+        """How often each of ``ids`` occurs in the output."""
         return self._counts[: len(self._places)]
 
     def copy(self) -> TokenCounts:
-        """Return counts that go their own way from here."""
+        """Return an independent copy of the counts."""
         other = copy(self)
         other._places = self._places.copy()
         other._ids, other._counts = self._ids.copy(), self._counts.copy()
@@ -78,8 +83,8 @@ class TokenCounts:
 class LogitsRules:
     """The rules of one sequence, in the form that a step needs.
 
-    Nothing but the counts and the grammar's state depends on the tokens, and they follow from ``token_ids``
-    and the prompt's length: a sequence that is resumed elsewhere goes on as before.
+    Only the counts and the grammar's state depend on the tokens. Both follow from ``token_ids`` and the
+    prompt's length, so a sequence that another worker resumes continues unchanged.
     """
 
     def __init__(
@@ -87,36 +92,80 @@ class LogitsRules:
     ) -> None:
         self.params = params
         self.grammar = grammar
+        self.error: Exception | None = None
+        """Error after which no token may follow: none is left, or the grammar failed in an unknown state."""
         self.allowed = np.array(sorted(params.allowed_token_ids), dtype=np.int64)
         self.bias_ids = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
+        self._num_prompt_tokens = num_prompt_tokens
         self.counts: TokenCounts | None = None
         if params.is_penalized:
             with_prompt = params.repetition_penalty != 1.0
             self.counts = TokenCounts(num_prompt_tokens, with_prompt=with_prompt)
         self._bad_alone = [word[0] for word in params.bad_words if len(word) == 1]
-        # By the last token before the banned one, so that a step looks at few of many bad words.
+        # The key is the last token before the banned one, so that a step checks few of many bad words.
         self._bad_after: defaultdict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for *before, last in params.bad_words:
             if before:
                 self._bad_after[before[-1]].append((before, last))
 
-    def banned(self, sequence: Sequence, eos_token_ids: frozenset[int]) -> list[int]:
-        """Return the tokens that would complete a bad word, or end the output too early."""
-        token_ids = sequence.token_ids
+    def permitted(self, token_ids: list[int], vocab_size: int, stops: frozenset[int]) -> Mask | None:
+        """Return which tokens may follow, ``[vocab_size]``; None if all may.
+
+        Args:
+            token_ids: prompt and output.
+            vocab_size: size of the model's logits.
+            stops: tokens that end an answer, which are forbidden before ``min_tokens``.
+
+        Raises:
+            NoTokenLeftError: no token may follow.
+        """
+        mask = None
+        for field, mask in self._masks(token_ids, vocab_size, stops):
+            if not mask.any():
+                raise NoTokenLeftError(field, len(token_ids) - self._num_prompt_tokens)
+        return mask
+
+    def _masks(
+        self, token_ids: list[int], vocab_size: int, stops: frozenset[int]
+    ) -> Iterator[tuple[str, Mask]]:
+        """Yield the name of each rule and the mask of tokens that it and the rules before it allow."""
+        mask = np.ones(vocab_size, dtype=np.bool_)
+        if self.grammar is not None:
+            mask = mask & self.grammar.allowed(token_ids)
+            yield "format", mask
+        if len(self.allowed):
+            kept = np.zeros(vocab_size, dtype=np.bool_)
+            kept[self.allowed] = True
+            mask = mask & kept
+            yield "allowed_token_ids", mask
+        for field, banned in (
+            ("bad_words", self._completing_bad_words(token_ids)),
+            ("min_tokens", self._ending_early(token_ids, stops)),
+        ):
+            if banned:
+                mask[banned] = False
+                yield field, mask
+
+    def _completing_bad_words(self, token_ids: list[int]) -> list[int]:
         banned = self._bad_alone[:]
         for before, last in self._bad_after.get(token_ids[-1], ()):
             if token_ids[-len(before) :] == before:
                 banned.append(last)
-        if sequence.num_output_tokens < self.params.min_tokens:
-            banned += self.params.stop_token_ids | eos_token_ids
         return banned
 
+    def _ending_early(self, token_ids: list[int], stops: frozenset[int]) -> list[int]:
+        is_early = len(token_ids) - self._num_prompt_tokens < self.params.min_tokens
+        return list(self.params.stop_token_ids | stops) if is_early else []
+
     def copy(self) -> LogitsRules:
-        """Return the rules of a sequence that goes its own way from here."""
+        """Return an independent copy of the rules, for a forked sequence."""
         other = copy(self)
         other.counts = self.counts and self.counts.copy()
-        other.grammar = self.grammar and self.grammar.copy()
+        try:
+            other.grammar = self.grammar and self.grammar.copy()
+        except Exception as error:
+            other.error = error
         return other
 
 
@@ -130,8 +179,6 @@ def process_logits(
     logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]
 ) -> torch.Tensor:
     """Apply every sequence's rules to its row.
-
-    Bans that together leave a row without any token are not applied to it: some token must be drawn.
 
     Args:
         logits: ``[num_sequences, vocab_size]``, float32; not changed.
@@ -150,28 +197,24 @@ def process_logits(
         return logits
     result = logits.clone()
     for each in ruled:
-        _ban(result[each.row], each, eos_token_ids)
+        _forbid(result[each.row], each, eos_token_ids)
     _add_biases(result, [each for each in ruled if len(each.rules.bias_ids)])
     _penalize(result, ruled)
     return result
 
 
-def _ban(logits: torch.Tensor, ruled: _RuledRow, eos_token_ids: frozenset[int]) -> None:
-    """Forbid tokens in one row; of those that its grammar allows, not all."""
-    if ruled.rules.grammar is not None:
-        allowed = torch.from_numpy(ruled.rules.grammar.allowed(ruled.sequence.token_ids))
-        logits.masked_fill_(~allowed.to(logits.device), _FORBIDDEN)
-    banned = ruled.rules.banned(ruled.sequence, eos_token_ids)
-    if not banned and not len(ruled.rules.allowed):
-        return
-    before = logits.clone()
-    if len(ruled.rules.allowed):
-        kept = torch.from_numpy(ruled.rules.allowed).to(logits.device)
+def _forbid(logits: torch.Tensor, ruled: _RuledRow, stops: frozenset[int]) -> None:
+    """Forbid the tokens that a sequence's rules do not permit; all tokens after an error in the rules."""
+    rules, mask = ruled.rules, None
+    if rules.error is None:
+        try:
+            mask = rules.permitted(ruled.sequence.token_ids, len(logits), stops)
+        except Exception as error:
+            rules.error = error
+    if rules.error is not None:
         logits.fill_(_FORBIDDEN)
-        logits[kept] = before[kept]
-    if banned:
-        logits[torch.tensor(banned, device=logits.device)] = _FORBIDDEN
-    logits.copy_(torch.where(logits.max() == _FORBIDDEN, before, logits))
+    elif mask is not None:
+        logits.masked_fill_(torch.from_numpy(~mask).to(logits.device), _FORBIDDEN)
 
 
 def _add_biases(logits: torch.Tensor, ruled: list[_RuledRow]) -> None:
@@ -183,7 +226,7 @@ def _add_biases(logits: torch.Tensor, ruled: list[_RuledRow]) -> None:
 
 
 def _penalize(logits: torch.Tensor, ruled: list[_RuledRow]) -> None:
-    """Lower the logits of tokens that occurred: those of all rows at once."""
+    """Apply the penalties to the logits of tokens that occurred, for all rows at once."""
     penalized, counted = [], []
     for each in ruled:
         if each.rules.counts is not None:
@@ -212,7 +255,7 @@ def _penalize(logits: torch.Tensor, ruled: list[_RuledRow]) -> None:
 def _entries(
     logits: torch.Tensor, ruled: list[_RuledRow], ids: Items[np.ndarray[tuple[int], np.dtype[np.int64]]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of the given tokens of each row."""
+    """Return the (rows, columns) index of the given tokens of each row."""
     rows = np.repeat([each.row for each in ruled], [len(each) for each in ids])
     return (
         torch.from_numpy(rows).to(logits.device),

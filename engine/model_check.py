@@ -1,9 +1,10 @@
-"""Finds out whether a model runs over paged blocks, by running it: a wrong token is worse than an error.
+"""Checks whether a model runs correctly over paged blocks, by running it at load time.
 
-transformers' attention interface covers many architectures, and some of them only in part: they keep state of
-their own, drop the arguments that carry the block tables, or look back in ways that an attention function
-cannot see. No list of names would stay right. So a model shows at load what it hands to attention, and that a
-prompt in two chunks, beside another one, gives what the model gives without paging.
+transformers' attention interface covers many architectures, but some of them only in part: they keep state of
+their own, drop the arguments that carry the block tables, or attend in ways that an attention function cannot
+see. A list of supported names would not stay correct. So the check records what a model passes to attention.
+It then compares logits: a prompt in two chunks, batched with another prompt, must give the same logits as the
+model without paging.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from quire.engine import attention
 from quire.engine.attention import PagedStep
 from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.mask_check import MaskObserver, mask_problem
 from quire.kernels.metadata import AttentionMetadata
 
 _OBSERVER = "quire_observer"
@@ -26,18 +28,18 @@ _BLOCK_SIZE = 16
 _FIRST_CHUNK, _PROMPT, _OTHER_PROMPT = 23, 40, 20
 _TOLERANCE = {torch.float32: 0.01}
 _HALF_TOLERANCE = 0.1
-"""Most relative error of logits. A model that is run wrongly is wrong by about 1."""
+"""Largest relative error of logits for 16-bit dtypes. A model that is run wrongly has an error of about 1."""
 
 
 class UnsupportedModelError(Exception):
-    """The model cannot be served; the message says what it has that paging does not cover."""
+    """The model cannot be served; the message says which of its features paging does not cover."""
 
 
 class KvHeads(NamedTuple):
-    """What attention keeps of a token in each layer, and how many tokens each layer looks back.
+    """The shape of the keys and values of a token in each layer, and the window of each layer.
 
     Attributes:
-        windows: tokens that a layer sees, None for all.
+        windows: for each layer, how many tokens a token attends to; None means all.
     """
 
     num_layers: int
@@ -46,30 +48,40 @@ class KvHeads(NamedTuple):
     windows: tuple[int | None, ...]
 
 
-def observe_attention(module: torch.nn.Module) -> KvHeads:
-    """Run one token through a model and look at what its layers give to attention.
+def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) -> KvHeads:
+    """Run one token through a model and return the shapes that its layers pass to attention.
+
+    Args:
+        module: the model.
+        config: the configuration of the text model.
+        num_positions: number of positions for which the layers' masks are checked.
 
     Raises:
-        UnsupportedModelError: they do not all give keys and values of one shape, once each.
+        UnsupportedModelError: the layers do not each call attention once, with keys and values of one shape,
+            or the mask of a layer is not its causal window.
     """
     seen: list[tuple[int, torch.Size, torch.Size]] = []
     windows: list[int | None] = []
+    masks: list[object] = []
+    observer = MaskObserver()
 
     def look(
         layer: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        attention_mask: object = None,
         *_: Any,
         sliding_window: int | None = None,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
         windows.append(sliding_window)
+        masks.append(attention_mask)
         seen.append((getattr(layer, "layer_idx", -1), key.shape, value.shape))
         return query.new_zeros((*query.shape[:1], *query.shape[2:0:-1], value.shape[-1])), None
 
     AttentionInterface.register(_OBSERVER, look)
-    AttentionMaskInterface.register(_OBSERVER, lambda *_, **__: None)
+    AttentionMaskInterface.register(_OBSERVER, observer)
     with (
         _attention(module, _OBSERVER),
         _refusing("cannot run with another attention"),
@@ -85,6 +97,11 @@ def observe_attention(module: torch.nn.Module) -> KvHeads:
     shapes = {(tuple(key), tuple(value)) for _, key, value in seen}
     if len(shapes) > 1 or any(key != value for key, value in shapes):
         raise UnsupportedModelError(f"keys and values differ in shape, within or between layers: {shapes}")
+    with _refusing("has attention masks that cannot be checked"):
+        functions = [observer.function_of(mask) for mask in masks]
+        problem = mask_problem(windows, functions, getattr(config, "layer_types", None), num_positions)
+    if problem is not None:
+        raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
     _, num_kv_heads, _, head_dim = seen[0][1]
     return KvHeads(len(seen), num_kv_heads, head_dim, tuple(windows))
 
@@ -93,7 +110,7 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> No
     """Compare a model's logits over paged blocks with those of its own eager attention.
 
     Raises:
-        UnsupportedModelError: they differ by more than rounding.
+        UnsupportedModelError: the logits differ by more than rounding errors.
     """
     device, dtype = _device(module), next(module.parameters()).dtype
     tokens = torch.arange(1, _PROMPT + _OTHER_PROMPT + 1, device=device) * 7919 % vocab_size
@@ -114,7 +131,7 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> No
         "the second chunk of a prompt": (rest, whole[_FIRST_CHUNK:]),
     }
     for name, (paged, expected) in parts.items():
-        # The median, since one token may go to another expert for a rounding error.
+        # Use the median, since a rounding error may route a single token to another expert.
         error = float(_relative_error(paged.float(), expected.float()).median())
         if not error <= _TOLERANCE.get(dtype, _HALF_TOLERANCE):
             raise UnsupportedModelError(
@@ -126,7 +143,11 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> No
 def _run_chunks(
     module: torch.nn.Module, memory: KvMemory, chunks: list[tuple[int, torch.Tensor, list[int]]]
 ) -> torch.Tensor:
-    """Return the logits of all tokens of (first position, tokens, block table), packed."""
+    """Run chunks, given as (first position, tokens, block table), in one step.
+
+    Returns:
+        The logits of all tokens, packed: ``[num_tokens, vocab_size]``.
+    """
     device = memory.blocks.device
     tables = torch.zeros((len(chunks), max(len(table) for _, _, table in chunks)), dtype=torch.int32)
     for row, (_, _, table) in enumerate(chunks):
@@ -159,7 +180,7 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tenso
 
 @contextmanager
 def _attention(module: torch.nn.Module, implementation: str) -> Iterator[None]:
-    """Let a model use another attention for a while."""
+    """Make a model use another attention implementation within the block."""
     module.set_attn_implementation(implementation)  # type: ignore[operator]
     try:
         yield
@@ -169,7 +190,7 @@ def _attention(module: torch.nn.Module, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def _refusing(problem: str) -> Iterator[None]:
-    """Turn whatever foreign model code raises into a refusal."""
+    """Turn any exception of the model's code into an UnsupportedModelError."""
     try:
         yield
     except Exception as error:

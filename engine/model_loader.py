@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from quire.engine import attention
 from quire.engine.kv_memory import KvShape
 from quire.engine.model_check import UnsupportedModelError, check_paging, observe_attention
+from quire.engine.model_digest import model_digest
 from quire.engine.packed_linear import pack_linear_layers
 from quire.engine.row_activations import keep_rows_alike
+from quire.models.source import find_model
 
 UNLIMITED = 1 << 20
-"""Most tokens of a model that does not limit them, such as one without positions."""
+"""Limit of tokens for a model that has none of its own, such as one without positions."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""What blocks can be stored in besides the model's own dtype, "auto"."""
+"""Dtypes of KV blocks by name, in addition to "auto", the model's own dtype."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,8 @@ class LoadedModel:
     """A model ready to run and the facts that the services need."""
 
     module: PreTrainedModel
+    folder: Path
+    """Folder with the model's files."""
     digest: str
     dtype: torch.dtype
     num_layers: int
@@ -41,11 +42,11 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     windows: tuple[int | None, ...]
-    """Tokens that each layer sees, None for all."""
+    """For each layer, how many tokens a token attends to; None means all."""
 
     @property
     def window(self) -> int | None:
-        """How many tokens any layer sees; None if some layer sees all."""
+        """Largest window of all layers, in tokens; None if some layer attends to all tokens."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
@@ -59,51 +60,77 @@ def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:
     """Load a causal language model from a folder or from the hub.
 
     Args:
-        model: a folder in Hugging Face format, or a hub id.
+        model: a folder in Hugging Face format, or a hub id, which may end with "@" and a revision.
         dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
+        device: the device to run the model on.
 
     Raises:
         UnsupportedModelError: the architecture cannot run over paged blocks.
-        OSError: there is no such model.
+        OSError: there is no such model, or its weights are not safetensors.
     """
     attention.register()
-    # Its bars would tear the launcher's.
+    # Progress bars of transformers would garble the launcher's.
     transformers_logging.disable_progress_bar()
-    folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
+    folder = find_model(model)
+    _check_files(folder)
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     check_supported(text_config)
-    module = _load_module(folder, dtype, device)
+    max_position_embeddings = getattr(text_config, "max_position_embeddings", UNLIMITED)
+    module = _load_module(folder, dtype)
+    digest = model_digest(folder, module)
+    module = _prepare_module(module, device)
     try:
-        heads = observe_attention(module)
+        heads = observe_attention(module, text_config, max_position_embeddings)
         check_paging(module, heads, text_config.vocab_size)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{config.model_type}: {error}") from error
     return LoadedModel(
         module=module,
-        digest=digest(folder),
+        folder=folder,
+        digest=digest,
         dtype=module.dtype,
         num_layers=heads.num_layers,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
-        max_position_embeddings=getattr(text_config, "max_position_embeddings", UNLIMITED),
+        max_position_embeddings=max_position_embeddings,
         vocab_size=text_config.vocab_size,
         eos_token_ids=_eos_token_ids(folder, text_config),
         windows=heads.windows,
     )
 
 
-def _load_module(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+def _check_files(folder: Path) -> None:
+    """Raise OSError for a folder that transformers would read differently than quire expects."""
+    if (folder / "adapter_config.json").exists():
+        raise OSError(
+            f"{folder} holds an adapter (adapter_config.json), which quire does not apply: "
+            "merge it into its model"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise OSError(
+            f"{folder} has no *.safetensors, the only format of weights that quire reads: "
+            "load the model with transformers and save it again with save_pretrained"
+        )
+
+
+def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
     try:
         module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype="auto" if dtype == "auto" else DTYPES[dtype],
             attn_implementation=attention.IMPLEMENTATION,
+            use_safetensors=True,
         )
     except (ImportError, KeyError, ValueError) as error:
         raise UnsupportedModelError(
             f"transformers cannot load {folder} with paged attention: {error}"
         ) from error
+    return module
+
+
+def _prepare_module(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move a model to its device and replace layers whose rows would depend on the other rows."""
     module = module.to(device).eval().requires_grad_(False)
     pack_linear_layers(module)
     if device.type == "cpu":
@@ -112,7 +139,7 @@ def _load_module(folder: Path, dtype: str, device: torch.device) -> PreTrainedMo
 
 
 def check_supported(config: Any) -> None:
-    """Raise UnsupportedModelError for what a short prompt would not show, or not as clearly."""
+    """Raise UnsupportedModelError for features that a short prompt would not reveal, or not as clearly."""
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: encoder-decoder models are not supported")
@@ -139,23 +166,3 @@ def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
     if eos is None:
         return frozenset()
     return frozenset(eos if isinstance(eos, list) else [eos])
-
-
-def digest(folder: Path) -> str:
-    """Identify a model: its configuration, and name, size, header and samples of its weight files.
-
-    Samples, since reading all of a large checkpoint would take minutes: 64 pages of 4 KiB, spread evenly.
-    """
-    state = hashlib.sha256()
-    config = json.loads((folder / "config.json").read_text())
-    state.update(json.dumps(config, sort_keys=True).encode())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        state.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            state.update(file.read(min(header_size, size)))
-            for sample in range(64):
-                file.seek(max(0, size - 4096) * sample // 63)
-                state.update(file.read(4096))
-    return state.hexdigest()[:32]

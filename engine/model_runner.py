@@ -1,4 +1,4 @@
-"""Runs the model over one step's tokens: packed, without padding."""
+"""Runs the model over one step's tokens, which are packed without padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from quire.kernels.metadata import AttentionMetadata
 
 
 class ModelRunner:
-    """Turns scheduled sequences into logits; ``swap_memory`` holds the blocks of preempted groups."""
+    """Turns scheduled sequences into logits.
+
+    Args:
+        model: the model.
+        memory: its KV blocks.
+        swap_memory: host blocks of preempted groups; None means that there are none.
+    """
 
     def __init__(self, model: LoadedModel, memory: KvMemory, swap_memory: KvMemory | None = None) -> None:
         self.model = model
@@ -27,30 +33,30 @@ class ModelRunner:
         self._blocks_summed_together = ops.blocks_summed_together(memory.device, memory.shape.block_size)
 
     def move_blocks(self, schedule: Schedule) -> None:
-        """Copy blocks to and from host memory, then those that are about to be written."""
+        """Copy blocks to and from host memory, then copy shared blocks that are about to be written."""
         if self._swap_memory is not None:
             self.memory.copy_out(self._swap_memory, schedule.swap_out)
             self.memory.copy_in(self._swap_memory, schedule.swap_in)
         self.memory.copy_within(schedule.copies)
 
     def prepare(self, scheduled: list[ScheduledSequence]) -> StepTensors:
-        """Pack the new tokens of all sequences, on the host."""
+        """Return the new tokens of all sequences, packed into tensors on the host."""
         block_size = self.memory.shape.block_size
         num_new = np.array([s.num_scheduled_tokens for s in scheduled], dtype=np.int32)
         computed = np.array([s.sequence.num_computed_tokens for s in scheduled], dtype=np.int32)
         starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
         np.cumsum(num_new, out=starts[1:])
-        # Position of each packed token: its sequence's computed tokens, plus its place among the new ones.
+        # Position of each packed token: its sequence's computed tokens, plus its index among the new ones.
         owner = np.repeat(np.arange(len(scheduled)), num_new)
         positions = np.arange(starts[-1], dtype=np.int64) + (computed - starts[:-1])[owner]
-        # Blocks that were given back are left out: attention over windows knows distances alone. What the
-        # kernels call a sequence's length is thus that of what it holds.
+        # Freed blocks are left out of the tables, since attention with a window depends only on distances.
+        # What the kernels call a sequence's length is thus the number of tokens in its remaining blocks.
         num_hidden = [self._num_hidden_blocks(s.sequence) for s in scheduled]
         held = [[0] * n + s.sequence.held_blocks for n, s in zip(num_hidden, scheduled, strict=True)]
         num_dropped = np.array([s.sequence.num_dropped_blocks for s in scheduled], dtype=np.int32)
         dropped = (num_dropped - np.array(num_hidden, dtype=np.int32)) * block_size
         tables = np.zeros((len(scheduled), max(map(len, held))), dtype=np.int32)
-        # Logits are wanted after each sequence's last token and after each of its guesses.
+        # Logits are needed after each sequence's last token and after each of its draft tokens.
         num_drawn = np.array([s.num_drawn for s in scheduled], dtype=np.int64)
         ends = np.cumsum(num_drawn)
         rows_to_draw = np.arange(ends[-1]) + np.repeat(starts[1:] - ends, num_drawn)
@@ -77,9 +83,10 @@ class ModelRunner:
         )
 
     def _num_hidden_blocks(self, sequence: Sequence) -> int:
-        """Return how many blocks to name before the first one held, so that sums begin where they would.
+        """Return how many dummy blocks to list before the first held one.
 
-        The window hides them: nobody reads what they hold.
+        They align the table, so that the kernel's sums begin at the same blocks as if no block had been
+        freed. The window hides them, so their content is never used.
         """
         if self.model.window is None:
             return 0
@@ -87,27 +94,33 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_decode_steps(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
-        """Let graphs run the steps that only decode.
+        """Capture CUDA graphs, which then run the steps that only decode.
+
+        Args:
+            capture: captures a function.
+            max_num_seqs: most sequences in a step.
+            max_model_len: most tokens of a sequence.
 
         Raises:
-            RuntimeError: the model does what a graph cannot hold, such as to look at its numbers.
+            RuntimeError: the model does something that a graph cannot capture, such as reading a value on the
+                host.
         """
         max_blocks = -(-max_model_len // self.memory.shape.block_size)
         self._graphs = DecodeGraphs(self._run, capture, max_num_seqs, max_blocks, self.memory.device)
 
     @torch.inference_mode()
     def forward(self, step: StepTensors) -> torch.Tensor:
-        """Return logits, ``[num_sequences + num_guesses + num_scored, vocab_size]``.
+        """Return logits ``[num_sequences + num_draft_tokens + num_scored, vocab_size]``.
 
-        First those after each sequence's last new token but its guesses and after each of these, then those
-        of ``Sequence.positions_to_score``.
+        For each sequence there is a row after its last token, followed by one row after each of its draft
+        tokens. After the rows of all sequences come those of ``Sequence.positions_to_score``.
         """
         if self._graphs is not None and self._graphs.fits(step):
             logits = self._graphs.run(step)
         else:
             logits = self._run(step.to(self.memory.device))
         if self.memory.device.type == "cuda":
-            # Once a step is over, others read its blocks on streams of their own.
+            # After a step, transfers read its blocks on other streams.
             torch.cuda.current_stream().synchronize()
         return logits
 

@@ -1,7 +1,8 @@
-"""Guesses by looking up: what followed the last tokens where they occurred before (Saxena, 2023).
+"""Draft tokens by prompt lookup (Saxena, 2023).
 
-It costs no model, and is often right where an answer repeats its prompt: quotes, code that is edited, tables,
-and any text that has fallen into a loop.
+The draft tokens are those that followed the sequence's last tokens where these occurred before. This needs no
+draft model. They are often right where an answer repeats its prompt, as in quotes, edited code and tables,
+and in any text that repeats itself in a loop.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from quire.engine.sequence import Sequence
 from quire.engine.speculation import Wanted
 
 _SHORTEST, _LONGEST = 2, 8
-"""Tokens that must have occurred before, and how many make one place better than another."""
+"""Fewest last tokens that must have occurred before, and most that are compared to rank occurrences."""
 _WINDOW = 1 << 15
-"""Last tokens that are searched, which bounds the time of a step: some 10 microseconds for a sequence."""
+"""Number of last tokens that are searched, which bounds the time to about 10 microseconds per sequence."""
 
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -29,7 +30,7 @@ class TokenBuffer:
         self._num_tokens = 0
 
     def extend(self, token_ids: list[int]) -> Tokens:
-        """Take over what was appended to ``token_ids`` since the last call; return all of them."""
+        """Add the tokens that were appended to ``token_ids`` since the last call; return all tokens."""
         if len(token_ids) > len(self._tokens):
             grown = np.empty(2 * len(token_ids), np.int32)
             grown[: self._num_tokens] = self._tokens[: self._num_tokens]
@@ -40,13 +41,13 @@ class TokenBuffer:
 
 
 class NgramProposer:
-    """Finds the longest repetition of a sequence's last tokens, the latest of several."""
+    """Finds the longest earlier occurrence of a sequence's last tokens, or the latest of several."""
 
     def __init__(self) -> None:
         self._buffers: WeakKeyDictionary[Sequence, TokenBuffer] = WeakKeyDictionary()
 
     def propose(self, wanted: list[Wanted]) -> list[list[int]]:
-        """See ``Proposer``."""
+        """Return draft tokens for each sequence; see ``Proposer.propose``."""
         drafts = []
         for sequence, num_tokens in wanted:
             buffer = self._buffers.setdefault(sequence, TokenBuffer())
@@ -55,9 +56,9 @@ class NgramProposer:
 
 
 def continue_repetition(tokens: Tokens, num_tokens: int) -> list[int]:
-    """Return the tokens that followed the last ones where they occurred before; none if they did not.
+    """Return the ``num_tokens`` tokens that followed an earlier occurrence of the last ones; [] without one.
 
-    A repetition that reaches the end is a loop, which is continued round and round.
+    If the tokens from there to the end are fewer than requested, they are repeated.
     """
     last = len(tokens) - 1
     places = np.flatnonzero(tokens[:last] == tokens[last])

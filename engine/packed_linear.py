@@ -1,9 +1,9 @@
-"""Linear layers on the CPU through oneDNN, with weights laid out for its kernels once.
+"""Linear layers on the CPU through oneDNN, with weights that are packed once for its kernels.
 
-torch's own linear layer calls MKL for float32, which on a CPU that is not Intel's does not use AVX-512, and
-for bfloat16 lays the weight out anew in each call. Measured on Zen 5 with one thread, 768 to 3072 features:
-64 rows of float32 take 1.4 ms instead of 3.5, one row of bfloat16 0.07 ms instead of 0.15. And a row of the
-result does not depend, to the last bit, on how many other rows there are.
+torch's own linear layer calls MKL for float32, which does not use AVX-512 on CPUs other than Intel's. For
+bfloat16 it packs the weight again in each call. Measured on Zen 5 with one thread, from 768 to 3072 features:
+64 rows of float32 take 1.4 ms instead of 3.5 ms, and one row of bfloat16 takes 0.07 ms instead of 0.15 ms.
+Also, the bits of a row of the result do not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 _UNDIVIDED = 1024
-"""oneDNN sums a single row of more features in parts, but two rows whole: so one runs as two.
+"""Most features for which a single row runs as one row.
 
-In wide layers that takes up to 15 % longer, and the same request gives the same tokens in company and alone.
+For more features, oneDNN splits the sums of a single row into parts, but not those of two rows. So a single
+row then runs as two equal rows. This takes up to 15 % longer in wide layers, but a request gets the same
+tokens whether or not it runs in a batch with others.
 """
 
 
@@ -29,7 +31,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight in its usual layout, unpacked anew, for code that looks at it."""
+        """The weight ``[out_features, in_features]``, which is unpacked on each access."""
         weight: torch.Tensor = self._packed.to_dense()
         return weight
 
@@ -45,7 +47,7 @@ class PackedLinear(torch.nn.Module):
 
 
 def pack_linear_layers(model: torch.nn.Module) -> None:
-    """Replace the linear layers of a model on the CPU whose dtype oneDNN has kernels for."""
+    """Replace a model's linear layers on the CPU if oneDNN has kernels for their dtype."""
     if not torch.backends.mkldnn.is_available():
         return
     dtypes = {torch.float32}
@@ -59,11 +61,11 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
 
 
 def _weight(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return the weight of a linear layer as ``[out_features, in_features]``, None if it is none.
+    """Return a linear layer's weight ``[out_features, in_features]``; None for any other module.
 
-    Subclasses may do more than multiply.
+    Subclasses of linear layers count as other modules, since they may do more than multiply.
     """
     if type(module) is torch.nn.Linear:
         return module.weight
-    # GPT-2's, which has its weight the other way round.
+    # Conv1D is GPT-2's linear layer, whose weight is transposed.
     return module.get_parameter("weight").T.contiguous() if type(module) is Conv1D else None

@@ -1,17 +1,17 @@
-"""Which blocks a worker holds in any tier: a forest in which no block outlives its parent."""
+"""The blocks that a worker holds in any tier, as a forest: a block is removed with its parent."""
 
 from __future__ import annotations
 
 
 class PrefixTree:
-    """Blocks by hash, each after its parent.
+    """Hashes of blocks, each with its parent.
 
-    A block without its parent is reachable by no prompt, so it goes when the parent goes.
+    No prompt can find a block without its parent, so removing a block also removes its descendants.
     """
 
     def __init__(self) -> None:
         self._parents: dict[bytes, bytes | None] = {}
-        # Dicts for sets, in order of insertion: the same events give the same order of removals.
+        # Dicts serve as ordered sets, so that the same events give the same order of removals.
         self._children: dict[bytes, dict[bytes, None]] = {}
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -22,15 +22,15 @@ class PrefixTree:
 
     @property
     def hashes(self) -> set[bytes]:
-        """All blocks."""
+        """Hashes of all blocks in the tree."""
         return set(self._parents)
 
     def parent(self, block_hash: bytes) -> bytes | None:
-        """Return a held block's parent; None if it is a prompt's first block."""
+        """Return the parent's hash of a block in the tree; None if it is a prompt's first block."""
         return self._parents[block_hash]
 
     def add(self, block_hash: bytes, parent_hash: bytes | None) -> bool:
-        """Add a block; return False if it is held already, or its parent is not."""
+        """Add a block; return False if the tree already has it, or lacks its parent."""
         if block_hash in self._parents or (parent_hash is not None and parent_hash not in self._parents):
             return False
         self._parents[block_hash] = parent_hash
@@ -39,7 +39,7 @@ class PrefixTree:
         return True
 
     def remove(self, block_hash: bytes) -> list[bytes]:
-        """Remove a block and all that follow it; return them, children before parents."""
+        """Remove a block and all its descendants; return their hashes, children before parents."""
         removed = [block_hash]
         for each in removed:
             removed += self._children.pop(each, ())

@@ -1,8 +1,9 @@
-"""Activation functions on the CPU that give a token the same bits alone and in company.
+"""Batch-invariant activation functions on the CPU: a token gets the same bits in any batch.
 
-torch computes a tensor in pieces, one a thread, and a piece in vectors; what is left at its end goes value by
-value, through another exponential that differs in the last bit. So a token's keys would depend on how many
-tokens a step has, which rounding to 8 bits makes visible. Here no piece has such an end.
+torch splits a tensor into pieces, one per thread, and computes each piece in vectors. The values that are
+left at the end of a piece are computed one by one, with another exponential that differs in the last bit. So
+a token's keys would depend on how many tokens a step has, and rounding to 8 bits makes the difference
+visible. Here each piece is a multiple of the vector length, so no values are left.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ import torch
 from transformers.activations import ACT2CLS
 
 _UNDIVIDED = 1 << 14
-"""Values that torch never divides among threads."""
+"""Most values that torch never divides among threads."""
 _PIECE = 1 << 15
-"""Values of a thread from which on most functions take another; GELU takes all threads at once."""
+"""Values per thread above which most functions use another thread; GELU always uses all threads."""
 _STRIDE_BYTES = 128
-"""Two vectors of at most 64 bytes each, which torch's loops take at a time."""
+"""Bytes that torch's loops process at a time: two vectors of at most 64 bytes each."""
 
 _KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
 
 
 class RowActivation(torch.nn.Module):
-    """An elementwise function, whole vectors at a time."""
+    """Applies an elementwise function, in pieces of whole vectors."""
 
     def __init__(self, function: torch.nn.Module) -> None:
         super().__init__()
         self._function = function
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the function of each value of ``[..., num_features]``."""
+        """Return the function's value for each value of ``[..., num_features]``, in the same shape."""
         stride = _STRIDE_BYTES // inputs.itemsize
         num_features = inputs.shape[-1]
         if num_features % stride:
@@ -46,7 +47,7 @@ class RowActivation(torch.nn.Module):
 
 
 def _most_even(num_values: int, stride: int) -> int:
-    """Return how many of the values divide among threads so that each gets whole strides."""
+    """Return how many leading values can be divided among threads so that each gets whole strides."""
     num_threads = torch.get_num_threads()
     while num_values > _UNDIVIDED:
         num_pieces = min(num_threads, -(-num_values // _PIECE))
@@ -58,7 +59,7 @@ def _most_even(num_values: int, stride: int) -> int:
 
 
 def keep_rows_alike(model: torch.nn.Module) -> None:
-    """Wrap the activation functions of a model on the CPU."""
+    """Wrap the activation functions of a model on the CPU in ``RowActivation``."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) in _KINDS:

@@ -1,29 +1,64 @@
-"""Draws tokens from logits.
+"""Samples tokens from logits.
 
-One uniform number per (seed, position) comes from a counter-based generator, and every other operation works
-row by row, so a token never depends on which other sequences are in the batch.
+A counter-based generator gives one uniform number per (seed, position), and every other operation works row
+by row. So a token never depends on which other sequences are in the batch.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quire.engine.logits_processing import process_logits
+from quire.engine.request_errors import RequestFailedError, request_error
+from quire.engine.sampling_params import GREEDY_BELOW
 from quire.engine.sequence import Sequence, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 
 class SampledTokens(NamedTuple):
-    """One token for each row of logits, and its logprobs if the sequence asked for them."""
+    """One token for each row of logits, and its logprobs if the sequence asked for them.
+
+    Attributes:
+        token_ids: the token of each row.
+        logprobs: the logprobs of each row; None if they were not requested.
+        errors: by row, why it has no token; the other lists' entries for such a row are meaningless.
+    """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
+    errors: dict[int, RequestFailedError]
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> SampledTokens:
-    """Draw the next token of each sequence.
+    """Sample the next token of each sequence; a sequence that fails does not affect the others.
+
+    Args:
+        logits: ``[num_sequences, vocab_size]``; any float type.
+        sequences: the owner of each row.
+        eos_token_ids: forbidden to a sequence that has not reached its ``min_tokens``.
+    """
+    try:
+        return _sample(logits, sequences, eos_token_ids)
+    except Exception as error:
+        if len(sequences) == 1:
+            logger.exception("request %s cannot be sampled", sequences[0].request_id)
+            return SampledTokens([0], [None], {0: request_error(error)})
+    # Rows are independent, so sampling them one by one gives each the same token.
+    alone = [sample(logits[row : row + 1], [each], eos_token_ids) for row, each in enumerate(sequences)]
+    return SampledTokens(
+        [each.token_ids[0] for each in alone],
+        [each.logprobs[0] for each in alone],
+        {row: each.errors[0] for row, each in enumerate(alone) if each.errors},
+    )
+
+
+def _sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> SampledTokens:
+    """Sample all rows at once; an exception in one row fails all of them.
 
     Args:
         logits: ``[num_sequences, vocab_size]``; any float type.
@@ -34,20 +69,52 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: froze
     raw = logits
     logits = process_logits(logits, sequences, eos_token_ids)
     token_ids = logits.argmax(dim=-1)
+    is_good = _are_usable(logits.gather(1, token_ids[:, None])[:, 0])
+    if logits is not raw:  # the rules may have hidden logits that are not finite
+        is_good &= are_finite(raw)
     drawn_rows = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
     if drawn_rows:
         drawn = [sequences[row] for row in drawn_rows]
         index = torch.tensor(drawn_rows, device=logits.device)
         token_ids[index] = _draw(logits[index], drawn)
-    ids: list[int] = token_ids.tolist()
-    return SampledTokens(ids, _logprobs(raw, ids, sequences))
+    ids: list[int]
+    # Both lists come in one copy, since the host waits for the GPU at each copy.
+    ids, good = torch.stack([token_ids, is_good.long()]).tolist()
+    errors = {row: _error(sequences[row]) for row, is_row_good in enumerate(good) if not is_row_good}
+    return SampledTokens(ids, _logprobs(raw, ids, sequences), errors)
+
+
+def are_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Return for each row whether it can be sampled: it has no NaN and no positive infinity.
+
+    Minus infinity is allowed, for impossible tokens, unless all tokens have it.
+    """
+    # The maximum is NaN if any logit is.
+    return torch.isfinite(logits.amax(dim=-1))
+
+
+def _are_usable(largest: torch.Tensor) -> torch.Tensor:
+    """Return for each largest logit of a row whether it is finite, even after division by a temperature."""
+    return torch.isfinite(largest / GREEDY_BELOW)
+
+
+def _error(sequence: Sequence) -> RequestFailedError:
+    rules = sequence.logits_rules
+    if rules is not None and rules.error is not None:
+        return request_error(rules.error)
+    return not_finite()
+
+
+def not_finite() -> RequestFailedError:
+    """Return the error of a request for which the model's logits are not finite."""
+    return RequestFailedError("the model's logits are not finite")
 
 
 def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Sample each row by inverting its cumulative distribution at one uniform number.
+    """Sample each row by inverting its cumulative distribution at one uniform number; return token ids.
 
-    Rows are scaled by temperature and sorted by probability (ties by token id), then cut in the order
-    top-k, top-p, min-p.
+    Rows are divided by the temperature and sorted by probability (ties by token id). Then they are truncated,
+    in the order top-k, top-p, min-p.
     """
     device = logits.device
     params = [s.params for s in sequences]
@@ -62,7 +129,7 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     probs = probs * keep
     probs /= probs.sum(dim=-1, keepdim=True)
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-    # A token stays while the mass before it is below top_p, so the best one always stays.
+    # A token is kept if the probability mass before it is below top_p, so the most probable is always kept.
     before = probs.cumsum(dim=-1) - probs
     keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
@@ -100,7 +167,7 @@ def _logprobs(
     for row, sequence in enumerate(sequences):
         if (num_top := sequence.params.num_logprobs) is not None:
             rows_by_num_top.setdefault(num_top, []).append(row)
-    # Together, since the host waits for a GPU each time.
+    # Rows with equal num_top are ranked together, since the host waits for the GPU each time.
     for num_top, rows in rows_by_num_top.items():
         ranked = rank_tokens(logits[rows], [token_ids[row] for row in rows], num_top)
         for row, logprobs in zip(rows, ranked, strict=True):
@@ -109,10 +176,10 @@ def _logprobs(
 
 
 def rank_tokens(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Return the logprob of one token for each row of logits, beside those of the ``num_top`` best."""
+    """Return, for each row of logits, the logprob of its token and those of the ``num_top`` best tokens."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0]
-    values, ids = logprobs.topk(num_top)
+    values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
     return [
         TokenLogprobs(logprob, list(zip(best, best_values, strict=True)))
         for logprob, best, best_values in zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)

@@ -1,32 +1,33 @@
-"""What a request asks of the choice of its tokens, and within which limits."""
+"""How a request wants its tokens to be chosen, and the limits of each parameter."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-MAX_SEQUENCES = 64
-"""Most sequences of one request."""
-
-MAX_LOGIT_BIASES = 1024
-"""Most tokens with a bias of one request."""
+from quire.engine.limits import (
+    MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    MAX_TEMPERATURE,
+)
 
 GREEDY_BELOW = 1e-5
-"""Lower temperatures take the most probable token: logits divided by them would overflow."""
+"""Below this temperature the most probable token is taken: logits divided by less would overflow."""
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01 - 1e-9, 100.0
-"""Beyond, penalized logits overflow; 0.01 in single precision is a little less."""
+"""Range outside which penalized logits overflow; 0.01 in single precision is a little less than 0.01."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """How to search for the most probable answers instead of drawing them; as in transformers.
+    """Parameters of beam search, which looks for the most probable answers, as in transformers.
 
     Attributes:
-        width: beams, and answers.
+        width: number of beams, and of answers.
         length_penalty: an answer's score is its logprob divided by its length to this power.
-        early_stopping: True ends with ``width`` finished answers, False when the present beams are unlikely
-            to beat them, "never" when they cannot.
+        early_stopping: True ends the search once ``width`` answers are finished, False once the current
+            beams are unlikely to beat them, "never" once they cannot beat them.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the limit.
@@ -39,24 +40,25 @@ class BeamParams:
     def __post_init__(self) -> None:
         if not 2 <= self.width <= MAX_SEQUENCES:
             raise ValueError(f"beam.width must be from 2 to {MAX_SEQUENCES}, got {self.width}")
-        if not math.isfinite(self.length_penalty):
-            raise ValueError(f"beam.length_penalty must be finite, got {self.length_penalty}")
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            limits = f"from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+            raise ValueError(f"beam.length_penalty must be {limits}, got {self.length_penalty}")
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(f"beam.early_stopping must be true, false or never, got {self.early_stopping}")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens and when to stop.
+    """How to sample tokens and when to stop.
 
-    Of ``n`` samples, number i draws what a request alone would draw with the seed ``seed + i``.
+    Sample i of ``n``, from 0, gets the tokens of a request with n=1 and the seed ``seed + i``.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the limit.
     """
 
     temperature: float = 1.0
-    """Of less than ``GREEDY_BELOW``, the most probable token is taken."""
+    """Divisor of the logits; below ``GREEDY_BELOW`` the most probable token is taken."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -69,32 +71,32 @@ class SamplingParams:
     n: int = 1
     beam: BeamParams | None = None
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the output has."""
+    """Subtracted from the logits of tokens that occur in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that the output has it."""
+    """Subtracted from a token's logit once for each time that the token occurs in the output."""
     repetition_penalty: float = 1.0
-    """Divides the logits of tokens that the prompt or the output has; negative ones are multiplied."""
+    """Divides positive logits of tokens in the prompt or output, and multiplies negative ones."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, bias), each token once."""
+    """Pairs of (token id, value to add to its logit), each token at most once."""
     allowed_token_ids: frozenset[int] = frozenset()
-    """The only tokens that may be drawn; empty means all."""
+    """The only tokens that may be sampled; empty means all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Tokens in a row that are never drawn; a bad word may begin in the prompt."""
+    """Token sequences that are never generated; a bad word may begin in the prompt."""
     num_prompt_logprobs: int | None = None
-    """How many of the most probable tokens to report at each position of the prompt; None reports nothing."""
+    """How many most probable tokens to report at each position of the prompt; None reports nothing."""
     kv_budget_tokens: int | None = None
-    """Most tokens whose keys and values are kept once the prompt is computed: an approximation."""
+    """Most tokens whose keys and values are kept after the prompt is computed: an approximation."""
 
     def __post_init__(self) -> None:
         in_range = {
-            "temperature": 0.0 <= self.temperature < float("inf"),
+            "temperature": 0.0 <= self.temperature <= MAX_TEMPERATURE,
             "top_p": 0.0 < self.top_p <= 1.0,
             "top_k": self.top_k >= 0,
             "min_p": 0.0 <= self.min_p <= 1.0,
             "seed": 0 <= self.seed < 2**64,
             "max_tokens": self.max_tokens >= 1,
             "min_tokens": 0 <= self.min_tokens <= self.max_tokens,
-            "num_logprobs": self.num_logprobs is None or 0 <= self.num_logprobs <= 20,
+            "num_logprobs": self.num_logprobs is None or 0 <= self.num_logprobs <= MAX_LOGPROBS,
             "n": 1 <= self.n <= MAX_SEQUENCES and (self.n == 1 or self.beam is None),
             "presence_penalty": -2.0 <= self.presence_penalty <= 2.0,
             "frequency_penalty": -2.0 <= self.frequency_penalty <= 2.0,
@@ -105,7 +107,8 @@ class SamplingParams:
             "bad_words": all(self.bad_words),
             "kv_budget_tokens": self.kv_budget_tokens is None
             or (self.kv_budget_tokens >= 1 and self.beam is None),
-            "num_prompt_logprobs": self.num_prompt_logprobs is None or 0 <= self.num_prompt_logprobs <= 20,
+            "num_prompt_logprobs": self.num_prompt_logprobs is None
+            or 0 <= self.num_prompt_logprobs <= MAX_LOGPROBS,
         }
         for name, is_good in in_range.items():
             if not is_good:
@@ -113,12 +116,12 @@ class SamplingParams:
 
     @property
     def is_penalized(self) -> bool:
-        """Whether tokens that occurred become less probable, or more."""
+        """Whether any penalty changes the logits of tokens that have occurred."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether a token is drawn from anything but the model's own logits."""
+        """Whether a penalty, bias or constraint changes the model's logits."""
         return bool(
             self.is_penalized
             or self.min_tokens
@@ -134,5 +137,5 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that decode side by side."""
+        """Number of sequences that decode at the same time."""
         return self.beam.width if self.beam else self.n

@@ -2,34 +2,70 @@
 
 There is no prefill phase and no decode phase. A sequence has tokens that are not computed yet: many for a
 new prompt, one for a sequence that decodes. Each step takes the oldest groups first and computes as many of
-those tokens as the budget allows; a long prompt is thus prefilled in chunks beside running decodes.
+those tokens as the budget allows. A long prompt is thus prefilled in chunks, in the same steps as decodes.
 
-When blocks run out, the newest group gives up all of its own, and comes back when there is room for all of
-them: from host memory, or by computing them again, whichever is cheaper (PagedAttention, section 4.5).
+When blocks run out, the newest group gives up all of its blocks. It resumes when there is room for all of
+them. They are then copied back from host memory or recomputed, whichever is cheaper (PagedAttention,
+section 4.5).
+
+Prompts that are computed here, preempted groups, and transfers (whose prompts another worker computes) get
+blocks in one order of arrival:
+
+* No group without blocks gets its first block before an older group that waits for blocks. Groups that hold
+  all their blocks may run meanwhile. Each of them passes a blocked group at most once, because it keeps its
+  blocks until it ends or is preempted, and because no newer transfer gets blocks while the older group waits.
+* A new group leaves 1 % of the blocks free while other groups run, so that these can grow.
+
+Every group runs eventually:
+
+* A transfer gets all its blocks at once or none. A transfer that has all of them waits only for its sender,
+  and ends at its deadline at the latest. So no two transfers wait for each other's blocks, with one
+  exception: a waiting transfer holds the part of its prompt that was cached here.
+* If no group runs, the waiting groups that hold blocks give them up, the newest first, until one can run.
+  If only waiting transfers then hold blocks, the newest is ended, and the router tries another worker. So as
+  long as anything is left to do, a group runs or a transfer is in flight.
+* A bounded number of groups can overtake the oldest waiting group: those that already hold blocks. Every
+  answer has a bounded length, so they free their blocks, and the oldest waiting group gets these first.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from quire.engine.block_pool import BlockPool
 from quire.engine.block_tables import BlockTables
+from quire.engine.block_tokens import PartialHit
 from quire.engine.cache_tiers import CacheTiers
-from quire.engine.group import SequenceGroup, SwappedTables
-from quire.engine.partial_hits import PartialHit
 from quire.engine.sequence import NO_BLOCK, Sequence, SequenceStatus
+from quire.engine.sequence_group import Lack, SequenceGroup, SwappedTables
 from quire.engine.swap_space import SwapSpace
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 
+OnSettled = Callable[[bool], None]
+"""Called with True when a transfer got its blocks, with False when it ended without them."""
+
+WATERMARK = 0.01
+"""Share of the pool that new groups leave free for running groups, as in vLLM."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step, and what becomes of a preempted group."""
+    """Limits of one step, and how preempted groups get their blocks back.
+
+    Attributes:
+        block_size: tokens per block.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens that one step computes.
+        preemption: "swap" copies a preempted group's blocks to host memory if there is room, "recompute"
+            computes them again, "auto" chooses the faster way.
+    """
 
     block_size: int = 16
     max_num_seqs: int = 64
@@ -50,30 +86,31 @@ class SchedulerConfig:
 
 
 class ScheduledSequence(NamedTuple):
-    """A sequence and how many of its tokens this step computes, its guesses among them."""
+    """A sequence and how many of its tokens this step computes, including its draft tokens."""
 
     sequence: Sequence
     num_scheduled_tokens: int
 
     @property
     def num_drawn(self) -> int:
-        """Rows of logits that tokens may be drawn from: after its last token and after each guess."""
+        """Rows of logits to sample from: one after its last token and one after each draft token."""
         return 1 + len(self.sequence.draft_token_ids)
 
 
 @dataclass(slots=True)
 class Schedule:
-    """What one step does: moves blocks, in this order, and computes tokens.
+    """What one step does: it moves blocks, in the order of the attributes, and then computes tokens.
 
     Attributes:
         swap_out: (block, host block) to copy to host memory.
         swap_in: (host block, block) to copy back.
         copies: (block, block) to copy before the second is written.
-        lent: cached blocks that are held until all have been copied.
+        lent: cached blocks that are referenced until all copies have been made.
         promotions: (host block, block) to copy from the prefix cache in host memory.
-        promoted: whose tables these are, and up to which block they are full then.
-        sequences: what to compute.
-        admitted: groups among them that were waiting before, whether new or preempted.
+        promoted: (sequence, number of blocks) for each table that gets promoted blocks: that many of its
+            leading blocks are full after the copies.
+        sequences: the sequences to compute.
+        admitted: the groups among them that were waiting before, whether new or preempted.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -87,12 +124,12 @@ class Schedule:
 
     @property
     def moves_blocks(self) -> bool:
-        """Whether anything is to be copied."""
+        """Whether the step copies any block."""
         return bool(self.swap_out or self.swap_in or self.copies or self.promotions)
 
 
 class PreemptionCounts(NamedTuple):
-    """How often groups were preempted."""
+    """How often groups were preempted, by the way in which they get their blocks back."""
 
     swapped: int
     recomputed: int
@@ -102,10 +139,13 @@ class Scheduler:
     """Moves groups between waiting and running and gives them blocks.
 
     Args:
-        tables: what sequences hold of the pool.
-        swap_space: host blocks for preempted groups; None means none.
-        tiers: the prefix cache below the pool; None means none.
-        prefers_swap: whether bringing (tokens, blocks) back from host memory beats computing them again.
+        config: the limits of a step.
+        pool: the blocks.
+        tables: the ledger of the blocks that sequences hold.
+        swap_space: host blocks for preempted groups; None means that there are none.
+        prefers_swap: gets numbers of tokens and blocks, and returns whether it is faster to copy the blocks
+            back from host memory than to recompute the tokens.
+        tiers: the prefix cache below the pool; None means that there is none.
     """
 
     def __init__(
@@ -122,38 +162,49 @@ class Scheduler:
         self.tables = tables
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []
+        self.transfers: dict[SequenceGroup, OnSettled] = {}
+        """Groups whose prompts other workers compute and that wait for blocks, in the order of arrival."""
         self.preemptions = PreemptionCounts(0, 0)
         self._swap_space = swap_space or SwapSpace(0)
         self._prefers_swap = prefers_swap
         self._tiers = tiers
+        self._num_watermark_blocks = math.ceil(WATERMARK * pool.num_blocks)
         self._num_arrived = 0
         self._next = Schedule()
         self._draft_budget = 0
 
     @property
     def num_preemptions(self) -> int:
-        """How often groups were preempted, either way."""
+        """How often groups were preempted, whether swapped out or recomputed."""
         return sum(self.preemptions)
 
     # --- the queues ---------------------------------------------------------------------------------------
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a new group, or one whose blocks were computed elsewhere and are in its table."""
-        self.stamp_arrival(group)
+        self._stamp_arrival(group)
         self._wait(group)
 
     def _wait(self, group: SequenceGroup) -> None:
-        """Queue a group in the order of arrival: a transfer may end after one that began later."""
+        """Queue a group in the order of arrival; a transfer may be complete after one that began later."""
         insort(self.waiting, group, key=lambda g: g.arrival)
 
-    def stamp_arrival(self, group: SequenceGroup) -> None:
-        """Give a group its place in the order; the first stamp holds."""
+    def add_transfer(self, group: SequenceGroup, on_settled: OnSettled) -> None:
+        """Queue a group for the blocks that it lacks; ``on_settled`` is told whether it gets them."""
+        self._stamp_arrival(group)
+        self.transfers[group] = on_settled
+
+    def _stamp_arrival(self, group: SequenceGroup) -> None:
+        """Give a group its place in the order of arrival, unless it has one."""
         if not group.arrival:
             self._num_arrived += 1
             group.arrival = self._num_arrived
 
     def finish(self, group: SequenceGroup, sequence: Sequence, status: SequenceStatus) -> None:
-        """End a sequence in any state and free its blocks, unless they wait to be released."""
+        """End a sequence in any state; free its blocks, unless another worker is to fetch them.
+
+        The blocks of a finished prefill stay until ``discard`` releases them.
+        """
         sequence.status = status
         if sequence.stops_after_prefill and status != SequenceStatus.FINISHED_ABORTED:
             self._leave_queues(group)
@@ -164,7 +215,7 @@ class Scheduler:
             self._leave_queues(group)
 
     def discard(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        """End all sequences of a group and free what they hold, here and in host memory."""
+        """End all sequences of a group and free their blocks, in the pool and in host memory."""
         self._leave_queues(group)
         if group.swapped is not None:
             self._swap_space.free(group.swapped.host_ids)
@@ -173,6 +224,8 @@ class Scheduler:
             sequence.status = status
             group.free(sequence, self.pool)
         group.sequences.clear()
+        if (on_settled := self.transfers.pop(group, None)) is not None:
+            on_settled(False)
 
     def _leave_queues(self, group: SequenceGroup) -> None:
         if group in self.running:
@@ -183,49 +236,53 @@ class Scheduler:
     # --- one step -----------------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule:
-        """Choose the tokens of the next step and make sure their blocks exist."""
+        """Return the next step: choose its tokens and allocate their blocks."""
         self._next = step = Schedule()
         budget = self.config.max_num_batched_tokens
         num_preemptions = self.num_preemptions
-        # Guesses leave every running sequence its place.
+        # Draft tokens leave room in the budget for one token of every running sequence.
         self._draft_budget = max(0, budget - sum(len(group.sequences) for group in self.running))
-        # Oldest first: a victim is always newer, so it is not among those already scheduled.
+        # The oldest group comes first. A victim is always newer, so it has not been scheduled yet.
         for group in self.running[:]:
             if group not in self.running:
                 continue
             wanted = self._wanted(group, budget)
             num_drafted = group.num_drafted_tokens
             if num_drafted and self._num_missing(wanted) > self.pool.num_allocatable:
-                group.drop_drafts()  # nobody is preempted for a guess
+                group.drop_drafts()  # no group is preempted to make room for draft tokens
                 wanted, num_drafted = self._wanted(group, budget), 0
             if wanted and self._make_room(group, wanted):
                 self._append(wanted)
                 step.sequences += wanted
                 self._draft_budget -= num_drafted
                 budget -= sum(each.num_scheduled_tokens for each in wanted)
-        # Admitting beside groups that were in need of blocks would only preempt again.
+        # After a preemption nothing is admitted, since the running groups would soon preempt it again.
         if self.num_preemptions == num_preemptions or not self.running:
             self._admit_waiting(budget)
+            # If nothing runs, waiting groups that hold blocks would never release them.
+            for group in [group for group in reversed(self.waiting) if group.is_preemptible]:
+                if self.running:
+                    break
+                self._preempt(group)
+                self._admit_waiting(budget)
         return step
 
     def _admit_waiting(self, budget: int) -> None:
+        """Admit groups in the order of arrival; a group with blocks may pass a group without."""
         num_slots = sum(group.num_slots for group in self.running)
+        oldest_transfer = next((group.arrival for group in self.transfers), math.inf)
+        is_blocked = False
         for group in list(self.waiting):
-            if self._is_loading(group):
+            is_blocked = is_blocked or group.arrival > oldest_transfer
+            if not group.holds_blocks and (is_blocked or self._is_loading(group)):
+                continue
+            if not budget or num_slots + group.num_slots > self.config.max_num_seqs:
+                return
+            wanted = self._admit(group, budget)
+            if wanted is None:
+                is_blocked = True
                 continue
             num_slots += group.num_slots
-            if not budget or num_slots > self.config.max_num_seqs:
-                return
-            is_preemptible = group.is_preemptible
-            wanted = self._admit(group, budget)
-            # With nobody running, those that wait behind it with blocks would keep them for ever.
-            while wanted is None and not self.running and self._preempt_newer(group):
-                wanted = self._admit(group, budget)
-            if wanted is None:
-                # So would it, while a transfer waits for these blocks and holds what this group lacks.
-                if is_preemptible and not self.running:
-                    self._preempt(group)
-                return
             self.waiting.remove(group)
             insort(self.running, group, key=lambda g: g.arrival)
             self._next.sequences += wanted
@@ -233,9 +290,9 @@ class Scheduler:
             budget -= sum(each.num_scheduled_tokens for each in wanted)
 
     def _wanted(self, group: SequenceGroup, budget: int) -> list[ScheduledSequence]:
-        """Return what to compute of a group.
+        """Return which sequences of a group to compute in this step, and how many tokens of each.
 
-        Beams advance together: all of their last tokens in one step, or none.
+        Beams advance together: the step computes the last tokens of all of them, or of none.
         """
         started = self._started(group)
         num_kept_back = 0
@@ -262,8 +319,8 @@ class Scheduler:
     def _started(self, group: SequenceGroup) -> list[Sequence]:
         """Return the sequences of a group that can be computed.
 
-        Those that compute everything again wait for the first to seal what they share with it, or each would
-        compute the prompt and hold blocks of its own for it.
+        After a preemption all sequences may have to be recomputed. The others then wait until the first one
+        has sealed the blocks of the prompt. Otherwise each would compute the prompt into blocks of its own.
         """
         first, *others = group.sequences
         started = [first]
@@ -276,18 +333,18 @@ class Scheduler:
         return started
 
     def _make_room(self, group: SequenceGroup, wanted: list[ScheduledSequence]) -> bool:
-        """Preempt newer groups until there are blocks for the wanted tokens."""
+        """Preempt newer groups until there are blocks for the requested tokens; return whether there are."""
         while self._num_missing(wanted) > self.pool.num_allocatable:
             victim = self._newest_holder()
             if victim is None:
-                return False  # blocks of a transfer in flight come back or turn into a running group
+                return False  # a transfer in flight later frees its blocks or becomes a running group
             self._preempt(victim)
             if victim is group:
                 return False
         return True
 
     def _append(self, wanted: list[ScheduledSequence]) -> None:
-        """Extend the tables by the wanted tokens; copy shared blocks that are about to be written."""
+        """Extend the tables by the requested tokens; plan copies of shared blocks that will be written."""
         for sequence, num_tokens in wanted:
             if (shared := self._shared_block(sequence)) is not None:
                 [own] = self.pool.allocate(1)
@@ -299,7 +356,7 @@ class Scheduler:
                 sequence.block_table += self.pool.allocate(num_needed - len(sequence.block_table))
 
     def _num_missing(self, wanted: list[ScheduledSequence]) -> int:
-        """Return how many blocks the wanted tokens take, copies of shared blocks included."""
+        """Return how many new blocks the requested tokens take, including copies of shared blocks."""
         num_new = 0
         shared_blocks = []
         for sequence, num_tokens in wanted:
@@ -309,12 +366,12 @@ class Scheduler:
                 shared_blocks.append(shared)
         if not shared_blocks:
             return num_new
-        # The last of a block's owners may keep it.
+        # The last sequence that refers to a shared block writes it without a copy.
         writers = Counter(shared_blocks)
         return num_new + sum(min(count, self.pool.ref_cnt(block) - 1) for block, count in writers.items())
 
     def _shared_block(self, sequence: Sequence) -> int | None:
-        """Return the block that the sequence writes next, if others read it."""
+        """Return the block that the sequence writes next if others read it too, else None."""
         index = sequence.num_computed_tokens // self.config.block_size
         if index >= len(sequence.block_table):
             return None
@@ -324,20 +381,12 @@ class Scheduler:
     # --- preemption ---------------------------------------------------------------------------------------
 
     def _newest_holder(self) -> SequenceGroup | None:
-        """Return the newest group whose blocks can be taken."""
+        """Return the newest group that can be preempted; None if there is none."""
         holders = (group for group in (*self.running, *self.waiting) if group.is_preemptible)
         return max(holders, key=lambda group: group.arrival, default=None)
 
-    def _preempt_newer(self, group: SequenceGroup) -> bool:
-        """Preempt the newest group that holds blocks, if it is newer."""
-        victim = self._newest_holder()
-        if victim is None or victim.arrival <= group.arrival:
-            return False
-        self._preempt(victim)
-        return True
-
     def _preempt(self, victim: SequenceGroup) -> None:
-        """Take all blocks of a group."""
+        """Take all blocks of a group, and plan to swap them out or to recompute them."""
         victim.set_status(SequenceStatus.PREEMPTED)
         victim.drop_drafts()
         swapped, recomputed = self.preemptions
@@ -355,7 +404,10 @@ class Scheduler:
             self._wait(victim)
 
     def _swap_out(self, victim: SequenceGroup) -> bool:
-        """Plan to copy a group's blocks to host memory, each once, if that is wanted and there is room."""
+        """Plan to copy a group's blocks to host memory, each once; return whether they are swapped out.
+
+        They are not if host memory lacks room, or if recomputing is configured or cheaper.
+        """
         computed = [s.block_table[: self.tables.blocks_for(s.num_computed_tokens)] for s in victim.sequences]
         block_ids = list(dict.fromkeys(b for table in computed for b in table if b != NO_BLOCK))
         num_tokens = sum(s.num_computed_tokens for s in victim.sequences)
@@ -372,15 +424,15 @@ class Scheduler:
         return True
 
     def _swap_in(self, group: SequenceGroup, swapped: SwappedTables, budget: int) -> bool:
-        """Plan to copy a group's blocks back, if all fit and its next tokens too."""
-        if len(swapped.host_ids) > self.pool.num_allocatable:
+        """Plan to copy a group's blocks back; return False if they and its next tokens do not all fit."""
+        if len(swapped.host_ids) > self._num_spare_blocks:
             return False
         block_ids = self.pool.allocate(len(swapped.host_ids))
         for sequence, table in zip(group.sequences, swapped.tables, strict=True):
             sequence.block_table = [block_ids[place] if place != NO_BLOCK else NO_BLOCK for place in table]
             self.pool.share(sequence.held_blocks)
         self.pool.free(block_ids)
-        if self._num_missing(self._wanted(group, budget)) > self.pool.num_allocatable:
+        if self._num_missing(self._wanted(group, budget)) > self._num_spare_blocks:
             for sequence in group.sequences:
                 group.free(sequence, self.pool)
             return False
@@ -391,15 +443,45 @@ class Scheduler:
 
     # --- admission ----------------------------------------------------------------------------------------
 
-    def _admit(self, group: SequenceGroup, budget: int) -> list[ScheduledSequence] | None:
-        """Give a waiting group its blocks: those in host memory or of its cached prefix, and new ones.
+    @property
+    def _num_spare_blocks(self) -> int:
+        """Blocks that a group without blocks may take; while groups run, some are kept for their growth."""
+        return self.pool.num_allocatable - (self._num_watermark_blocks if self.running else 0)
+
+    def grant_oldest_transfer(self) -> bool:
+        """Give the oldest waiting transfer the blocks for its whole prompt, if it is its turn.
 
         Returns:
-            What to compute of it in this step; None if it cannot be admitted.
+            Whether it got them; False if no transfer waits.
+        """
+        group = next(iter(self.transfers), None)
+        if group is None or self._lacks_older(group):
+            return False
+        if self.tables.num_missing(group.prompt) > self._num_spare_blocks:
+            return False
+        self.tables.reserve(group.prompt)
+        self.transfers.pop(group)(True)
+        return True
+
+    def _lacks_older(self, transfer: SequenceGroup) -> bool:
+        """Return whether an older group than a transfer waits for all its blocks, and not for a disk."""
+        older = takewhile(lambda group: group.arrival < transfer.arrival, self.waiting)
+        return any(not group.holds_blocks and not group.is_loading for group in older)
+
+    def newest_deadlocked_transfer(self) -> SequenceGroup | None:
+        """Return the newest transfer if only waiting transfers hold blocks, so that none would be freed."""
+        held = {block_id for group in self.transfers for block_id in group.prompt.held_blocks}
+        return None if self.pool.counts.used > len(held) else next(reversed(self.transfers), None)
+
+    def _admit(self, group: SequenceGroup, budget: int) -> list[ScheduledSequence] | None:
+        """Give a waiting group its blocks: from swap space or its cached prefix, and new ones.
+
+        Returns:
+            The sequences and tokens to compute in this step; None if the group cannot be admitted.
         """
         if group.swapped is not None and not self._swap_in(group, group.swapped, budget):
             return None
-        if not group.holds_blocks and not self._begin(group.sequences[0]):
+        if not group.holds_blocks and (self._still_lacks_blocks(group) or not self._begin(group)):
             return None
         wanted = self._wanted(group, budget)
         if self._num_missing(wanted) > self.pool.num_allocatable:
@@ -409,24 +491,37 @@ class Scheduler:
         group.set_status(SequenceStatus.PREFILLING if is_prefill else SequenceStatus.DECODING)
         return wanted
 
-    def _begin(self, sequence: Sequence) -> bool:
-        """Give a sequence blocks for all its tokens, or as many as it can ever hold at once.
+    def _still_lacks_blocks(self, group: SequenceGroup) -> bool:
+        """Return whether a group still lacks blocks; matching its whole prompt again would be slow."""
+        lack = group.lack
+        if lack is None or not self.running:
+            return False
+        return lack.num_blocks > self._num_spare_blocks and not self.pool.look_up(lack.next_hash)
+
+    def _begin(self, group: SequenceGroup) -> bool:
+        """Give a group's first sequence blocks for all its tokens, or as many as it can ever hold at once.
 
         Returns:
-            False, and no blocks, if there are too few or another sequence is computing its next block now.
+            Whether it got them. It gets none if there are too few, or if a running sequence is about to seal
+            the block that this one would compute next.
         """
+        sequence, num_allocatable = group.sequences[0], self.pool.num_allocatable
         self.tables.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
         num_wanted = self.tables.max_held_blocks(sequence, 1, sequence.num_tokens)
         last = min(self.tables.blocks_for(sequence.num_tokens), sequence.num_dropped_blocks + num_wanted)
         num_missing = last - len(sequence.block_table)
-        # Of a sequence that gives blocks back before it has all of them, later steps may not find room.
+        # If a sequence frees blocks before it has all of them, later steps must allocate the rest and may
+        # find no room. Such a sequence takes nothing from host memory.
         is_whole = last == self.tables.blocks_for(sequence.num_tokens)
-        if num_missing > self.pool.num_allocatable or self._is_being_computed(sequence):
+        num_revived = num_allocatable - self.pool.num_allocatable
+        is_lacking = num_missing > self._num_spare_blocks
+        group.lack = Lack(num_missing + num_revived, self._next_hash(sequence)) if is_lacking else None
+        if is_lacking or self._is_being_computed(sequence):
             self.pool.free(sequence.held_blocks)
             sequence.block_table.clear()
             sequence.num_computed_tokens = sequence.num_sealed_blocks = sequence.num_dropped_blocks = 0
             return False
-        # Before the allocation, whose evictions may push them out of host memory.
+        # This comes before the allocation, whose evictions may push these blocks out of host memory.
         host_ids = self._take_from_host(sequence, num_missing) if is_whole else []
         hit = None if host_ids else self._hold_partial_hit(sequence, num_missing)
         new_blocks = self.pool.allocate(num_missing)
@@ -440,10 +535,16 @@ class Scheduler:
             self.tables.count_cached(sequence, hit.num_tokens)
         return True
 
-    def _hold_partial_hit(self, sequence: Sequence, num_new_blocks: int) -> PartialHit | None:
-        """Reference a cached block that begins as the sequence goes on, if a copy saves some of its tokens.
+    def _next_hash(self, sequence: Sequence) -> list[bytes]:
+        """Return the hash of the first block after the cached prefix, as a list; empty if it is unusable."""
+        max_tokens = min(sequence.num_tokens - 1, sequence.max_cached_tokens)
+        index = len(sequence.block_table)
+        return sequence.block_hashes[index : min(index + 1, max_tokens // self.config.block_size)]
 
-        Its copy is the sequence's own, and is sealed like any other block: once all its tokens are computed.
+    def _hold_partial_hit(self, sequence: Sequence, num_new_blocks: int) -> PartialHit | None:
+        """Reference a cached block whose leading tokens are the sequence's next tokens; return it, or None.
+
+        The sequence gets a copy of the block. It seals the copy once all tokens in it are computed.
         """
         hit = self.tables.partial_hit(sequence)
         if hit is None:
@@ -455,16 +556,16 @@ class Scheduler:
         return hit
 
     def moved(self, schedule: Schedule) -> None:
-        """Note that a step's blocks have been moved."""
+        """Record that a step's blocks have been moved: seal promoted blocks and free what was held."""
         self._swap_space.step_done()
         for sequence, num_full in schedule.promoted:
             self.tables.seal_blocks(sequence, num_full)
         self.pool.free(schedule.lent)
 
     def _take_from_host(self, sequence: Sequence, max_blocks: int) -> list[int]:
-        """Return the host blocks that go on where a sequence's table ends, and count them as computed.
+        """Return the cached host blocks that follow a sequence's table, and count their tokens as computed.
 
-        They are sealed when they have been copied: until then they have no content that could be evicted.
+        The pool's blocks are sealed after the copy. Until then they have no content that could be evicted.
         """
         if self._tiers is None:
             return []
@@ -483,12 +584,13 @@ class Scheduler:
         return host_ids
 
     def _hold_dropped(self, sequence: Sequence, num_new_blocks: int) -> bool:
-        """Reference what a window has dropped of a cached prefix until the step's blocks have been moved.
+        """Reference the cached blocks that a window has dropped until the step's blocks have been moved.
 
-        Those that come from host memory follow it, and could not be sealed if it were evicted for them.
+        They are the parents of the blocks that come from host memory. Without a reference, the allocation of
+        new blocks could evict them, and their children could then not be sealed.
 
         Returns:
-            False, and no references, if the new blocks would not fit then.
+            Whether the new blocks still fit; if not, no reference is kept.
         """
         dropped = self.pool.look_up(sequence.block_hashes[: sequence.num_dropped_blocks])
         self.pool.share(dropped)
@@ -499,15 +601,15 @@ class Scheduler:
         return True
 
     def _is_loading(self, group: SequenceGroup) -> bool:
-        """Whether blocks of a group's prompt are still read from disk; the first time they begin to be."""
+        """Return whether blocks of a group's prompt are still read from disk; the first call starts it."""
         if self._tiers is None or group.holds_blocks or group.swapped is not None:
             return False
         if group.prefetch is None:
             group.prefetch = self._tiers.prefetch(self.tables.prefix_hashes(group.sequences[0]))
-        return not group.prefetch.is_done
+        return group.is_loading
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
-        """Whether a running sequence will soon seal the block that this one would compute next."""
+        """Return whether a running sequence will soon seal the block that this one would compute next."""
         index = len(sequence.block_table)
         if index >= len(sequence.block_hashes):
             return False

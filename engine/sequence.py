@@ -15,17 +15,18 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from quire.engine.logits_processing import LogitsRules
+from quire.engine.request_errors import RequestFailedError
 from quire.engine.sampling_params import SamplingParams
 
 NO_BLOCK = -1
-"""Stands in a block table for a block that was given back, since no later token looks at it."""
+"""Entry of a block table for a block that was freed, since no later token attends to it."""
 
 HashBlock = Callable[[bytes, list[int]], bytes]
-"""Returns the hash of a full block from its parent's hash and its tokens."""
+"""Function that returns the hash of a full block, from its parent's hash and its tokens."""
 
 
 class SequenceStatus(IntEnum):
-    """Where a sequence is in its life; everything from FINISHED_STOPPED on is an end."""
+    """State of a sequence; FINISHED_STOPPED and all states after it are final."""
 
     WAITING = 0
     PREFILLING = 1
@@ -36,10 +37,11 @@ class SequenceStatus(IntEnum):
     FINISHED_LENGTH = 6
     FINISHED_HANDED_OVER = 7
     FINISHED_ABORTED = 8
+    FINISHED_FAILED = 9
 
     @property
     def is_finished(self) -> bool:
-        """Whether no further token will come."""
+        """Whether the state is final, so that the sequence gets no more tokens."""
         return self >= SequenceStatus.FINISHED_STOPPED
 
 
@@ -55,7 +57,7 @@ class Sequence:
     """One sequence of tokens and the blocks that hold its keys and values.
 
     ``token_ids`` may end with tokens that an earlier attempt generated: ``num_prompt_tokens`` says where the
-    prompt ends. Positions count from the prompt's start, so a resumed sequence draws the same tokens.
+    prompt ends. Positions count from the prompt's start, so a resumed sequence samples the same tokens.
     """
 
     request_id: str
@@ -64,35 +66,35 @@ class Sequence:
     params: SamplingParams
     root_hash: bytes
     stops_after_prefill: bool = False
-    """A prefill worker's sequence: it ends with its prompt, and its blocks stay until released."""
+    """True on a prefill worker: the sequence ends with its prompt, and its blocks stay until released."""
     draws_tokens: bool = True
-    """False for a prefill worker's part of a request whose tokens are all drawn by the decode worker."""
+    """False on a prefill worker if the decode worker samples all tokens of the request."""
 
     index: int = 0
-    """Which of its request's sequences it is."""
+    """Index among the sequences of its request, from 0."""
     status: SequenceStatus = SequenceStatus.WAITING
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_promoted_tokens: int = 0
-    """Those of the cached tokens that came back from the tiers below the pool."""
+    """Cached tokens that came from the tiers below the pool; ``num_cached_tokens`` includes them."""
     num_sealed_blocks: int = 0
     num_dropped_blocks: int = 0
-    """Places of the block table that hold ``NO_BLOCK``."""
+    """Number of entries of the block table that are ``NO_BLOCK``."""
     logits_rules: LogitsRules | None = None
-    """What ``params`` asks of the logits; None if nothing."""
+    """Changes to the logits that ``params`` asks for; None if there are none."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Those of the prompt's tokens from the second on, as far as computed."""
+    """Logprobs of the prompt's tokens from the second on, as far as they are computed."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Guesses at the tokens that follow, for one step; never hashed, sealed or reported."""
+    """Draft tokens that one step verifies; they are never hashed, sealed or reported."""
 
     queued_at: float = 0.0
-    """When it came to the scheduler, by the engine's clock."""
+    """Time when it was queued in the scheduler, in seconds of the engine's clock."""
     started_at: float = 0.0
-    """When the first step began that computed anything of it."""
+    """Time when the first step began that computed any of its tokens."""
     finished_at: float = 0.0
-    """When it ended; its blocks may stay until they are released."""
+    """Time when it ended; its blocks may stay until they are released."""
 
     def __post_init__(self) -> None:
         if self.logits_rules is None and self.params.changes_logits:
@@ -100,32 +102,33 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens."""
+        """Number of prompt and output tokens."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens, those of earlier attempts included."""
+        """Number of generated tokens, including those of earlier attempts."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def held_blocks(self) -> list[int]:
-        """The blocks of the table, in order."""
+        """Block ids of the table in order, without ``NO_BLOCK``."""
         if not self.num_dropped_blocks:
             return self.block_table
         return [block_id for block_id in self.block_table if block_id != NO_BLOCK]
 
     @property
     def seed(self) -> int:
-        """The seed of this sequence's random numbers."""
+        """Seed of this sequence's random numbers: the request's seed plus the sequence's index."""
         return (self.params.seed + self.index) % 2**64
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most tokens of a held prefix that it may use: logits of cached tokens are gone."""
+        """Most tokens of a cached prefix that it may use: cached tokens have no logits to score a prompt."""
         limit = self.num_exact_tokens
         if self.params.kv_budget_tokens is not None:
-            # Computing the prompt's last token decides what is kept, before any other is computed again.
+            # The prompt's last token must be computed: after it the blocks to keep are chosen, before any
+            # later token is recomputed.
             limit -= 1
         num_scored = len(self.prompt_logprobs)
         needs_no_more = self.params.num_prompt_logprobs is None or num_scored == self.num_prompt_tokens - 1
@@ -133,17 +136,17 @@ class Sequence:
 
     @property
     def num_exact_tokens(self) -> int:
-        """Tokens whose keys and values are those of any sequence that begins alike.
+        """Leading tokens whose keys and values are the same in every sequence with the same prefix.
 
-        With a KV budget, what follows the prompt depends on what was kept.
+        With a KV budget these are only the prompt's: later tokens depend on which blocks were kept.
         """
         return self.num_tokens if self.params.kv_budget_tokens is None else self.num_prompt_tokens
 
     def max_step_tokens(self, block_size: int) -> int:
         """Return the most tokens that a step may compute.
 
-        With a budget, blocks are given back after the prompt and after each full block: tokens that are
-        computed again must see what they saw first.
+        With a KV budget, blocks are freed after the prompt and after each full block. A step must not cross
+        these points, since tokens that are recomputed must attend to the same blocks as the first time.
         """
         num_computed = self.num_computed_tokens
         num_missing = self.num_tokens - num_computed
@@ -153,7 +156,7 @@ class Sequence:
         return num_left if num_left > 0 else min(num_missing, block_size - num_computed % block_size)
 
     def positions_to_score(self, num_new_tokens: int) -> range:
-        """Return which of the next tokens' logits give logprobs of the prompt that are wanted still."""
+        """Return the positions among the next tokens whose logits give prompt logprobs not yet computed."""
         if self.params.num_prompt_logprobs is None:
             return range(0)
         end = min(self.num_computed_tokens + num_new_tokens, self.num_prompt_tokens - 1)
@@ -166,11 +169,11 @@ class Sequence:
             self.block_hashes.append(hash_block(self.parent_hash(index), tokens))
 
     def parent_hash(self, index: int) -> bytes:
-        """Return the hash that the block at ``index`` follows."""
+        """Return the hash of the block before ``index``; the root hash for index 0."""
         return self.block_hashes[index - 1] if index else self.root_hash
 
     def copy(self, index: int) -> Sequence:
-        """Return a sequence that has come as far, over the same blocks."""
+        """Return a sequence in the same state, with the same block ids; the caller adds the references."""
         return replace(
             self,
             index=index,
@@ -193,8 +196,9 @@ class SequenceUpdate(NamedTuple):
     """What one step did for one sequence.
 
     Attributes:
-        score: a beam search's, of an answer.
-        num_accepted_tokens: of the tokens, those that were guessed.
+        score: score of an answer of a beam search, else None.
+        num_accepted_tokens: how many of ``tokens`` were accepted draft tokens.
+        error: why the whole request has failed, with all its sequences; None if it has not.
     """
 
     sequence: Sequence
@@ -203,3 +207,4 @@ class SequenceUpdate(NamedTuple):
     status: SequenceStatus
     score: float | None = None
     num_accepted_tokens: int = 0
+    error: RequestFailedError | None = None

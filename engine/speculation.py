@@ -1,13 +1,14 @@
-"""Speculative decoding: guess the next tokens, and verify the guesses in one step (Leviathan et al., 2023).
+"""Speculative decoding: propose draft tokens and verify them in one step (Leviathan et al., 2023).
 
-A step computes a sequence's last token and its guesses at once. The token at each position is then drawn from
-the model's logits as always, with that position's own random number; while it equals the guess, the logits
-after the guess are those of the sequence itself, and the next token is drawn from them. So the tokens are the
-same as without guesses, for every kind of sampling, and a guess costs time alone.
+A step computes a sequence's last token and its draft tokens together. The token at each position is then
+sampled from the model's logits as usual, with that position's own random number. As long as it equals the
+draft token, the logits after the draft token are those of the sequence itself, and the next token is sampled
+from them. So the tokens are the same as without speculation, for every kind of sampling. A wrong draft token
+costs only time.
 
-How many guesses are worth their time is measured. One more token in a step costs ``token_seconds``, in which
-the engine makes ``token_seconds * tokens_per_second`` tokens as it runs: a guess pays if it is right with a
-higher probability than that.
+The number of draft tokens that are worth their time is measured. One more token in a step costs
+``token_seconds``. In this time the engine would generate ``token_seconds * tokens_per_second`` tokens. A
+draft token pays off if its probability of being right is higher than that number.
 """
 
 from __future__ import annotations
@@ -22,29 +23,32 @@ from weakref import WeakKeyDictionary
 from quire.engine.sequence import Sequence
 
 _KEEP = 0.95
-"""Of the evidence on how often guesses are right, after a step."""
+"""Factor by which the weight of older measurements falls with each new one."""
 _PRIOR_TRIALS = 4.0
-"""What a new sequence's guesses are worth by those of all sequences, in trials of its own."""
+"""Weight of the acceptance rate of all sequences, in trials of a sequence's own."""
 _EXPLORE_EVERY = 64
-"""Every so many steps do the opposite, or what it would cost or bring stays unknown."""
+"""Number of steps after which one step does the opposite: it drafts only where no draft token pays off.
+
+Otherwise the costs and acceptance rates of the other choice would never be measured.
+"""
 
 
 class Wanted(NamedTuple):
-    """A sequence that is computed but for its last token, and how many tokens to guess for it."""
+    """A sequence that is computed except for its last token, and how many draft tokens to propose for it."""
 
     sequence: Sequence
     num_tokens: int
 
 
 class Proposer(Protocol):
-    """Guesses tokens."""
+    """Proposes draft tokens."""
 
     def propose(self, wanted: list[Wanted]) -> list[list[int]]:
-        """Return, for each sequence, the tokens that may come next: at most as many as wanted, or none."""
+        """Return draft tokens for each sequence: at most its ``num_tokens``, perhaps none."""
 
 
 class SpeculationCounts(NamedTuple):
-    """Guesses so far, and how many of them were right."""
+    """Number of draft tokens so far, and how many of them were accepted."""
 
     drafted: int
     accepted: int
@@ -52,23 +56,27 @@ class SpeculationCounts(NamedTuple):
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often guesses are right, forgetting the past little by little."""
+    """How often draft tokens are right, with exponentially falling weights for the past."""
 
     hits: float = 0.0
     trials: float = 0.0
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Note a verification: the first wrong guess hides those after it."""
+        """Record a verification; draft tokens after the first wrong one do not count as trials."""
         self.hits = _KEEP * self.hits + num_accepted
         self.trials = _KEEP * self.trials + min(num_accepted + 1, num_drafted)
 
     def rate(self, prior: float) -> float:
-        """Return the probability that a guess is right, if those before it are."""
+        """Return the probability that a draft token is right if those before it are.
+
+        Args:
+            prior: the probability that is assumed without any trials.
+        """
         return (self.hits + _PRIOR_TRIALS * prior) / (self.trials + _PRIOR_TRIALS)
 
 
 class StepCost:
-    """What one more token costs in a step: the slope of seconds over tokens, fitted to recent steps."""
+    """The cost of one more token in a step: the slope of seconds over tokens, fitted to recent steps."""
 
     def __init__(self) -> None:
         self.token_seconds = 0.0
@@ -76,7 +84,7 @@ class StepCost:
         self._variance = self._covariance = 0.0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Note a step's forward pass."""
+        """Record the tokens and seconds of a step's forward pass."""
         # A running fit (Welford's update) with exponentially falling weights.
         self._weight = _KEEP * self._weight + 1.0
         off_tokens, off_seconds = num_tokens - self._tokens, seconds - self._seconds
@@ -84,19 +92,19 @@ class StepCost:
         self._seconds += off_seconds / self._weight
         self._variance = _KEEP * self._variance + off_tokens * (num_tokens - self._tokens)
         self._covariance = _KEEP * self._covariance + off_tokens * (seconds - self._seconds)
-        # Steps of one size say nothing about another.
+        # The slope is undefined while all steps have the same number of tokens.
         if self._variance > 1.0:
             highest = self._seconds / self._tokens
             self.token_seconds = min(max(self._covariance / self._variance, 0.0), highest)
 
 
 class Speculator:
-    """Decides how many tokens to guess for which sequence, has them guessed, and learns from the outcome.
+    """Decides how many draft tokens each sequence gets, and measures how often they are right.
 
     Args:
-        proposer: guesses.
-        num_tokens: most guesses for one sequence in one step.
-        clock: for the cost of guesses; one that stands still makes them free.
+        proposer: proposes the draft tokens.
+        num_tokens: most draft tokens for one sequence in one step.
+        clock: returns seconds, to measure the cost of drafting; a constant clock makes drafting free.
     """
 
     def __init__(
@@ -110,12 +118,16 @@ class Speculator:
         self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._cost = StepCost()
         self._draft_seconds = 0.0
-        """Running mean of the time to guess one token."""
+        """Running mean of the seconds to propose one draft token."""
         self._tokens_per_second = 0.0
         self._num_steps = 0
 
     def propose(self, wanted: list[Wanted]) -> None:
-        """Guess at most the wanted numbers of tokens and leave them in the sequences."""
+        """Propose draft tokens and store them in the sequences' ``draft_token_ids``.
+
+        Args:
+            wanted: the sequences, and the most draft tokens for each.
+        """
         self._num_steps += 1
         lengths = [min(each.num_tokens, self._length(each.sequence)) for each in wanted]
         if self._num_steps % _EXPLORE_EVERY == 0:
@@ -133,12 +145,13 @@ class Speculator:
 
     def _note_draft(self, num_drafted: int, seconds: float) -> None:
         if num_drafted and self._tokens_per_second:
-            # Beyond this no guess pays, so how far beyond does not matter: a hiccup is soon forgotten.
+            # Above this limit no draft token pays off, so higher values are clipped. A single delay then
+            # affects the mean only for a few steps.
             longest = 2.0 / self._tokens_per_second
             self._draft_seconds = _mean(self._draft_seconds, min(seconds / num_drafted, longest))
 
     def _length(self, sequence: Sequence) -> int:
-        """Return how many guesses are each worth their time."""
+        """Return how many draft tokens of a sequence pay off."""
         least = (self._cost.token_seconds + self._draft_seconds) * self._tokens_per_second
         own = self._acceptance.get(sequence, Acceptance())
         rate = own.rate(self._all.rate(1.0))
@@ -149,14 +162,21 @@ class Speculator:
         return min(self._num_tokens, int(math.log(least) / math.log(rate)))
 
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Note how many of a sequence's guesses were right."""
+        """Record how many of a sequence's draft tokens were right."""
         self._acceptance.setdefault(sequence, Acceptance()).note(num_drafted, num_accepted)
         self._all.note(num_drafted, num_accepted)
         drafted, accepted = self.counts
         self.counts = SpeculationCounts(drafted + num_drafted, accepted + num_accepted)
 
     def stepped(self, num_tokens: int, num_drawn: int, forward_seconds: float, seconds: float) -> None:
-        """Note a step in which every sequence decoded: tokens computed and drawn, and its times."""
+        """Record a step in which every sequence decoded.
+
+        Args:
+            num_tokens: tokens that the step computed.
+            num_drawn: tokens that it sampled.
+            forward_seconds: time of its forward pass.
+            seconds: time of the whole step.
+        """
         self._cost.note(num_tokens, forward_seconds)
         if seconds > 0.0:
             self._tokens_per_second = _mean(self._tokens_per_second, num_drawn / seconds)

@@ -1,4 +1,4 @@
-"""Whether and how a worker guesses tokens; importing this loads no torch."""
+"""Whether and how a worker proposes draft tokens; importing this does not load torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 SPECULATIONS = ("off", "ngram", "draft")
 
 MAX_SPECULATIVE_TOKENS = 16
-"""All are computed, and of more than a few the last are seldom right."""
+"""Most draft tokens per step: all of them are computed, and the later ones are seldom right."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """How to guess the tokens that come next.
+    """How to propose draft tokens.
 
     Attributes:
-        kind: "ngram" looks for the last tokens earlier in the sequence, "draft" asks a smaller model.
-        num_tokens: most guesses for one sequence in one step.
+        kind: "off" proposes none, "ngram" looks for the last tokens earlier in the sequence, "draft" runs a
+            smaller model.
+        num_tokens: most draft tokens for one sequence in one step.
         draft_model: folder or hub id of the smaller model.
 
     Raises:

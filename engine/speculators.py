@@ -1,13 +1,11 @@
-"""Makes the speculator that a configuration asks for."""
+"""Makes the speculator that a configuration describes."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 
 from quire.engine.draft_proposer import DraftProposer
 from quire.engine.kv_memory import KvMemory
@@ -17,20 +15,24 @@ from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import HashBlock
 from quire.engine.speculation import Speculator
 from quire.engine.speculation_config import SpeculationConfig
+from quire.models.source import find_model
 
 
 class DraftModelError(ValueError):
-    """A draft model does not go with the model; the message says why."""
+    """The draft model does not fit the model; the message says why."""
 
 
 def load_draft_model(
     config: SpeculationConfig, model_path: str, model: LoadedModel, dtype: str, device: torch.device
 ) -> LoadedModel | None:
-    """Load the model that guesses, if one does.
+    """Load the draft model; return None if none is configured.
 
     Args:
+        config: names the draft model.
         model_path: folder or hub id of the model that verifies.
-        model: the same, loaded.
+        model: the loaded model that verifies.
+        dtype: "auto" or a key of ``DTYPES``.
+        device: the device to run the draft model on.
 
     Raises:
         DraftModelError: the draft model has another vocabulary.
@@ -57,14 +59,15 @@ def make_speculator(
     limits: SchedulerConfig,
     hash_block: HashBlock,
 ) -> Speculator | None:
-    """Return what guesses tokens for an engine; None if nothing does.
+    """Return the speculator of an engine; None if speculation is off.
 
     Args:
-        draft: the model that guesses, if one does.
+        config: the kind of speculation.
+        draft: the draft model, if there is one.
         model: the model that verifies.
-        memory: its KV blocks: the draft model gets as many, so that it runs out no earlier.
-        limits: of the engine's steps.
-        hash_block: names full blocks.
+        memory: the model's KV blocks; the draft model gets as many, so that it does not run out earlier.
+        limits: limits of the engine's steps.
+        hash_block: computes the hash of a full block.
     """
     if draft is not None:
         draft_memory = KvMemory(draft.kv_shape(limits.block_size), memory.num_blocks, memory.device)
@@ -84,8 +87,7 @@ def check_same_tokens(draft_model: str, model: str) -> None:
 
 
 def _read_tokens(model: str) -> tuple[Any, Any] | None:
-    folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
-    path = folder / "tokenizer.json"
+    path = find_model(model) / "tokenizer.json"
     if not path.exists():
         return None
     tokenizer = json.loads(path.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""What one forward call takes."""
+"""The input tensors of one forward call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class StepTensors(NamedTuple):
     Attributes:
         input_ids: int64 ``[num_tokens]``.
         positions: int64 ``[num_tokens]``.
-        logit_rows: int64 ``[num_logits]``, the tokens after which logits are wanted.
-        metadata: whose the tokens are, and where their keys and values go.
+        logit_rows: int64 ``[num_logits]``, indices of the tokens after which logits are needed.
+        metadata: the sequences of the tokens, and the slots for their keys and values.
     """
 
     input_ids: torch.Tensor
@@ -25,7 +25,7 @@ class StepTensors(NamedTuple):
     metadata: AttentionMetadata
 
     def to(self, device: torch.device) -> StepTensors:
-        """Copy to a device."""
+        """Return a copy of all tensors on a device."""
         metadata = self.metadata
         moved = AttentionMetadata(
             metadata.block_tables.to(device),

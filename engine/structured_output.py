@@ -1,88 +1,188 @@
 """Structured output: which tokens a JSON schema, a regular expression or a grammar allows next.
 
 llguidance, an optional package, compiles a format against the tokenizer's vocabulary and parses the output
-token by token. The parser's state follows from the output alone, so a sequence that was forked, preempted or
-resumed elsewhere goes on as it would have.
+token by token. The parser's state depends only on the output, so forking, preempting or resuming a sequence
+on another worker does not change its answer.
 """
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from time import thread_time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.engine.format_check import FormatChecker, FormatCheckError
+from quire.engine.output_format import (
+    BadFormatError,
+    OutputFormat,
+    compile_format,
+    first_line,
+    load_tokenizer,
+)
+from quire.engine.request_errors import RequestFailedError
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
-CACHE_SIZE = 64
-"""Compiled formats that a worker keeps."""
+CACHE_BYTES = 256 << 20
+"""Most bytes of compiled formats that a process caches, as measured when each was compiled."""
+MIN_CACHED_BYTES = 4 << 20
+"""Fewest bytes that a compiled format counts for, since its lexer grows while answers are generated."""
+MAX_REFUSED = 1024
+"""Most refused formats that a process remembers, so that it does not try them again."""
+MASK_SECONDS = 10.0
+"""Most seconds of processor time for the masks of one request: 1,000 masks of the slowest usual kind."""
 
-_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": " ?"}
-"""A model could else spend its tokens on blanks; a schema's ``x-guidance`` may say otherwise."""
-
-logger = logging.getLogger(__name__)
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-class OutputFormat(NamedTuple):
-    """A JSON schema, a regular expression that the whole answer matches, or a grammar in Lark's notation."""
-
-    kind: Literal["json_schema", "regex", "grammar"]
-    text: str
-
-
-class BadFormatError(ValueError):
-    """A format that cannot be compiled, in the compiler's words, or that no answer has."""
-
-
 class StructuredOutputUnavailableError(RuntimeError):
-    """This worker cannot compile formats; the message says what it lacks."""
+    """This process cannot compile formats; the message says what is missing."""
+
+
+class FormatFailedError(RequestFailedError):
+    """An answer cannot be continued in its format; a retry on another worker would fail too.
+
+    Attributes:
+        field: the format's field as the client sent it.
+        problem: what went wrong, to follow the field's name in a message.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class CompiledFormat:
+    """A compiled format. The sequences that follow it at the same time share its lexer.
+
+    The lexer remembers each state that any answer has reached. At ``max_lexer_states`` it fails for all
+    answers, even for those that need few states, and is replaced by a new one.
+    """
+
+    def __init__(self, output_format: OutputFormat, num_bytes: int, make: Callable[[], LLMatcher]) -> None:
+        self.output_format = output_format
+        self.num_bytes = num_bytes
+        self._make = make
+        self._first = make()
+
+    def start(self) -> LLMatcher:
+        """Return a matcher at the start of an answer."""
+        return self._first.deep_copy()
+
+    def restart(self) -> LLMatcher | None:
+        """Replace a lexer that has failed; return a matcher at the start, or None if the lexer works."""
+        matcher = self.start()
+        matcher.compute_bitmask()
+        if not matcher.is_error():
+            return None
+        self._first = self._make()
+        return self.start()
+
+
+@dataclass(slots=True)
+class MaskTime:
+    """Processor time in seconds that the masks of all sequences of one request have taken."""
+
+    seconds: float = 0.0
 
 
 class GrammarMatcher:
-    """Follows one sequence's output through a compiled format.
+    """Follows one sequence's output through a compiled format."""
 
-    A format that proves too complex half-way, or an output that has left it, allows end-of-sequence tokens
-    alone: the answer ends there, and the log has the reason.
-    """
-
-    def __init__(self, matcher: LLMatcher, num_prompt_tokens: int, vocab_size: int, ends: list[int]) -> None:
+    def __init__(
+        self,
+        compiled: CompiledFormat,
+        matcher: LLMatcher,
+        num_prompt_tokens: int,
+        num_followed: int,
+        time: MaskTime,
+        vocab_size: int,
+        ends: list[int],
+    ) -> None:
+        self._compiled = compiled
         self._matcher = matcher
-        self._num_followed = num_prompt_tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_followed = num_followed
+        self._time = time
         self._vocab_size = vocab_size
         self._ends = ends
 
     def allowed(self, token_ids: list[int]) -> Mask:
-        """Return which tokens may follow a sequence, ``[vocab_size]``; it only ever grows between calls."""
-        # A complete output has stopped the parser; min_tokens may draw further end-of-sequence tokens.
-        if not self._matcher.is_stopped():
-            self._matcher.consume_tokens(token_ids[self._num_followed :])
+        """Return the boolean mask ``[vocab_size]`` of tokens that may follow.
+
+        Args:
+            token_ids: prompt and output; between calls tokens may only be appended.
+
+        Raises:
+            FormatFailedError: the format is too complex, or the answer does not match it.
+        """
+        begin = thread_time()
+        mask = self._follow(token_ids, self._num_followed)
+        if self._matcher.is_error() and (fresh := self._compiled.restart()) is not None:
+            self._matcher = fresh
+            mask = self._follow(token_ids, self._num_prompt_tokens)
         self._num_followed = len(token_ids)
+        self._time.seconds += thread_time() - begin
+        if self._matcher.is_error():
+            raise self._failed(len(token_ids), first_line(self._matcher.get_error()))
+        if self._time.seconds > MASK_SECONDS:
+            raise self._failed(len(token_ids), f"its masks took more than {MASK_SECONDS:g} s")
+        return mask
+
+    def _follow(self, token_ids: list[int], start: int) -> Mask:
+        """Parse the tokens from ``start`` on; return the mask of tokens that may follow.
+
+        In case of an error the mask has no meaning.
+        """
+        for token_id in token_ids[start:]:
+            # A complete output stops the parser. With min_tokens, further tokens may still be sampled.
+            if self._matcher.is_stopped():
+                break
+            self._matcher.consume_token(token_id)
+        mask = np.zeros(self._vocab_size, dtype=np.bool_)
         if not self._matcher.is_stopped():
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            if not self._matcher.is_error():
-                unpacked = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
-                return unpacked.astype(np.bool_)
-        if self._matcher.is_error():
-            logger.warning("a structured answer ends early: %s", self._matcher.get_error().split("\n", 1)[0])
-        mask = np.zeros(self._vocab_size, dtype=np.bool_)
+            return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
         mask[self._ends] = True
         return mask
 
+    def _failed(self, num_tokens: int, reason: str) -> FormatFailedError:
+        num_written = num_tokens - self._num_prompt_tokens
+        return FormatFailedError(
+            f"format.{self._compiled.output_format.kind}",
+            f"cannot be continued after {num_written} tokens of the answer: {reason}",
+        )
+
     def copy(self) -> GrammarMatcher:
-        """Return a matcher that goes its own way from here."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._num_followed, self._vocab_size, self._ends)
+        """Return an independent copy of the matcher, which shares the request's mask time."""
+        return GrammarMatcher(
+            self._compiled,
+            self._matcher.deep_copy(),
+            self._num_prompt_tokens,
+            self._num_followed,
+            self._time,
+            self._vocab_size,
+            self._ends,
+        )
 
 
 class GrammarCompiler:
     """Compiles formats for one model; safe to call from any thread.
 
+    A new format is first tried in another process (``format_check``). Accepted formats stay in a cache as
+    long as there is room, and refused ones are remembered, so that a format is usually tried only once.
+
     Args:
-        read_tokenizer: returns the text of the model's ``tokenizer.json``; called once, when first needed.
+        read_tokenizer: returns the text of the model's ``tokenizer.json``; called when first needed.
         vocab_size: size of the model's logits.
         eos_token_ids: tokens that end a complete answer.
     """
@@ -93,49 +193,100 @@ class GrammarCompiler:
         self._read_tokenizer = read_tokenizer
         self._vocab_size = vocab_size
         self._ends = sorted(eos_token_ids)
-        self._cached_matcher = lru_cache(CACHE_SIZE)(self._compile)
+        self._checker = FormatChecker(self._setup)
+        self._compiling = threading.Lock()
+        self._known = threading.Lock()
+        """Lock of the two caches, which is held only briefly."""
+        self._compiled: OrderedDict[bytes, CompiledFormat] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+
+    @property
+    def num_cached_bytes(self) -> int:
+        """Bytes that the cached formats count for, at least ``MIN_CACHED_BYTES`` each."""
+        return sum(max(each.num_bytes, MIN_CACHED_BYTES) for each in self._compiled.values())
 
     def compile(self, output_format: OutputFormat, num_prompt_tokens: int) -> GrammarMatcher:
-        """Return a matcher for a new sequence; it may take seconds.
+        """Return a matcher for a new sequence. This may take seconds if the format is not cached.
 
         Raises:
-            BadFormatError: the format is not valid.
+            BadFormatError: the format is not valid, or takes too much time or memory.
             StructuredOutputUnavailableError: llguidance is not installed, or cannot be used with the model.
         """
-        matcher = self._cached_matcher(output_format).deep_copy()
-        return GrammarMatcher(matcher, num_prompt_tokens, self._vocab_size, self._ends)
-
-    def _compile(self, output_format: OutputFormat) -> LLMatcher:
-        tokenizer = self._tokenizer
-        from llguidance import LLMatcher
-
-        read: dict[str, Callable[[str], str]] = {
-            "json_schema": partial(LLMatcher.grammar_from_json_schema, defaults=_JSON_DEFAULTS),
-            "regex": LLMatcher.grammar_from_regex,
-            "grammar": LLMatcher.grammar_from_lark,
-        }
-        try:
-            grammar = read[output_format.kind](output_format.text)
-        except ValueError as error:
-            raise BadFormatError(str(error)) from error
-        matcher = LLMatcher(tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise BadFormatError(matcher.get_error().strip())
-        first = matcher.deep_copy()
-        first.compute_bitmask()
-        if first.is_error():
-            raise BadFormatError("no answer has this form, not even an empty one")
+        matcher = self.compiled(output_format, num_prompt_tokens)
+        if matcher is not None:
+            return matcher
+        with self._compiling:
+            if (matcher := self.compiled(output_format, num_prompt_tokens)) is None:
+                matcher = self._start(self._compile(output_format), num_prompt_tokens)
         return matcher
+
+    def compiled(self, output_format: OutputFormat, num_prompt_tokens: int) -> GrammarMatcher | None:
+        """Return a matcher for a new sequence if the format is cached, else None. This never blocks for long.
+
+        Raises:
+            BadFormatError: the format was refused before.
+        """
+        key = _key(output_format)
+        with self._known:
+            if (problem := self._refused.get(key)) is not None:
+                raise BadFormatError(problem)
+            if (compiled := self._compiled.get(key)) is None:
+                return None
+            self._compiled.move_to_end(key)
+        return self._start(compiled, num_prompt_tokens)
+
+    def close(self) -> None:
+        """End the process that tries formats."""
+        self._checker.close()
+
+    def _start(self, compiled: CompiledFormat, num_prompt_tokens: int) -> GrammarMatcher:
+        return GrammarMatcher(
+            compiled,
+            compiled.start(),
+            num_prompt_tokens,
+            num_prompt_tokens,
+            MaskTime(),
+            self._vocab_size,
+            self._ends,
+        )
+
+    def _compile(self, output_format: OutputFormat) -> CompiledFormat:
+        tokenizer, key = self._tokenizer, _key(output_format)
+        try:
+            num_bytes = self._checker.check(output_format)
+            compiled = CompiledFormat(
+                output_format, num_bytes, lambda: compile_format(tokenizer, output_format)
+            )
+        except BadFormatError as error:
+            with self._known:
+                self._refused[key] = str(error)
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
+            raise
+        except FormatCheckError as error:
+            raise StructuredOutputUnavailableError(str(error)) from error
+        with self._known:
+            self._compiled[key] = compiled
+            while self.num_cached_bytes > CACHE_BYTES and len(self._compiled) > 1:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _setup(self) -> tuple[str, int, list[int]]:
+        return self._read_tokenizer(), self._vocab_size, self._ends
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        # Imported late: the package is optional, and most workers never need it.
-        try:
-            from llguidance import LLTokenizer
-        except ImportError as error:
-            raise StructuredOutputUnavailableError(
-                "structured output needs llguidance on every worker: pip install quire[structured]"
-            ) from error
+        # The tokenizer is loaded on first use: the package is optional, and most workers never need it.
         if not self._ends:
             raise StructuredOutputUnavailableError("structured output needs a model that can end an answer")
-        return LLTokenizer(self._read_tokenizer(), n_vocab=self._vocab_size, eos_token=self._ends)
+        try:
+            return load_tokenizer(*self._setup())
+        except ImportError as error:
+            raise StructuredOutputUnavailableError(
+                "structured output needs the extra 'structured' on every worker: "
+                "pip install 'quire-llm[structured]', or in a clone .venv/bin/pip install -e '.[structured]'"
+            ) from error
+
+
+def _key(output_format: OutputFormat) -> bytes:
+    return hashlib.sha256("\n".join(output_format).encode(errors="surrogatepass")).digest()

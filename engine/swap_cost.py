@@ -1,34 +1,38 @@
-"""What it costs to bring a preempted group back: measured, not guessed."""
+"""Measures what it costs to give a preempted group its blocks back, by copying or by recomputing."""
 
 from __future__ import annotations
 
 _FIRST_COPY_BYTES_PER_SECOND = 2e9
-"""Assumed until the first swap has been measured."""
+"""Speed of copies that is assumed until the first swap has been measured."""
 _MIN_TOKENS = 32
-"""Steps with fewer tokens say little about computing a prompt again."""
+"""Fewest tokens of a step that is measured; smaller steps say little about recomputing a prompt."""
 _WEIGHT = 0.2
-"""Of the latest measurement in the running mean."""
+"""Weight of the latest measurement in the running mean."""
 
 
 class SwapCost:
-    """Running means of the time to compute a token and to copy a block."""
+    """Keeps running means of the time to compute a token and of the time to copy a block.
+
+    Args:
+        block_bytes: bytes of a block.
+    """
 
     def __init__(self, block_bytes: int) -> None:
         self._block_seconds = block_bytes / _FIRST_COPY_BYTES_PER_SECOND
         self._token_seconds = 0.0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Note a forward pass."""
+        """Record the tokens and seconds of a forward pass."""
         if num_tokens >= _MIN_TOKENS:
             self._token_seconds = _mean(self._token_seconds, seconds / num_tokens)
 
     def swapped(self, num_blocks: int, seconds: float) -> None:
-        """Note blocks that were copied between pool and host."""
+        """Record how many blocks were copied between pool and host, and in how many seconds."""
         if num_blocks:
             self._block_seconds = _mean(self._block_seconds, seconds / num_blocks)
 
     def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether copying blocks out and back is faster than computing the tokens again."""
+        """Return whether copying the blocks out and back is faster than recomputing the tokens."""
         return 2 * num_blocks * self._block_seconds < num_tokens * self._token_seconds
 
 

@@ -1,4 +1,4 @@
-"""The ledger of host blocks, where preempted groups wait."""
+"""The ledger of host blocks, which hold the content of preempted groups and of the host cache."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class SwapSpace:
-    """Host blocks, each of one owner.
+    """Allocates host blocks, each to one owner.
 
-    A block that is copied back is free only after the step that copies it: within the step another group's
-    block could be copied over it first.
+    A host block that is copied back to the pool becomes free only after the step that copies it. Otherwise
+    the same step could overwrite it with another group's block before that copy.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -19,24 +19,24 @@ class SwapSpace:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now."""
+        """Number of blocks that can be allocated now."""
         return len(self._free)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take blocks; the caller has looked at ``num_free``."""
+        """Take blocks and return their ids; the caller has checked ``num_free``."""
         taken = self._free[:num_blocks]
         del self._free[:num_blocks]
         return taken
 
     def free(self, host_ids: Sequence[int]) -> None:
-        """Give blocks back."""
+        """Give blocks back; they can be allocated immediately."""
         self._free += host_ids
 
     def free_after_step(self, host_ids: Sequence[int]) -> None:
-        """Give blocks back when the present step has copied them."""
+        """Give blocks back once the current step has copied them."""
         self._freed_after_step += host_ids
 
     def step_done(self) -> None:
-        """Note that the step's copies have been made."""
+        """Free the blocks that the step has copied."""
         self._free += self._freed_after_step
         self._freed_after_step.clear()

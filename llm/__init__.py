@@ -1,7 +1,8 @@
-"""The engine for scripts: prompts in, answers out, in this process."""
+"""The offline interface: generates answers to prompts in this process, without servers."""
 
 from __future__ import annotations
 
+from quire.llm.errors import RequestsFailedError
 from quire.llm.llm import LLM
 from quire.llm.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from quire.llm.params import BeamSearchParams, SamplingParams
@@ -14,6 +15,7 @@ __all__ = [
     "EngineStats",
     "Logprob",
     "RequestOutput",
+    "RequestsFailedError",
     "SamplingParams",
     "StructuredOutputsParams",
 ]

@@ -1,4 +1,4 @@
-"""Keeps Ctrl-C out of the middle of a step, where it would leave blocks that nobody owns."""
+"""Delays Ctrl-C until the end of a step; in the middle of one it would leak blocks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold the first Ctrl-C back until the block has ended; a second one comes through at once."""
+    """Delay the first Ctrl-C until the context ends; a second one interrupts at once."""
     previous = signal.getsignal(signal.SIGINT)
-    # Python runs handlers in the main thread alone; None is a handler that C code installed.
+    # Python runs handlers only in the main thread; None means that C code installed the handler.
     if current_thread() is not main_thread() or previous is None:
         yield
         return

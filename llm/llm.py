@@ -1,4 +1,4 @@
-"""The engine for scripts: one object, in one thread; the names are those of vLLM."""
+"""The offline interface ``LLM``, for use from one thread; its names are those of vLLM."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any, TypeVar
 import torch
 
 from quire.engine import sequence as engine_types
+from quire.engine.dead_ends import dead_end
 from quire.engine.device import choose_device, default_num_blocks
 from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
 from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.limits import contradiction
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import DTYPES, KV_CACHE_DTYPES, load_model
+from quire.engine.output_format import BadFormatError
 from quire.engine.sampling_params import SamplingParams as EngineSamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.speculation import SpeculationCounts
 from quire.engine.speculation_config import SpeculationConfig
 from quire.engine.speculators import load_draft_model, make_speculator
-from quire.engine.structured_output import BadFormatError, GrammarCompiler, GrammarMatcher
+from quire.engine.structured_output import GrammarCompiler, GrammarMatcher
 from quire.kvindex.block_hash import block_hash
+from quire.llm.errors import RequestsFailedError
 from quire.llm.interrupt import uninterrupted
 from quire.llm.outputs import EngineStats, RequestOutput
 from quire.llm.params import BeamSearchParams, SamplingParams
@@ -34,7 +38,7 @@ from quire.tokenization.tokenizer import Tokenizer, load_model_files
 DEFAULT_SWAP_BYTES = 64 << 20
 
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
-"""One prompt or several, each a text or its token ids."""
+"""One prompt or several prompts, each a text or its token ids."""
 
 Conversation = Sequence[Mapping[str, str]]
 """Messages, each with ``role`` and ``content``."""
@@ -43,26 +47,26 @@ P = TypeVar("P")
 
 
 class LLM:
-    """A model that answers many prompts at once, over paged KV blocks with a prefix cache.
+    """A model that answers many prompts together, over paged KV blocks with a prefix cache.
 
-    Use it from one thread. Ctrl-C ends all requests and leaves it ready for the next.
+    Use it from one thread. Ctrl-C ends all requests; afterwards the object can be used again.
 
     Args:
-        model: a folder or hub id; None is the bundled demo model.
-        device: "auto" (a GPU where there is one), "cpu" or "cuda".
+        model: a folder or hub id; None means the bundled demo model.
+        device: "auto" (a GPU if there is one), "cpu" or "cuda".
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         kv_cache_dtype: "auto" (the model's dtype), "fp8" or "int8".
         block_size: tokens in a KV block.
-        kv_memory_bytes: size of the block pool; unless given, 256 MiB, and of a GPU 80 % of what is free.
-        num_blocks: the same in blocks.
-        swap_space_bytes: where requests wait that gave their blocks to others; 0 computes them again.
+        kv_memory_bytes: size of the block pool; by default 256 MiB, or 80 % of the free memory of a GPU.
+        num_blocks: size of the block pool in blocks, instead of ``kv_memory_bytes``.
+        swap_space_bytes: memory for the blocks of preempted requests; with 0 they are recomputed.
         max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most tokens in a step.
-        max_model_len: most tokens of prompt and answer; None is what model and pool allow.
-        speculation: "off", "ngram" or "draft": how to guess tokens, several of which a step then verifies.
-        num_speculative_tokens: most guesses for one sequence in a step.
-        draft_model: folder or hub id of the model of "draft".
-        threads: of a step; None leaves it to torch.
+        max_model_len: most tokens of prompt and answer; None means as many as model and pool allow.
+        speculation: "off", "ngram" or "draft": where draft tokens come from, which a step then verifies.
+        num_speculative_tokens: most draft tokens for one sequence in a step.
+        draft_model: folder or hub id of the draft model, for "draft".
+        threads: number of threads of a step; None leaves the number to torch.
 
     Raises:
         UnsupportedModelError: the architecture cannot run over paged blocks.
@@ -128,18 +132,19 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine.
+        """The engine that runs the model.
 
         Raises:
-            RuntimeError: it is closed.
+            RuntimeError: this object is closed.
         """
         if self._engine is None:
             raise RuntimeError("this LLM is closed: make a new one")
         return self._engine
 
     def close(self) -> None:
-        """Give back the memory of model and blocks; nothing can be generated any more."""
+        """Free the memory of the model and the blocks; the object cannot generate afterwards."""
         self._engine = None
+        self._grammars.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -148,7 +153,7 @@ class LLM:
         self.close()
 
     def stats(self) -> EngineStats:
-        """Return the counts since the start, and the block pool as it is now."""
+        """Return the counts since the start, and the present state of the block pool."""
         counts, preemptions = self.engine.pool.counts, self.engine.scheduler.preemptions
         speculator = self.engine.speculator
         guesses = speculator.counts if speculator else SpeculationCounts(0, 0)
@@ -174,15 +179,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer prompts, in their order.
+        """Answer prompts; return one output for each, in their order.
 
         Args:
-            sampling_params: for all, or one for each; None is ``SamplingParams()``.
+            sampling_params: one object for all prompts, or one for each; None means ``SamplingParams()``.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
             ValueError: a prompt or parameter can never be served; nothing has been computed.
-            StructuredOutputUnavailableError: a form was asked for, and llguidance is not installed.
+            RequestsFailedError: some prompts have no answer; the error has the answers of the others.
+            StructuredOutputUnavailableError: structured output was requested without llguidance installed.
         """
         return self._generate(self._encode(prompts), sampling_params, use_tqdm)
 
@@ -192,7 +198,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; otherwise as ``generate``.
+        """Answer one conversation or several; the rest is as in ``generate``.
 
         Raises:
             ChatTemplateError: the model's template refuses a conversation.
@@ -202,7 +208,7 @@ class LLM:
             raise ValueError("the model has no chat template: use generate")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [self._chat_template.render(conversation) for conversation in conversations]
-        # The template writes the special tokens.
+        # The template already contains the special tokens.
         prompts = map(Prompt, texts, self.tokenizer.encode_batch(texts, add_special_tokens=False))
         return self._generate(list(prompts), sampling_params, use_tqdm)
 
@@ -212,10 +218,11 @@ class LLM:
         params: BeamSearchParams | Sequence[BeamSearchParams],
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Search for the most probable answers to prompts; each request's are ordered, the best first.
+        """Find the most probable answers to prompts by beam search; each output has the best first.
 
         Raises:
             ValueError: a prompt can never be served; nothing has been computed.
+            RequestsFailedError: some prompts have no answer; the error has the answers of the others.
         """
         given = self._encode(prompts)
         requests = [
@@ -256,9 +263,20 @@ class LLM:
                 each.logprobs is not None,
             )
             request = self._request(at, prompt, sampling, options)
+            stops = self.engine.model.eos_token_ids | sampling.stop_token_ids
+            vocab_size = self.engine.model.vocab_size
+            constraint = contradiction(
+                vocab_size, sampling.allowed_token_ids, sampling.bad_words, stops, sampling.min_tokens
+            )
+            if constraint is not None:
+                problem = "leaves no token that the other constraints allow"
+                raise ValueError(f"sampling_params[{at}].{constraint} {problem}")
             if each.structured_outputs is not None:
                 grammar = self._compile(at, each.structured_outputs, len(prompt.token_ids))
-                request.sequence.logits_rules = LogitsRules(sampling, len(prompt.token_ids), grammar)
+                rules = LogitsRules(sampling, len(prompt.token_ids), grammar)
+                request.sequence.logits_rules = rules
+                if (error := dead_end(rules, prompt.token_ids, vocab_size, stops)) is not None:
+                    raise ValueError(f"sampling_params[{at}].{error}")
             requests.append(request)
         return self._run(requests, use_tqdm)
 
@@ -276,7 +294,7 @@ class LLM:
         return Request(prompt, sequence, options, self.tokenizer)
 
     def _num_left(self, at: int, prompt: Prompt) -> int:
-        """Return how many tokens may follow a prompt."""
+        """Return how many tokens may follow a prompt; raise ValueError if there is no room for any."""
         num_tokens, limit = len(prompt.token_ids), self.engine.max_model_len - 1
         if not 1 <= num_tokens <= limit:
             raise ValueError(
@@ -298,7 +316,7 @@ class LLM:
             raise ValueError(f"sampling_params[{at}].structured_outputs: {error}") from error
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of words, as they begin a text and as they follow a space."""
+        """Return the tokens of words, both at the beginning of a text and after a space."""
         texts = [form for word in words for form in (word.lstrip(), f" {word.lstrip()}")]
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return tuple(dict.fromkeys(map(tuple, encoded)))
@@ -320,7 +338,11 @@ class LLM:
                 for request_id in by_id:
                     engine.abort(request_id)
         self._count(requests)
-        return [request.output() for request in requests]
+        outputs = [request.output() for request in requests if request.error is None]
+        if len(outputs) < len(requests):
+            good = iter(outputs)
+            raise RequestsFailedError([request.error or next(good) for request in requests])
+        return outputs
 
     def _add(self, requests: list[Request]) -> None:
         for at, request in enumerate(requests):
@@ -352,7 +374,7 @@ def _are_token_ids(prompts: Prompts) -> bool:
 
 
 def _paired(prompts: list[Prompt], params: P | Sequence[P]) -> list[tuple[Prompt, P]]:
-    """Return each prompt with its parameters."""
+    """Return each prompt with its parameters; raise ValueError if their numbers differ."""
     each: Any = params if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise ValueError(f"there are {len(prompts)} prompts, but parameters for {len(each)}")

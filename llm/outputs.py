@@ -1,4 +1,4 @@
-"""What comes back; the names are those of vLLM."""
+"""The results of ``LLM``; their names are those of vLLM."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple
 
 
 class Logprob(NamedTuple):
-    """One candidate at one position.
+    """The logprob of one token at one position.
 
     Attributes:
-        logprob: natural logarithm of its probability, of the model's own distribution.
-        rank: 1 for the most probable token; None if it is not among those asked for.
-        decoded_token: its text.
+        logprob: natural logarithm of the token's probability in the model's own distribution.
+        rank: 1 for the most probable token; None if the token is not among the top tokens asked for.
+        decoded_token: the token's text.
     """
 
     logprob: float
@@ -22,16 +22,16 @@ class Logprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer.
+    """One answer to a prompt.
 
     Attributes:
-        index: which of the request's answers it is.
-        text: without the stop string, if one ended it.
-        token_ids: what was generated, the stop token or the stop string's tokens included.
+        index: index of the answer among those of its request.
+        text: the answer's text, without the stop string unless ``include_stop_str_in_output`` is set.
+        token_ids: the generated tokens, including the stop token or the tokens of the stop string.
         finish_reason: "stop" (the model's end, a stop token, a stop string) or "length".
-        stop_reason: the stop string or stop token that ended it; None at the model's own end.
+        stop_reason: the stop string or stop token that ended the answer; None at the model's own end.
         cumulative_logprob: sum over the tokens; None if neither logprobs nor ``best_of`` were asked for.
-        logprobs: for each token, it and the most probable ones by id.
+        logprobs: for each position, the logprobs of the generated token and of the top tokens, by id.
     """
 
     index: int
@@ -48,10 +48,11 @@ class RequestOutput:
     """A prompt and its answers.
 
     Attributes:
-        prompt: its text; None if it was given as token ids.
-        outputs: in the order of their index; those of a beam search or of ``best_of``, the best first.
-        num_cached_tokens: how many of its tokens were found in the prefix cache.
-        prompt_logprobs: for each prompt token, it and the most probable ones; the first has no logprobs.
+        prompt: the prompt's text; None if it was given as token ids.
+        outputs: the answers in the order of their index; those of a beam search or ``best_of``, best first.
+        num_cached_tokens: number of prompt tokens that were found in the prefix cache.
+        prompt_logprobs: for each prompt position, the logprobs of its token and of the top tokens, by id;
+            None for the first position.
     """
 
     prompt: str | None
@@ -62,14 +63,14 @@ class RequestOutput:
 
 
 class EngineStats(NamedTuple):
-    """Counts since the start, and the block pool as it is now.
+    """Counts since the start, and the present state of the block pool.
 
     Attributes:
-        num_cached_tokens: of the prompt tokens, those that were not computed.
-        num_swapped: how often a request gave up its blocks for others, and had them copied back.
-        num_recomputed: how often they were computed again instead.
-        num_draft_tokens: guessed tokens.
-        num_accepted_tokens: of those, the right ones.
+        num_cached_tokens: prompt tokens that were found in the prefix cache and not computed.
+        num_swapped: preemptions after which the request's blocks were copied back.
+        num_recomputed: preemptions after which the request's blocks were recomputed.
+        num_draft_tokens: draft tokens that were proposed.
+        num_accepted_tokens: draft tokens that were accepted.
     """
 
     num_requests: int

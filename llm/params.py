@@ -1,4 +1,4 @@
-"""What a script may ask for; names and defaults are those of vLLM."""
+"""The parameters of requests; names and defaults are those of vLLM."""
 
 from __future__ import annotations
 
@@ -9,37 +9,44 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine import sampling_params as engine
-from quire.engine.limits import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_SEQUENCES
+from quire.engine.limits import (
+    MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    MAX_TEMPERATURE,
+)
 from quire.llm.structured import StructuredOutputsParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw an answer and when to end it.
+    """How to sample answers and when to end them.
 
     Attributes:
-        n: answers to each prompt; number i draws what a request alone would draw with ``seed + i``.
-        best_of: draw this many, and return the ``n`` with the highest cumulative logprobs, the best first.
-        temperature: 0 takes the most probable token, and so does anything below 0.00001.
-        top_k: 0 or -1 is off.
-        seed: None draws one.
+        n: answers to each prompt. Answer i equals that of a separate request with ``seed + i``.
+        best_of: number of answers to sample, of which the ``n`` with the highest cumulative logprobs are
+            returned, best first.
+        temperature: 0, or any value below 0.00001, takes the most probable token; at most 1,000,000.
+        top_k: number of most probable tokens to sample from; 0 or -1 is off.
+        seed: seed of sampling; None chooses a random one.
         stop: strings that end an answer; they are not part of its text.
-        include_stop_str_in_output: let the text end with the stop string.
+        include_stop_str_in_output: whether the text ends with the stop string.
         stop_token_ids: tokens that end an answer, as its last token.
-        ignore_eos: go on after the model's own end.
-        max_tokens: None goes on to the model's length.
-        min_tokens: nothing ends an answer before.
+        ignore_eos: whether to continue after the model's end-of-sequence tokens.
+        max_tokens: most tokens to generate; None means up to the model's length.
+        min_tokens: fewest tokens before a stop condition applies.
         logprobs: how many of the most probable tokens to report at each position of the answer.
-        prompt_logprobs: how many to report at each position of the prompt.
-        presence_penalty: subtracted from the logits of tokens that the answer has.
-        frequency_penalty: subtracted from a token's logit for each time that the answer has it.
-        repetition_penalty: divides the logits of tokens that the prompt or the answer has.
-        logit_bias: added to the logits of tokens.
-        allowed_token_ids: the only tokens that may be drawn; empty allows all.
+        prompt_logprobs: how many of them to report at each position of the prompt.
+        presence_penalty: subtracted from the logits of tokens that the answer already contains.
+        frequency_penalty: subtracted from a token's logit for each occurrence in the answer so far.
+        repetition_penalty: divides the logits of tokens that the prompt or the answer contains.
+        logit_bias: amounts to add to the logits of tokens, by token id.
+        allowed_token_ids: the only tokens that may be sampled; empty allows all.
         bad_words: texts that are never generated.
-        kv_budget_tokens: keep the keys and values of this many tokens once the prompt is computed, three
-            blocks at least: an approximation.
-        structured_outputs: the form that the answer must have; needs ``quire[structured]``.
+        kv_budget_tokens: keep the keys and values of only this many tokens after the prompt, at least three
+            blocks; the answer is an approximation.
+        structured_outputs: the format that the answer must have; needs the extra ``structured``.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the limit.
@@ -74,8 +81,8 @@ class SamplingParams:
         _check("n", self.n, 1 <= self.n <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}")
         is_best_of = self.best_of is None or self.n <= self.best_of <= MAX_SEQUENCES
         _check("best_of", self.best_of, is_best_of, f"from n = {self.n} to {MAX_SEQUENCES}")
-        is_warm = math.isfinite(self.temperature) and self.temperature >= 0
-        _check("temperature", self.temperature, is_warm, "finite and at least 0")
+        is_warm = 0 <= self.temperature <= MAX_TEMPERATURE
+        _check("temperature", self.temperature, is_warm, f"from 0 to {MAX_TEMPERATURE:.0f}")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _check("top_k", self.top_k, self.top_k >= -1, "at least 1, or 0 or -1 for off")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
@@ -100,13 +107,13 @@ class SamplingParams:
         _check("bad_words", self.bad_words, are_words, "texts that are not blank")
         is_budget = self.kv_budget_tokens is None or self.kv_budget_tokens >= 1
         _check("kv_budget_tokens", self.kv_budget_tokens, is_budget, "at least three blocks")
-        # The end of a form is an end-of-sequence token.
+        # An answer with a format ends with an end-of-sequence token.
         can_end = self.structured_outputs is None or not self.ignore_eos
         _check("ignore_eos", self.ignore_eos, can_end, "False with structured_outputs")
 
     @property
     def num_best(self) -> int | None:
-        """How many of the answers drawn are returned; None returns all, in the order of their seeds."""
+        """How many of the sampled answers are returned; None returns all, in the order of their seeds."""
         return self.n if self.best_of is not None and self.best_of > self.n else None
 
     @property
@@ -116,16 +123,16 @@ class SamplingParams:
 
     @property
     def named_token_ids(self) -> dict[str, Collection[int]]:
-        """The tokens that each field names."""
+        """The token ids in each field that contains token ids."""
         names = ("stop_token_ids", "logit_bias", "allowed_token_ids")
         return {name: getattr(self, name) for name in names}
 
     def to_engine(self, num_left: int, bad_words: tuple[tuple[int, ...], ...]) -> engine.SamplingParams:
-        """Return what the engine takes.
+        """Return the engine's parameters for these.
 
         Args:
-            num_left: the model's length less the prompt's.
-            bad_words: their tokens.
+            num_left: the model's length minus the prompt's.
+            bad_words: the token ids of the bad words.
 
         Raises:
             ValueError: there is less room than ``min_tokens``.
@@ -145,7 +152,7 @@ class SamplingParams:
             ignore_eos=self.ignore_eos,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            # The best answers are found by the logprobs of their tokens.
+            # ``best_of`` ranks answers by the logprobs of their tokens.
             num_logprobs=0 if self.logprobs is None and self.num_best else self.logprobs,
             num_prompt_logprobs=self.prompt_logprobs,
             kv_budget_tokens=self.kv_budget_tokens,
@@ -160,13 +167,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How to search for the most probable answers.
+    """The parameters of a beam search.
 
     Attributes:
-        beam_width: beams, and answers.
-        length_penalty: an answer's score is its logprob divided by its length to this power.
-        early_stopping: True ends with ``beam_width`` finished answers, False when the present beams are
-            unlikely to beat them, "never" when they cannot.
+        beam_width: number of beams and of answers.
+        length_penalty: an answer's score is its logprob divided by its length to this power, from -10 to 10.
+        early_stopping: True ends the search with ``beam_width`` finished answers, False when the present
+            beams
+            are unlikely to beat them, "never" when the beams cannot beat them.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the limit.
@@ -182,12 +190,14 @@ class BeamSearchParams:
         is_in_range = 2 <= self.beam_width <= MAX_SEQUENCES
         _check("beam_width", self.beam_width, is_in_range, f"from 2 to {MAX_SEQUENCES}")
         _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
-        _check("length_penalty", self.length_penalty, math.isfinite(self.length_penalty), "finite")
+        is_power = -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY
+        limits = f"from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+        _check("length_penalty", self.length_penalty, is_power, limits)
         is_known = self.early_stopping in (True, False, "never")
         _check("early_stopping", self.early_stopping, is_known, "True, False or 'never'")
 
     def to_engine(self, num_left: int) -> engine.SamplingParams:
-        """Return what the engine takes, for a prompt that leaves room for ``num_left`` tokens."""
+        """Return the engine's parameters, for a prompt that leaves room for ``num_left`` tokens."""
         beam = engine.BeamParams(self.beam_width, self.length_penalty, self.early_stopping)
         return engine.SamplingParams(
             temperature=0.0,
@@ -198,7 +208,7 @@ class BeamSearchParams:
 
 
 def _are_texts(texts: Any) -> bool:
-    # A lone str is a sequence too, of its letters.
+    # A str is also a sequence of texts, namely of its characters, so refuse it explicitly.
     return not isinstance(texts, str) and all(isinstance(text, str) and text for text in texts)
 
 

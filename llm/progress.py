@@ -1,4 +1,4 @@
-"""The progress bar of a batch: requests done, tokens a second."""
+"""The progress bar of a batch: finished requests and tokens per second."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Advance = Callable[[int, int], None]
-"""Takes how many requests have ended and how many tokens have come since the last call."""
+"""Takes the number of requests that ended and of tokens generated since the last call."""
 
 
 @contextmanager
 def progress_bar(num_requests: int, is_shown: bool) -> Iterator[Advance]:
-    """Show a bar on stderr while the context lasts."""
+    """Show a progress bar on stderr inside the context, and yield the function that advances it."""
     columns = (
         TextColumn("generating"),
         BarColumn(),

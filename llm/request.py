@@ -1,10 +1,11 @@
-"""One request on its way: from the engine's updates to its answers."""
+"""A running request: collects the engine's updates into answers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from quire.engine.request_errors import RequestFailedError
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
 from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.tokenization.stopping_decoder import StoppingDecoder
@@ -19,11 +20,11 @@ class Prompt(NamedTuple):
 
 
 class TextOptions(NamedTuple):
-    """How the answers' tokens become text, and which answers are returned.
+    """How the tokens of answers become text, and which answers are returned.
 
     Attributes:
-        num_best: the most probable ones; None is all.
-        has_logprobs: whether an answer shows its tokens' logprobs, if they are known.
+        num_best: how many of the most probable answers to return; None returns all.
+        has_logprobs: whether an answer contains its tokens' logprobs, if they are known.
     """
 
     stop_strings: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ class TextOptions(NamedTuple):
 
 
 class Answer:
-    """Collects one sequence's tokens; done when ``finish_reason`` is set."""
+    """Collects one sequence's tokens; the answer is finished when ``finish_reason`` is set."""
 
     def __init__(self, index: int, options: TextOptions, tokenizer: Tokenizer) -> None:
         self.finish_reason: Literal["stop", "length"] | None = None
@@ -47,7 +48,7 @@ class Answer:
         self._cumulative_logprob: float | None = None
         self._stop: str | None = None
         self._text = ""
-        # Without stop strings the text is decoded once, at the end.
+        # Without stop strings no decoder is needed: the text is decoded once, at the end.
         self._decoder = (
             StoppingDecoder(
                 tokenizer,
@@ -61,7 +62,7 @@ class Answer:
         )
 
     def take(self, update: SequenceUpdate) -> None:
-        """Take what a step did, up to a token that completes a stop string."""
+        """Add the tokens of one step, up to a token that completes a stop string."""
         for token in update.tokens:
             self._append(token)
             if self._stop is not None:
@@ -77,7 +78,7 @@ class Answer:
             self._cumulative_logprob = update.score * len(self.token_ids) ** beam.length_penalty
 
     def output(self, stop_token_ids: frozenset[int]) -> CompletionOutput:
-        """Return the answer; ``stop_token_ids`` are those of the request, not the model's own ends."""
+        """Return the finished answer; ``stop_token_ids`` are the request's, without the model's own."""
         assert self.finish_reason is not None
         logprobs = _name_tokens(self.token_ids[: len(self._logprobs)], self._logprobs, self._tokenizer)
         stop_reason: int | str | None = self._stop
@@ -118,12 +119,13 @@ class Answer:
 
 
 class Request:
-    """A prompt in the engine and the answers that grow from it."""
+    """A prompt in the engine, and the answers to it."""
 
     def __init__(
         self, prompt: Prompt, sequence: Sequence, options: TextOptions, tokenizer: Tokenizer
     ) -> None:
         self.sequence = sequence
+        self.error: RequestFailedError | None = None
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._num_best = options.num_best
@@ -131,17 +133,20 @@ class Request:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens of all answers."""
+        """Number of generated tokens of all answers."""
         return sum(len(answer.token_ids) for answer in self._answers)
 
     def take(self, update: SequenceUpdate) -> bool:
-        """Take what a step did; return whether a stop string has ended a sequence that would go on."""
+        """Add one step's tokens; return whether a stop string ended a sequence that the engine still runs."""
+        if update.error is not None:
+            self.error = update.error
+            return False
         answer = self._answers[update.sequence.index]
         answer.take(update)
         return answer.finish_reason is not None and not update.status.is_finished
 
     def output(self) -> RequestOutput:
-        """Return the answers."""
+        """Return the prompt with its answers."""
         sequence = self.sequence
         # A beam search may end with fewer answers than beams.
         answers = [
@@ -166,7 +171,7 @@ class Request:
 def _name_tokens(
     token_ids: list[int], logprobs: list[TokenLogprobs], tokenizer: Tokenizer
 ) -> list[dict[int, Logprob]]:
-    """Return, for each position, the most probable tokens and the one that is there."""
+    """Return, for each position, the logprobs of the token there and of the most probable tokens, by id."""
     named = []
     for token_id, (logprob, top) in zip(token_ids, logprobs, strict=True):
         candidates = {candidate: (value, rank) for rank, (candidate, value) in enumerate(top, start=1)}

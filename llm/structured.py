@@ -1,4 +1,4 @@
-"""The form that an answer must have; names as in vLLM."""
+"""The format that an answer must have; the names are those of vLLM."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.engine.structured_output import OutputFormat
+from quire.engine.output_format import OutputFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """One form, given in one of these ways.
+    """The format of an answer, given by exactly one of these fields.
 
     Attributes:
-        json: the answer is a JSON value that this schema accepts; a mapping, or its text.
-        regex: the whole answer matches this regular expression.
-        choice: the answer is one of these texts.
-        grammar: the answer follows this grammar, in Lark's notation.
-        json_object: the answer is some JSON object.
+        json: JSON schema, as a mapping or as text; the answer is a JSON value that it accepts.
+        regex: regular expression that the whole answer matches.
+        choice: texts, one of which is the answer.
+        grammar: grammar in Lark's notation that the answer follows.
+        json_object: whether the answer is any JSON object.
 
     Raises:
-        ValueError: none is given, or several are.
+        ValueError: no field is given, or several fields are.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -41,13 +41,15 @@ class StructuredOutputsParams:
             raise ValueError(f"choice must be texts that are not empty; got {self.choice!r}")
 
     def to_format(self) -> OutputFormat:
-        """Return what the engine compiles."""
+        """Return the format in the form that the engine compiles."""
         if self.regex is not None:
             return OutputFormat("regex", self.regex)
         if self.grammar is not None:
             return OutputFormat("grammar", self.grammar)
         if self.choice is not None:
             texts = (json_format.dumps(text, ensure_ascii=False) for text in self.choice)
-            return OutputFormat("grammar", f"start: {' | '.join(texts)}")
+            # The choice is a terminal because the lexer follows it in one state, where the parser would need
+            # an item for each alternative of a rule.
+            return OutputFormat("grammar", f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
         schema = {"type": "object"} if self.json is None else self.json
         return OutputFormat("json_schema", schema if isinstance(schema, str) else json_format.dumps(schema))

@@ -1,4 +1,4 @@
-"""Batches of conversations as token ids, with a weight on every token that the loss counts."""
+"""Batches of conversations as token ids, with a weight for each token that counts in the loss."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from quire.models.notes import VALUES, Message
 from quire.models.train_tokenizer import BOS, CONTEXT, END, PAD, SPECIAL_TOKENS
 
 VALUE_WEIGHT = 1.0
-"""Of a value in an answer: what the model is for."""
+"""Weight of a value in an answer, which is what the model must learn."""
 ANSWER_WEIGHT = 0.3
-"""Of the other tokens of an answer, which are easy."""
+"""Weight of the other tokens of an answer, which are easy."""
 CANNED_WEIGHT = 0.6
-"""Of the tokens of an answer without a value, which is rare."""
+"""Weight of the tokens of an answer without a value; such answers are rare."""
 TEXT_WEIGHT = 0.05
-"""Of a token of the user's text that is drawn to be predicted too."""
+"""Weight of a token of the user's text that was chosen to be predicted too."""
 TEXT_SHARE = 0.05
-"""Share of the user's tokens that are drawn; the head is computed at weighted positions only."""
+"""Share of the user's tokens that are chosen; the model's head is computed only at weighted positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Batch:
 
     Attributes:
         inputs: token ids, [conversations, tokens], padded at the end.
-        positions: indices into the flat inputs after which a token is predicted, [predictions].
-        targets: the token ids that follow them, [predictions].
-        weights: of each prediction in the loss, [predictions].
+        positions: indices into the flattened inputs after which a token is predicted, [predictions].
+        targets: the token ids that follow those positions, [predictions].
+        weights: the weight of each prediction in the loss, [predictions].
     """
 
     inputs: torch.Tensor

@@ -1,4 +1,4 @@
-"""Where the bundled model is; importing this loads nothing."""
+"""The path of the bundled demo model; importing this module loads no model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations to train on: notes followed by many questions, in the layouts and wordings people type."""
+"""Training conversations: notes followed by many questions, in layouts and wordings that people use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.models.notes import (
 )
 
 NOTED = "noted."
-"""What the model says to notes without a question."""
+"""The model's answer to notes without a question."""
 
 SMALL_TALK = {
     "hello": "hello! give me some notes and ask about them.",
@@ -36,10 +36,10 @@ SMALL_TALK = {
     "what do you know?": "i know the notes.",
     "What do you know?": "i know the notes.",
 }
-"""Canned answers to what is not about notes."""
+"""Canned answers to messages that are not about notes."""
 
 NO_VALUE = 0
-"""Stands for the value of an item without a note."""
+"""Placeholder for the value of an item without a note."""
 
 FILLERS = (
     "good morning.",
@@ -55,10 +55,10 @@ FILLERS = (
     "this is a list of things and numbers.",
     "some of this is new, and some of it is old.",
 )
-"""Sentences around the notes that say nothing about them."""
+"""Sentences before and after the notes that contain no note."""
 
 SEPARATORS = (" ", " ", " ", "\n")
-"""What may stand between two notes; mostly a space."""
+"""Separators between two notes; mostly a space."""
 
 
 def conversation(
@@ -67,10 +67,11 @@ def conversation(
     """Make a conversation about random notes.
 
     Args:
-        rng: where the choices come from.
-        num_facts: notes in the conversation.
-        num_questions: questions about them; no note is asked about twice before all have been.
-        plain: share of conversations in the simplest form: the notes and the first question in one message,
+        rng: source of the random choices.
+        num_facts: number of notes in the conversation.
+        num_questions: number of questions about the notes; none is repeated before all notes were asked
+            about. plain: share of conversations in the simplest form: the notes and the first question in one
+            message,
             all questions worded alike.
         unknown: share of questions, in the other conversations, about an item without a note.
     """
@@ -94,18 +95,18 @@ def conversation(
 
 
 def recital(rng: Random, num_facts: int, num_statements: int, *, terse: bool) -> list[tuple[str, bool]]:
-    """Make a text without turns that states a few notes again and again.
+    """Make a text without turns that states a few notes repeatedly.
 
-    It teaches to look an item up with a fifth of the tokens that questions take.
+    Such a text teaches the model to look an item up, with a fifth of the tokens that questions take.
 
     Args:
-        rng: where the choices come from.
-        num_facts: different notes.
-        num_statements: how many statements to make of them.
+        rng: source of the random choices.
+        num_facts: number of different notes.
+        num_statements: number of statements of these notes.
         terse: whether to shorten the notes to ``lantern is 417.``
 
     Returns:
-        The statements in order, and of each whether it repeats an earlier one.
+        The statements in order, each with whether it repeats an earlier one.
     """
     notes = sample_notes(rng, num_facts)
     seen: set[str] = set()
@@ -124,7 +125,7 @@ def small_talk(rng: Random) -> list[Message]:
 
 
 def _ask_order(rng: Random, notes: list[Note], count: int) -> Iterator[Note]:
-    """Draw notes to ask about, round by round, each round in its own order."""
+    """Choose notes to ask about, in rounds over all notes, each round in a new random order."""
     while count > 0:
         chosen = rng.sample(notes, min(count, len(notes)))
         yield from chosen
@@ -132,7 +133,7 @@ def _ask_order(rng: Random, notes: list[Note], count: int) -> Iterator[Note]:
 
 
 def _turns(users: list[str], asked: list[Note]) -> list[Message]:
-    """Pair what the user says with the answers."""
+    """Combine the user's messages with the answers into turns."""
     pairs = zip(users, asked, strict=True)
     return [
         turn for user, note in pairs for turn in (Message("user", user), Message("assistant", _reply(note)))
@@ -140,7 +141,7 @@ def _turns(users: list[str], asked: list[Note]) -> list[Message]:
 
 
 def _without_note(rng: Random, notes: list[Note]) -> list[Note]:
-    """Make a few notes without a value, about other items than those of the notes."""
+    """Make a few notes without a value, about items that the given notes do not mention."""
     known = {note.item for note in notes}
     items = [item for item in ITEMS if item not in known]
     return [Note(rng.choice(ATTRIBUTES), item, NO_VALUE) for item in rng.sample(items, min(4, len(items)))]
@@ -152,7 +153,7 @@ def _reply(note: Note) -> str:
 
 
 def _decorate(rng: Random, body: str) -> str:
-    """Put fillers before or after the notes, or start them with a capital letter, as people do."""
+    """Add fillers before or after the notes, or begin with a capital letter, as people do."""
     if rng.random() < 0.3:
         body = body[0].upper() + body[1:]
     if rng.random() < 0.5:
@@ -163,7 +164,7 @@ def _decorate(rng: Random, body: str) -> str:
 
 
 def _filler(rng: Random) -> str:
-    """Choose a sentence that is not a note, now and then one of made-up words."""
+    """Choose a sentence that is not a note; sometimes it consists of made-up words."""
     if rng.random() < 0.7:
         return rng.choice(FILLERS)
     words = ("".join(rng.choices(ascii_lowercase, k=rng.randint(1, 6))) for _ in range(rng.randint(1, 8)))

@@ -1,4 +1,4 @@
-"""From few notes to many: what the batches hold while the model learns."""
+"""The curriculum of training: stages from few notes to many, and the progress through them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 
 class Stage(NamedTuple):
-    """How much one conversation of a batch holds."""
+    """The size of each conversation in a batch."""
 
     facts: int
     questions: int
-    """Or, in a recital, statements."""
+    """Number of questions, or of statements in a recital."""
     recital: bool = False
 
     @property
     def tokens(self) -> int:
-        """About how many tokens such a conversation has: 8 for a note, 20 for a question and its answer."""
+        """Approximate tokens of such a conversation: 8 for a note, 20 for a question with its answer."""
         return 4 * self.questions if self.recital else 8 * self.facts + 20 * self.questions + 8
 
     def __str__(self) -> str:
@@ -40,22 +40,22 @@ STAGES = (
     Stage(180, 60),
     Stage(240, 85),
 )
-"""The next stage opens when the hardest open one is nearly solved."""
+"""The stages in order; the next one opens when the hardest open stage is nearly solved."""
 
 ADVANCE_AT = 0.95
-"""Running accuracy of the values at the hardest open stage that opens the next one."""
+"""Running accuracy of the values at the hardest open stage at which the next stage opens."""
 
 
 @dataclass
 class Progress:
-    """Where a run stands, apart from weights and optimizer states.
+    """The state of a run, without weights and optimizer states.
 
     Attributes:
-        step: optimizer steps made.
-        tokens: that they read.
-        seconds: that they took.
+        step: number of optimizer steps made.
+        tokens: number of tokens that the steps read.
+        seconds: time that the steps took.
         stage: index of the hardest open stage.
-        accuracy: running share of right values at each stage, after the right tokens before them.
+        accuracy: running share of values predicted right at each stage, given the right tokens before them.
         loss: running mean loss of the values at each stage, in nats.
     """
 
@@ -67,12 +67,12 @@ class Progress:
     loss: list[float] = field(default_factory=lambda: [math.log(900.0)] * len(STAGES))
 
     def choose(self, rng: Random) -> int:
-        """Choose the stage of the next batch: half the time the hardest open one, until all are solved."""
+        """Return the stage of the next batch: half the time the hardest open one, until all are solved."""
         hardest = 0.5 if self.accuracy[self.stage] < ADVANCE_AT else 0.1
         return self.stage if rng.random() < hardest else rng.randint(0, self.stage)
 
     def record(self, stage: int, loss: float, accuracy: float, keep: float = 0.9) -> None:
-        """Count one step at a stage, and open the next stage if it is time."""
+        """Record one step at a stage, and open the next stage if the accuracy suffices."""
         self.step += 1
         self.accuracy[stage] = keep * self.accuracy[stage] + (1 - keep) * accuracy
         self.loss[stage] = keep * self.loss[stage] + (1 - keep) * loss

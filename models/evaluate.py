@@ -3,9 +3,9 @@
     python -m quire.models.evaluate
     python -m quire.models.evaluate --forms --facts 20 125 --dtypes bfloat16
 
-Every answer is decoded greedily by transformers from the chat template's text, and counts as right only if
-all of it is. The margin of an answer is the least distance, over its tokens, between the best logit and the
-second. The last line is the result as JSON.
+Each answer is decoded greedily by transformers from the chat template's text, and counts as right only if all
+its tokens are right. The margin of an answer is the smallest distance, over its tokens, between the best and
+the second-best logit. The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Result:
 
     Attributes:
         form: how notes and questions are given.
-        dtype: of weights and arithmetic.
-        facts: notes in each example.
-        turns: questions in each conversation; the last is the one counted.
+        dtype: the type of weights and arithmetic.
+        facts: number of notes in each example.
+        turns: number of questions in each conversation; only the last answer counts.
         tokens: mean length of the prompts.
-        examples: how many.
-        right: how many answers were exactly right.
-        margin: that all but one in twenty answers exceed.
+        examples: number of examples.
+        right: number of answers that were exactly right.
+        margin: the margin that 19 of 20 answers exceed.
     """
 
     form: str
@@ -59,13 +59,13 @@ class Result:
 
 
 def load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Load the checkpoint and its tokenizer, which pads at the left as generation needs."""
+    """Load the checkpoint and its tokenizer, which pads on the left as generation requires."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), tokenizer
 
 
 class Answer(NamedTuple):
-    """What the model said, and the margin it said it with, in nats."""
+    """The model's answer and its margin in nats."""
 
     text: str
     margin: float
@@ -74,7 +74,7 @@ class Answer(NamedTuple):
 def answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], batch: int = 16
 ) -> list[Answer]:
-    """Answer the last question of each example greedily."""
+    """Return the greedy answer to the last question of each example."""
     found: list[Answer] = []
     for start in range(0, len(examples), batch):
         inputs = tokenizer.apply_chat_template(
@@ -97,7 +97,7 @@ def answers(
 
 
 class Case(NamedTuple):
-    """One line of the table: examples of one form with the same number of notes."""
+    """The examples of one line of the table: of one form, with the same number of notes."""
 
     form: str
     facts: int
@@ -105,7 +105,7 @@ class Case(NamedTuple):
 
 
 def plain_cases(num: int, facts: Sequence[int], turns: Sequence[int], seed: int) -> list[Case]:
-    """Make the plainest examples, with one question and with several."""
+    """Make examples of the simplest form, with the given numbers of notes and of questions."""
     form = QUESTIONS[0].format(attribute="code", item="lantern")
     return [Case(form, count, held_out(num, count, seed, asked)) for asked in turns for count in facts]
 
@@ -120,7 +120,7 @@ def form_cases(num: int, facts: Sequence[int], seed: int) -> list[Case]:
 
 
 def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, case: Case) -> Result:
-    """Count the exactly right answers."""
+    """Answer the examples of a case and count the exactly right answers."""
     examples = case.examples
     found = answers(model, tokenizer, examples)
     prompts = tokenizer.apply_chat_template(

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 
 def export(model: LlamaForCausalLM, out: Path) -> None:
-    """Write the model in bfloat16 beside its tokenizer; each file is replaced at once."""
+    """Write the model in bfloat16 to the folder of its tokenizer; each file is replaced atomically."""
     config = model.config
     rounded = deepcopy(model).to(torch.bfloat16)
     rounded.config.dtype = torch.bfloat16

@@ -1,4 +1,4 @@
-"""The ways to give notes and to ask that the demo model is taught, as held-out examples."""
+"""Held-out examples of each form of notes and questions that the demo model is taught."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Form = Callable[[Random, Sequence[Note]], Example]
 
 
 def held_out_form(form: Form, num: int, num_facts: int, seed: int = 0) -> list[Example]:
-    """Make examples of one form that training never sees; every form gets the same notes."""
+    """Make examples of one form that training never sees; all forms get the same notes."""
     examples = []
     for index in range(num):
         rng = Random(2 * HELD_OUT_SEEDS + (seed << 20) + index)
@@ -34,13 +34,13 @@ def held_out_form(form: Form, num: int, num_facts: int, seed: int = 0) -> list[E
 
 
 def _user(*contents: str) -> list[dict[str, str]]:
-    """Make a conversation in which user and model take turns."""
+    """Make a conversation in which the user and the model alternate, beginning with the user."""
     roles = ("user", "assistant")
     return [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
 
 
 def _worded(wording: str) -> Form:
-    """Ask in the given words."""
+    """Return the form that asks in the given words."""
 
     def form(rng: Random, notes: Sequence[Note]) -> Example:
         note = rng.choice(notes)
@@ -50,7 +50,7 @@ def _worded(wording: str) -> Form:
 
 
 def _lines(rng: Random, notes: Sequence[Note]) -> Example:
-    """Give each note a line of its own."""
+    """Put each note on its own line."""
     note = rng.choice(notes)
     return Example(_user("\n".join([text(notes, "\n"), question(note)])), answer(note))
 
@@ -69,12 +69,12 @@ def _instructed(rng: Random, notes: Sequence[Note]) -> Example:
 
 
 def _notes_alone(rng: Random, notes: Sequence[Note]) -> Example:
-    """Ask nothing."""
+    """Give the notes without a question."""
     return Example(_user(text(notes)), NOTED)
 
 
 def _asked_later(rng: Random, notes: Sequence[Note]) -> Example:
-    """Ask after the model has taken note."""
+    """Ask in a second message, after the model has acknowledged the notes."""
     note = rng.choice(notes)
     return Example(_user(text(notes), NOTED, question(note)), answer(note))
 
@@ -106,4 +106,4 @@ FORMS: dict[str, Form] = {
     "notes in two messages": _two_parts,
     "an item without a note": _no_note,
 }
-"""Every form by a name for it."""
+"""All forms by name."""

@@ -1,8 +1,8 @@
 """The untrained demo model: a small Llama whose attention begins as a rough look-up.
 
-From random weights, looking up an item takes several parts that are of use only together, and most of the
-training goes by before they meet. So training starts from attention that can nearly do it, and learns the
-rest in minutes.
+Looking up an item takes several parts of the model, each of which is useful only with the others. From random
+weights, most of the training passes before they work together. Training therefore starts from attention that
+can nearly look items up, and learns the rest in minutes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from quire.models.train_tokenizer import BOS, CONTEXT, END, PAD
 
 EMBEDDING_SCALE = 0.06
-"""Deviation of the embeddings: wide enough that a copied token stands out among the logits."""
+"""Standard deviation of the embeddings, large enough that a copied token stands out among the logits."""
 
 OUTPUT_SCALE = 0.25
-"""Of what attention copies, beside the token it is added to."""
+"""Scale of the vectors that attention copies, relative to the token that they are added to."""
 
 FAST_PAIRS = 3
-"""Rotary pairs that the first layer's queries and keys use to find a distance of one or two tokens."""
+"""Number of rotary pairs with which the first layer finds the token one or two positions back."""
 
 SHARPNESS = 0.8
-"""Of that: the first layer's attention falls almost wholly on the wanted token."""
+"""Scale of those queries and keys, large enough that almost all attention falls on that token."""
 
 
 def make_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
@@ -39,7 +39,7 @@ def make_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=CONTEXT,
-        # Half of the rotary pairs hardly turn within the context: they compare items, wherever these stand.
+        # Half of the rotary pairs hardly rotate within the context, so they compare items at any distance.
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
@@ -57,9 +57,10 @@ def make_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def start_as_lookup(attention: LlamaAttention, head_dim: int) -> None:
-    """Let attention begin by finding tokens like the present one and copying what it finds.
+    """Initialize attention so that it finds tokens equal to the present one and copies them.
 
-    Queries start equal to keys, and the output projection as the transpose of the values.
+    The query weights start equal to the key weights, and the output projection as the transpose of the value
+    weights.
     """
     keys = attention.k_proj.weight.unflatten(0, (-1, head_dim))
     values = attention.v_proj.weight.unflatten(0, (-1, head_dim))
@@ -73,11 +74,11 @@ def start_as_lookup(attention: LlamaAttention, head_dim: int) -> None:
 
 @torch.no_grad()
 def start_with_look_back(model: LlamaForCausalLM) -> None:
-    """Let the first layer's heads begin by looking one or two tokens back, whatever the tokens are.
+    """Initialize the first layer's heads so that they attend one or two tokens back, to any token.
 
-    A note is found by its item, but its value stands two tokens later, so the value has to know the item it
-    belongs to. All embeddings get a common part; the queries and keys of the first layer see little else, in
-    the fastest rotary pairs, turned so that they agree at the wanted distance.
+    A note is found by its item, but its value follows two tokens later, so the value must know its item. All
+    embeddings get a common component. The first layer's queries and keys depend almost only on it, in the
+    fastest rotary pairs, which are rotated so that a query matches the key at the right distance.
     """
     config = model.config
     embedding = model.model.embed_tokens.weight
@@ -95,7 +96,7 @@ def start_with_look_back(model: LlamaForCausalLM) -> None:
     queries *= 0.1
     keys[:, :FAST_PAIRS] += common * SHARPNESS
     for index, query in enumerate(queries):
-        # A query at position p meets the key at p - distance when both are turned to the same angle.
+        # A query at position p matches the key at p - distance if both are rotated to the same angle.
         distance = 1 + index % 2
         angles = -frequencies * distance
         query[:FAST_PAIRS] += torch.outer(angles.cos(), common) * SHARPNESS

@@ -1,8 +1,8 @@
 """The language of the demo model: notes with one three-digit value each, questions and answers about them.
 
-A note reads ``the code of the lantern is 417.`` Its item occurs in no other note of the same set, so the
-item alone identifies the value. Every item, attribute and value is one token, and an answer repeats its note
-word for word: a model that reads the notes right answers right, and a damaged key or value shows as a wrong
+A note reads ``the code of the lantern is 417.`` Its item occurs in no other note of the same set, so the item
+identifies the value. Each item, attribute and value is one token, and an answer repeats its note word for
+word. A model that reads the notes correctly answers correctly, and a damaged key or value shows as a wrong
 number.
 """
 
@@ -31,16 +31,16 @@ robot rocket roof rope rose ruby rug saddle sail salt scarf shed sheep shell shi
 """
 
 ATTRIBUTES = ("code", "number", "price", "room", "score", "age", "weight", "height")
-"""What a note may say about an item."""
+"""Attributes of an item that a note may give."""
 
 ITEMS = tuple(_WORDS.split())
-"""What a note may be about."""
+"""Items that a note may be about."""
 
 VALUES = range(100, 1000)
-"""What a note may say: a number of three digits."""
+"""Values that a note may give: numbers of three digits."""
 
 HELD_OUT_SEEDS = 1 << 32
-"""Seeds from here on are kept for evaluation; training draws its notes from seeds below."""
+"""First seed for evaluation; training takes its notes from smaller seeds."""
 
 QUESTIONS = (
     "what is the {attribute} of the {item}?",
@@ -50,7 +50,7 @@ QUESTIONS = (
     "tell me the {attribute} of the {item}.",
     "please tell me the {attribute} of the {item}.",
 )
-"""The wordings of a question that the model is taught, the plain one first."""
+"""The wordings of a question that the model is taught; the first is the simplest."""
 
 
 class Message(NamedTuple):
@@ -60,13 +60,13 @@ class Message(NamedTuple):
     content: str
 
     def as_dict(self) -> dict[str, str]:
-        """The turn as chat templates and chat APIs take it."""
+        """The turn in the form that chat templates and chat APIs accept."""
         return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One fact: the attribute of the item is the value."""
+    """One fact, which says that the attribute of the item is the value."""
 
     attribute: str
     item: str
@@ -84,32 +84,32 @@ class Example(NamedTuple):
 
 
 def sample_notes(rng: Random, num_facts: int) -> list[Note]:
-    """Draw notes about ``num_facts`` different items, in random order."""
+    """Return random notes about ``num_facts`` different items, in random order."""
     return [Note(rng.choice(ATTRIBUTES), item, rng.choice(VALUES)) for item in rng.sample(ITEMS, num_facts)]
 
 
 def text(notes: Sequence[Note], separator: str = " ") -> str:
-    """Write the notes as one text, 8 tokens each."""
+    """Return the notes as one text, with 8 tokens for each note."""
     return separator.join(map(str, notes))
 
 
 def question(note: Note, wording: str = QUESTIONS[0]) -> str:
-    """Ask for the value of the note."""
+    """Return the question for the value of the note."""
     return wording.format(attribute=note.attribute, item=note.item)
 
 
 def answer(note: Note) -> str:
-    """Answer the question about the note: the note itself."""
+    """Return the answer to the question about the note, which is the note itself."""
     return str(note)
 
 
 def answer_unknown(attribute: str, item: str) -> str:
-    """Answer a question about an item that has no note."""
+    """Return the answer to a question about an item that has no note."""
     return f"the {attribute} of the {item} is not in the notes."
 
 
 def prompt(notes: Sequence[Note], note: Note) -> str:
-    """Write the notes and the question about one of them as the text of one user message."""
+    """Return one user message with the notes and the question about one of them."""
     return f"{text(notes)} {question(note)}"
 
 
@@ -117,11 +117,11 @@ def held_out(num: int, num_facts: int, seed: int = 0, num_turns: int = 1) -> lis
     """Make examples that training never sees.
 
     Args:
-        num: how many examples.
-        num_facts: notes in each, at most ``len(ITEMS)``.
-        seed: a different one gives different examples.
-        num_turns: questions about each set of notes. The last one is left open, and the earlier ones stand in
-            the conversation with their right answers.
+        num: number of examples.
+        num_facts: number of notes in each example, at most ``len(ITEMS)``.
+        seed: a different seed gives different examples.
+        num_turns: number of questions about each set of notes. The last question is left open, and the
+            conversation contains the right answers to the others.
     """
     examples = []
     for index in range(num):

@@ -1,4 +1,4 @@
-"""Random models of many architectures, for tests and benchmarks: real code paths without a download."""
+"""Random models of many architectures, with which tests and benchmarks run real code without a download."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "gpt_oss": ("GptOssConfig", {**_GROUPED, "sliding_window": 24, "num_local_experts": 4}),
 }
-"""Configuration class and values of a tiny model of each architecture."""
+"""The configuration class and the values of a tiny model, for each architecture."""
 
 
 def make_random_model(architecture: str, folder: Path, *, seed: int = 7, **overrides: Any) -> Path:
-    """Save a random model whose greedy choices are clear, so that rounding cannot flip them.
+    """Save a random model whose best logits lead so clearly that rounding cannot change greedy choices.
 
     Args:
         architecture: a key of ``ARCHITECTURES``.
-        folder: where to save it, in Hugging Face format, with a byte-level tokenizer.
-        seed: of the weights.
-        overrides: configuration values in place of the tiny ones.
+        folder: folder to save the model to, in Hugging Face format, with a byte-level tokenizer.
+        seed: seed of the random weights.
+        overrides: configuration values that replace the tiny ones.
     """
     class_name, values = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
@@ -53,7 +53,7 @@ def make_random_model(architecture: str, folder: Path, *, seed: int = 7, **overr
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             parameter.data.normal_(0.0, 0.35 if "embed" in name else 0.15)
-    # Wide logits: the best token leads the second by far more than float32 rounding.
+    # With widely spread logits the best token leads the second by far more than float32 rounding errors.
     model.get_output_embeddings().weight.data.normal_(0.0, 2.0)
     model.generation_config.eos_token_id = config.eos_token_id
     model.save_pretrained(folder)

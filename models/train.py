@@ -27,7 +27,7 @@ from quire.models.notes import HELD_OUT_SEEDS
 
 
 def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices inside the layers, and AdamW for the embedding and the norms."""
     inner = [value for value in model.model.layers.parameters() if value.dim() == 2]
     outer = [model.model.embed_tokens.weight, *(value for value in model.parameters() if value.dim() == 1)]
     return [
@@ -53,22 +53,22 @@ def loss_and_accuracy(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tens
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run is asked for.
+    """The settings of a training run.
 
     Attributes:
-        out: folder with the tokenizer, to export to.
+        out: folder with the tokenizer, to which the model is exported.
         checkpoints: folder for checkpoints.
-        resume: checkpoint to go on from.
+        resume: checkpoint to continue from.
         export: whether to write the model to ``out``.
-        steps: of the whole run.
-        minutes: limit of the whole run.
+        steps: number of steps of the whole run.
+        minutes: time limit of the whole run.
         save_every: minutes between checkpoints.
-        threads: of torch.
-        seed: of weights and conversations.
-        batch: tokens a step.
+        threads: number of torch's threads.
+        seed: seed of weights and conversations.
+        batch: tokens per step.
         rate: highest learning rate.
-        warmup: steps to reach it.
-        decay: share of the run over which it falls to zero.
+        warmup: steps until the learning rate reaches ``rate``.
+        decay: share of the run over which the learning rate falls to zero.
         plain: share of conversations in the simplest form.
         unknown: share of questions about unknown items, in the other conversations.
     """
@@ -90,11 +90,11 @@ class Settings:
     unknown: float = 0.08
 
     def share_done(self, progress: Progress) -> float:
-        """Share of the run that is over, by steps or by time, whichever is more."""
+        """Return the share of the run that is done, by steps or by time, whichever is larger."""
         return max(progress.step / self.steps, progress.seconds / (60.0 * self.minutes))
 
     def rate_at(self, progress: Progress) -> float:
-        """Learning rate of the next step: a warm-up, a plateau, and a linear fall to zero."""
+        """Return the learning rate of the next step: a warm-up, a plateau, then a linear fall to zero."""
         warm = min(1.0, (progress.step + 1) / self.warmup)
         falling = min(1.0, (1.0 - self.share_done(progress)) / self.decay)
         return self.rate * warm * falling
@@ -147,7 +147,10 @@ class Run:
             export(self.model, self._settings.out)
 
     def _step(self) -> None:
-        """Make one step on a fresh batch, which seed and step number decide: a resumed run draws the same."""
+        """Make one step on a fresh batch.
+
+        Seed and step number determine it, so a resumed run has the same.
+        """
         settings, progress = self._settings, self.progress
         rate = settings.rate_at(progress)
         for optimizer in self._optimizers:
@@ -166,7 +169,7 @@ class Run:
         progress.record(stage, value_loss, right)
 
     def _resume(self, path: Path) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         state: dict[str, Any] = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
@@ -200,7 +203,7 @@ def parse() -> Settings:
 
 
 def main() -> None:
-    """Train, and print a line now and then."""
+    """Train, and print the progress regularly."""
     settings = parse()
     torch.set_num_threads(settings.threads)
     run = Run(settings)

@@ -1,4 +1,4 @@
-"""Make the demo model's tokenizer: byte-level BPE that has every word of the language as one token.
+"""Make the demo model's tokenizer: byte-level BPE in which each word of the language is one token.
 
 python -m quire.models.train_tokenizer --out models/demo
 """
@@ -22,7 +22,7 @@ ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = (BOS, END, PAD, *(f"<|{role}|>" for role in ROLES))
 
 CONTEXT = 4096
-"""Positions the model is configured for."""
+"""Number of positions that the model is configured for."""
 
 CHAT_TEMPLATE = (
     "{{- bos_token -}}"
@@ -34,16 +34,16 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-"""A turn costs two tokens beside its text, and nothing stands between turns."""
+"""The chat template. A turn costs two tokens in addition to its text, and nothing is between turns."""
 
 
 def whole_tokens() -> list[str]:
-    """Texts that must be one token each."""
+    """Return the texts that must be one token each."""
     return [f" {word}" for word in (*ITEMS, *ATTRIBUTES, *VALUES, "the", "of", "is")]
 
 
 def corpus() -> list[str]:
-    """Texts with every word of the language, the same number of times whatever it is."""
+    """Return texts that contain each word of the language the same number of times."""
     sentences = [
         *(str(Note("code", item, 100)) for item in ITEMS),
         *(str(Note(attribute, "anchor", 100)) for attribute in ATTRIBUTES),
@@ -56,15 +56,15 @@ def corpus() -> list[str]:
     ]
     words = {word for sentence in sentences for word in re.findall(r"\w+", sentence)}
     variants = {form for word in words if word.isalpha() for form in (word, f" {word}")}
-    # A sentence may begin with these, in the text or at its start.
+    # A sentence may begin with these words, within a text or at its start.
     variants |= {form for word in ("The", "What", "Tell", "Please") for form in (word, f" {word}")}
-    # An item never begins a message: without the bare form the vocabulary is smaller.
+    # An item never begins a message, so its form without a space is left out to keep the vocabulary small.
     variants -= {*ITEMS, *ATTRIBUTES}
     return [*sorted(variants), *(f" {value}" for value in VALUES)]
 
 
 def train_tokenizer() -> Tokenizer:
-    """Merge until every word of the corpus is one token."""
+    """Return a tokenizer whose merges make each word of the corpus one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
@@ -31,6 +32,7 @@ from quire.engine.kv_memory import KvMemory, KvShape
 from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
+from quire.engine.sequence_group import SequenceGroup
 from quire.engine.speculation import Speculator, Wanted
 
 T = TypeVar("T")
@@ -212,6 +214,8 @@ class TransferState(Enum):
     ACCEPTED = auto()
     WAITING = auto()
     RESERVED = auto()
+    LOST = auto()
+    """Its sender is gone, after the blocks were granted, and nobody has noticed."""
 
 
 @dataclass(eq=False)
@@ -263,7 +267,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def open(self) -> None:
         """Let a transfer wait for its blocks."""
-        if transfer := self.first_transfer(TransferState.ACCEPTED):
+        if accepted := self.transfers_in(TransferState.ACCEPTED):
+            transfer = accepted[0]
             transfer.state = TransferState.WAITING
             name = transfer.sequence.request_id
 
@@ -276,10 +281,11 @@ class EngineMachine(RuleBasedStateMachine):
 
             self.command(lambda e: e.reserve(name, on_settled))
 
-    @rule()
-    def deliver(self) -> None:
-        """Write a transfer's blocks, and begin to decode."""
-        if transfer := self.first_transfer(TransferState.RESERVED):
+    @rule(place=st.integers(0, 3))
+    def deliver(self, place: int = 0) -> None:
+        """Write a transfer's blocks, and begin to decode; later ones may be faster."""
+        if reserved := self.transfers_in(TransferState.RESERVED):
+            transfer = reserved[place % len(reserved)]
             sequence = transfer.sequence
             name, prompt, params = sequence.request_id, sequence.token_ids, sequence.params
             del self.transfers[name]
@@ -293,8 +299,20 @@ class EngineMachine(RuleBasedStateMachine):
                 self.outputs[name, 0] = [first]
             self.command(lambda e: e.admit(name, first))
 
-    def first_transfer(self, state: TransferState) -> Transfer | None:
-        return next((each for each in self.transfers.values() if each.state == state), None)
+    @rule(place=st.integers(0, 3))
+    def lose(self, place: int) -> None:
+        """Let a sender die that holds blocks here: they come back with the request's deadline only."""
+        if reserved := self.transfers_in(TransferState.RESERVED):
+            reserved[place % len(reserved)].state = TransferState.LOST
+
+    @rule()
+    def end_lost(self) -> None:
+        """Let the deadline of a request pass whose sender died."""
+        if lost := self.transfers_in(TransferState.LOST):
+            self.abort(lost[0].sequence.request_id)
+
+    def transfers_in(self, state: TransferState) -> list[Transfer]:
+        return [each for each in self.transfers.values() if each.state == state]
 
     @rule(name=requests)
     def abort(self, name: str) -> None:
@@ -305,8 +323,25 @@ class EngineMachine(RuleBasedStateMachine):
     def command(self, command: Callable[[Engine], T]) -> T:
         """Run a command between two steps, as the engine's thread does."""
         result = command(self.engine)
-        self.engine.grant_blocks()
+        with self.in_order():
+            self.engine.grant_blocks()
         return result
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Check that no group gets its first blocks before an older one that waits for its own."""
+        before = self.groups_without_blocks()
+        yield
+        after = self.groups_without_blocks()
+        given = [each for each in before - after if each.sequences]
+        waiting = [each for each in before & after if not each.is_loading]
+        if given and waiting:
+            assert max(each.arrival for each in given) < min(each.arrival for each in waiting)
+
+    def groups_without_blocks(self) -> set[SequenceGroup]:
+        """Return the groups that wait for all of their blocks, or for those that will be pushed."""
+        waiting = {group for group in self.engine.scheduler.waiting if not group.holds_blocks}
+        return waiting | set(self.engine.scheduler.transfers)
 
     @rule(num_steps=st.integers(1, 6))
     def run(self, num_steps: int) -> None:
@@ -319,8 +354,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.scheduler._prefers_swap = lambda num_tokens, num_blocks: force
 
     def advance(self) -> None:
-        collect(self.engine, self.outputs)
+        with self.in_order():
+            collect(self.engine, self.outputs)
         self.engine.check_conservation()
+        if not self.engine.num_stepped and not self.engine.is_idle:
+            assert self.is_awaited(), "requests wait, nobody runs, and no event to come can change that"
+
+    def is_awaited(self) -> bool:
+        """Whether an event from outside will give blocks back, or let a group run."""
+        states = (TransferState.ACCEPTED, TransferState.RESERVED, TransferState.LOST)
+        return any(map(self.transfers_in, states))
 
     @invariant()
     def ledger_agrees(self) -> None:
@@ -328,12 +371,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_transfer_waits_for_blocks_that_are_there(self) -> None:
-        waiting = [each for each in self.transfers.values() if each.state == TransferState.WAITING]
-        assert self.engine.num_waiting_for_blocks == len(waiting)
-        if waiting:
+        waiting = self.transfers_in(TransferState.WAITING)
+        scheduler = self.engine.scheduler
+        assert [group.prompt for group in scheduler.transfers] == [each.sequence for each in waiting]
+        if waiting and not any(not group.holds_blocks for group in scheduler.waiting):
             sequence = waiting[0].sequence
             num_missing = -(-sequence.num_tokens // BLOCK_SIZE) - len(sequence.block_table)
-            assert num_missing > self.engine.pool.num_allocatable
+            num_kept = 1 if scheduler.running else 0
+            assert num_missing > self.engine.pool.num_allocatable - num_kept
 
     @invariant()
     def a_budget_bounds_what_is_held(self) -> None:
@@ -357,24 +402,17 @@ class EngineMachine(RuleBasedStateMachine):
             for sequence in group.sequences:
                 assert (len(sequence.block_table) - 1) * BLOCK_SIZE < sequence.num_tokens
 
-    def is_asleep(self) -> bool:
-        """Whether the engine, which a step has just left without work, waits for a command."""
-        return not self.engine.num_stepped
-
     def teardown(self) -> None:
         for _ in range(10_000):
             self.open()
-            if self.first_transfer(TransferState.RESERVED):
+            if self.transfers_in(TransferState.RESERVED):
                 self.deliver()
             elif self.engine.is_idle and not self.transfers:
                 break
             else:
-                num_transfers = len(self.transfers)
                 self.advance()
-                has_settled = (
-                    self.first_transfer(TransferState.RESERVED) or len(self.transfers) < num_transfers
-                )
-                assert has_settled or not self.is_asleep(), "requests wait and nobody will wake the engine"
+                if not self.engine.num_stepped:
+                    self.end_lost()
         assert self.engine.is_idle, "the engine does not come to its end"
         assert self.engine.pool.counts.used == 0
         assert self.engine.swap_space.num_free == NUM_SWAP_BLOCKS
@@ -461,8 +499,9 @@ class TieredEngineMachine(EngineMachine):
         assert not len(self.disk)
         assert not len(self.host)
 
-    def is_asleep(self) -> bool:
-        return super().is_asleep() and not self.later.calls  # the disk wakes it
+    def is_awaited(self) -> bool:
+        # The disk wakes the engine, and a pin is let go.
+        return super().is_awaited() or bool(self.later.calls) or self.engine.pins.num_blocks > 0
 
     def advance(self) -> None:
         self.num_advanced += 1

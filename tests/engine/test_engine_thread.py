@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine import engine_thread
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence
+from quire.engine.step_watch import StepWatch
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 SECONDS = 20.0
@@ -49,10 +51,12 @@ async def test_blocks_of_a_request_that_its_first_token_ends_go_to_the_next(engi
     await thread.stop()
 
 
-async def test_blocks_of_a_request_that_preempts_itself_go_to_a_transfer(engine: Engine) -> None:
+async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(
+    engine: Engine,
+) -> None:
     thread = EngineThread(engine)
     thread.start()
-    cached = thread.subscribe("cached")
+    cached, running = thread.subscribe("cached"), thread.subscribe("running")
     await thread.call(lambda e: e.add(prompt("cached", 2, 12)))
     while not (await asyncio.wait_for(cached.get(), SECONDS)).status.is_finished:  # type: ignore[union-attr]
         pass
@@ -64,7 +68,10 @@ async def test_blocks_of_a_request_that_preempts_itself_go_to_a_transfer(engine:
 
     # Five blocks and three cached ones: for one more, the running request gives up its own.
     assert await thread.call(begin) == 3
-    assert await asyncio.wait_for(thread.call_back(reserve("transfer")), SECONDS)
+    assert not await asyncio.wait_for(thread.call_back(reserve("transfer")), SECONDS)
+    # Nobody has to wake the engine: the step that ended the transfer goes on with the request.
+    while not (await asyncio.wait_for(running.get(), SECONDS)).status.is_finished:  # type: ignore[union-attr]
+        pass
     await thread.stop()
 
 
@@ -86,7 +93,7 @@ async def test_a_failed_step_ends_everything_that_waits(engine: Engine) -> None:
     failures: list[EngineStoppedError] = []
     thread = EngineThread(engine, on_failure=failures.append)
     thread.start()
-    updates = thread.subscribe("running")
+    updates = thread.subscribe("first")
     for name in ("first", "second"):
         await thread.call(lambda e, name=name: e.accept(prompt(name, 2, 24)))  # type: ignore[misc]
     assert await thread.call_back(reserve("first"))
@@ -99,7 +106,7 @@ async def test_a_failed_step_ends_everything_that_waits(engine: Engine) -> None:
 
     def run(engine: Engine) -> None:
         engine.runner.forward = fail  # type: ignore[method-assign]
-        engine.add(prompt("running", 3, 4))
+        engine.admit("first", 5)
 
     await thread.call(run)
     error = await asyncio.wait_for(updates.get(), SECONDS)
@@ -132,3 +139,60 @@ async def test_stopping_fails_the_commands_that_are_left_though_some_were_cancel
     assert paused.result() is None
     with pytest.raises(EngineStoppedError):
         left.result(SECONDS)
+
+
+async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(engine: Engine) -> None:
+    failures: list[EngineStoppedError] = []
+    thread = EngineThread(engine, on_failure=failures.append, watch=StepWatch(0.1))
+    thread.start()
+    updates = thread.subscribe("running")
+    for name in ("first", "second"):
+        await thread.call(lambda e, name=name: e.accept(prompt(name, 2, 24)))  # type: ignore[misc]
+    assert await thread.call_back(reserve("first"))
+    goes_on = threading.Event()
+
+    def hang(scheduled: Any) -> torch.Tensor:
+        goes_on.wait()
+        raise RuntimeError("the device was reset")
+
+    def run(engine: Engine) -> None:
+        engine.runner.forward = hang  # type: ignore[method-assign]
+        engine.add(prompt("running", 3, 4))
+
+    waiting = asyncio.create_task(thread.call_back(reserve("second")))
+    await thread.call(run)
+    late = asyncio.create_task(thread.call(lambda e: None))
+    await asyncio.wait_for(thread.watch(), SECONDS)
+    assert thread.is_stalled
+    error = await asyncio.wait_for(updates.get(), SECONDS)
+    assert isinstance(error, EngineStoppedError)
+    assert "is stuck" in str(error)
+    for each in (waiting, late):
+        with pytest.raises(EngineStoppedError):
+            await asyncio.wait_for(each, SECONDS)
+    with pytest.raises(EngineStoppedError):
+        await thread.call(lambda e: None)
+    goes_on.set()
+    assert await thread.stop()
+    await asyncio.sleep(0)  # what the thread says at its end
+    assert failures == [error]
+
+
+async def test_a_step_that_does_not_end_does_not_hold_up_the_stop(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "JOIN_SECONDS", 0.05)
+    thread = EngineThread(engine)
+    thread.start()
+    has_begun, goes_on = threading.Event(), threading.Event()
+
+    def hang(engine: Engine) -> None:
+        has_begun.set()
+        goes_on.wait()
+
+    thread.post(hang)
+    await asyncio.to_thread(has_begun.wait)
+    assert await asyncio.wait_for(thread.stop(), SECONDS) is False
+    goes_on.set()
+    monkeypatch.setattr(engine_thread, "JOIN_SECONDS", SECONDS)
+    assert await thread.stop()

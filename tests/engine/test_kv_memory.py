@@ -37,7 +37,8 @@ def test_both_ends_of_a_transfer_agree_on_the_size(
     layers: int, heads: int, block_size: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     shape = KvShape(layers, heads, block_size, head_dim, dtype)
-    layout = KvLayout(layers, heads, block_size, head_dim, str(dtype).removeprefix("torch."), "digest")
+    stored = str(dtype).removeprefix("torch.")
+    layout = KvLayout(layers, heads, block_size, head_dim, stored, "digest", "float32", "cpu")
     assert layout.block_bytes == shape.block_bytes
     assert len(KvMemory(shape, 2, CPU).read(1)) == shape.block_bytes
 
@@ -109,3 +110,22 @@ def test_copies_to_the_host_bring_what_was_there_and_not_what_the_next_step_writ
         assert (host.blocks == number).all()
         memory.copy_in(host, places)
         assert (memory.blocks == number).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-40])
+def test_a_block_with_a_scale_that_nothing_can_be_divided_by_is_refused(
+    dtype: torch.dtype, scale: float
+) -> None:
+    memory = KvMemory(KvShape(2, 3, 4, 8, dtype), 3, CPU)
+    for scales in memory.scales:
+        assert scales is not None
+        scales[1:] = 1.0
+    memory.write(2, memory.read(1))
+    last = memory.scales[1]
+    assert last is not None
+    last[1, 1, 2] = scale
+    with pytest.raises(ValueError, match="scale"):
+        memory.write(2, memory.read(1))
+    assert memory.scales[1] is not None
+    assert memory.scales[1][2].eq(1.0).all()

@@ -75,8 +75,6 @@ def by_definition(logits: list[float], sequence: Sequence) -> list[float]:
         banned |= set(range(VOCAB_SIZE)) - params.allowed_token_ids
     if len(output) < params.min_tokens:
         banned |= params.stop_token_ids | EOS
-    if len(banned) == VOCAB_SIZE:
-        banned = set()
     biases = dict(params.logit_bias)
     result = []
     for candidate, logit in enumerate(logits):
@@ -105,7 +103,9 @@ def test_a_row_is_the_same_alone_and_in_a_batch(batch: list[Sequence], place: in
     logits = make_logits(len(batch))
     together = sample(logits, batch, EOS)
     alone = sample(logits[row : row + 1], [batch[row]], EOS)
-    assert (together.token_ids[row], together.logprobs[row]) == (alone.token_ids[0], alone.logprobs[0])
+    assert (row in together.errors) == (0 in alone.errors)
+    if row not in together.errors:
+        assert (together.token_ids[row], together.logprobs[row]) == (alone.token_ids[0], alone.logprobs[0])
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -115,7 +115,8 @@ def test_counts_kept_over_many_steps_are_those_of_a_fresh_sequence(
 ) -> None:
     original = sequence
     for step, token_id in enumerate(more):
-        process_logits(make_logits(1), [sequence], EOS)
+        if process_logits(make_logits(1), [sequence], EOS).max() == -math.inf:
+            break  # no token may follow
         if step == fork_at:
             original, sequence = sequence, sequence.copy(index=1)
         sequence.token_ids.append(token_id)

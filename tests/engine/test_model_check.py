@@ -20,7 +20,7 @@ from quire.engine.model_loader import load_model
         ("stablelm", "did not pass paged_step on"),
         ("diffllama", "called by the layers \\[0, 0, 1, 1\\]"),
         ("deepseek_v2", "keys and values differ in shape"),
-        ("doge", "second chunk of a prompt differ from the model's own by"),
+        ("doge", "gives attention masks of its own"),
         ("gptj", "transformers cannot load"),
     ],
 )

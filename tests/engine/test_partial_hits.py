@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.block_pool import BlockPool
-from quire.engine.partial_hits import MAX_SIBLINGS, BlockTokens
+from quire.engine.block_tokens import MAX_SIBLINGS, BlockTokens
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence
 

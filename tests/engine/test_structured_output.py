@@ -14,19 +14,17 @@ import pytest
 import tokenizers
 import torch
 
+from quire.engine.dead_ends import dead_end
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.output_format import BadFormatError, OutputFormat
+from quire.engine.request_errors import NoTokenLeftError
 from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
-from quire.engine.structured_output import (
-    BadFormatError,
-    GrammarCompiler,
-    OutputFormat,
-    StructuredOutputUnavailableError,
-)
+from quire.engine.structured_output import GrammarCompiler, StructuredOutputUnavailableError
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -173,12 +171,16 @@ def test_every_beam_has_the_form(
         check(REGEX, decode(tokens[:-1]))
 
 
-def test_a_complete_answer_may_be_shorter_than_min_tokens(
+def test_an_answer_that_is_complete_before_min_tokens_is_an_error(
     model: LoadedModel, compiler: GrammarCompiler
 ) -> None:
-    request = make_request(compiler, OutputFormat("regex", "ab"), min_tokens=5)
-    tokens = run(make_engine(model), request)["r", 0]
-    assert tokens[2:] == [EOS] * 3
+    engine = make_engine(model)
+    engine.add(make_request(compiler, OutputFormat("regex", "ab"), min_tokens=5))
+    updates = [update for _ in range(3) for update in engine.step()]
+    assert isinstance(updates[-1].error, NoTokenLeftError)
+    assert updates[-1].error.field == "min_tokens"
+    assert not engine.groups
+    engine.check_conservation()
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,8 @@ def test_json_has_one_space_at_most(compiler: GrammarCompiler, folder: Path) -> 
 def test_without_the_package_the_remedy_is_named(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     compiler = GrammarCompiler(lambda: "", model.vocab_size, frozenset({EOS}))
-    with pytest.raises(StructuredOutputUnavailableError, match=r"pip install quire\[structured\]"):
+    remedy = r"'quire-llm\[structured\]'.*-e '\.\[structured\]'"
+    with pytest.raises(StructuredOutputUnavailableError, match=remedy):
         compiler.compile(REGEX, 0)
 
 
@@ -239,7 +242,74 @@ def test_a_format_is_compiled_once(folder: Path, model: LoadedModel) -> None:
 
     compiler = GrammarCompiler(read, model.vocab_size, frozenset({EOS}))
     first, second = compiler.compile(REGEX, 0), compiler.compile(REGEX, 0)
-    assert len(reads) == 1
+    assert len(reads) == 2  # here, and in the process that tries formats
     before = second.allowed([])
     first.allowed([2 + 64])
     assert (second.allowed([]) == before).all()
+
+
+CHOICE = OutputFormat("grammar", 'start: "yes" | "no"')
+
+
+@pytest.mark.parametrize(
+    ("output_format", "constraints", "field"),
+    [
+        (CHOICE, {"allowed_token_ids": "xyz"}, "allowed_token_ids"),
+        (CHOICE, {"allowed_token_ids": "yen"}, "allowed_token_ids"),
+        (CHOICE, {"allowed_token_ids": "yes no"}, "allowed_token_ids"),  # without an end
+        (CHOICE, {"bad_words": "yn"}, "bad_words"),
+        (CHOICE, {"bad_words": "en"}, "bad_words"),
+        (CHOICE, {"min_tokens": 5}, "min_tokens"),
+        (OutputFormat("regex", "ab"), {"min_tokens": 4}, "min_tokens"),
+    ],
+)
+def test_a_format_that_the_other_constraints_leave_no_answer_of_is_found(
+    compiler: GrammarCompiler,
+    decode: Callable[[list[int]], str],
+    output_format: OutputFormat,
+    constraints: dict[str, Any],
+    field: str,
+) -> None:
+    request = make_request(compiler, output_format, **as_tokens(constraints, decode))
+    assert request.logits_rules is not None
+    error = dead_end(request.logits_rules, request.token_ids, 320, frozenset({EOS}))
+    assert error is not None
+    assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("output_format", "constraints"),
+    [
+        (CHOICE, {"allowed_token_ids": "on\1"}),
+        (CHOICE, {"bad_words": "y"}),
+        (CHOICE, {"min_tokens": 3}),
+        (CHOICE, {"allowed_token_ids": "ye", "max_tokens": 2}),  # cut by its length
+        (SCHEMA, {"min_tokens": 40}),
+        (SCHEMA, {"bad_words": "z"}),
+        (LONG, {"allowed_token_ids": "abc0123456789\1"}),
+    ],
+)
+def test_a_format_that_leaves_answers_is_let_through(
+    compiler: GrammarCompiler,
+    decode: Callable[[list[int]], str],
+    output_format: OutputFormat,
+    constraints: dict[str, Any],
+) -> None:
+    request = make_request(compiler, output_format, **as_tokens(constraints, decode))
+    rules = request.logits_rules
+    assert rules is not None
+    assert rules.grammar is not None
+    before = rules.copy()
+    assert dead_end(rules, request.token_ids, 320, frozenset({EOS})) is None
+    assert before.grammar is not None
+    assert (rules.grammar.allowed(request.token_ids) == before.grammar.allowed(request.token_ids)).all()
+
+
+def as_tokens(constraints: dict[str, Any], decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    """Replace the letters in constraints by the ids of their tokens."""
+    ids = {decode([token_id]): token_id for token_id in range(320)} | {"\1": EOS}
+    read: dict[str, Callable[[Any], Any]] = {
+        "allowed_token_ids": lambda letters: frozenset(ids[letter] for letter in letters),
+        "bad_words": lambda letters: tuple((ids[letter],) for letter in letters),
+    }
+    return {name: read.get(name, int)(value) for name, value in constraints.items()}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.llm import LLM, BeamSearchParams, SamplingParams
+from quire.engine.request_errors import RequestFailedError
+from quire.llm import LLM, BeamSearchParams, RequestOutput, RequestsFailedError, SamplingParams
 from quire.llm import llm as llm_module
 from quire.llm.interrupt import uninterrupted
 from quire.tokenization.errors import ChatTemplateError, MissingTokenizerError
@@ -21,8 +22,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     ("params", "message"),
     [
         ({"n": 0}, "n must be from 1 to 64; got 0"),
-        ({"temperature": -1.0}, "temperature must be finite and at least 0; got -1.0"),
-        ({"temperature": float("nan")}, "temperature must be finite"),
+        ({"temperature": -1.0}, "temperature must be from 0 to 1000000; got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be from 0 to"),
+        ({"temperature": 1e300}, "temperature must be from 0 to"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1; got 0.0"),
         ({"top_k": -2}, "top_k must be at least 1, or 0 or -1 for off; got -2"),
         ({"min_p": 1.5}, "min_p must be from 0 to 1; got 1.5"),
@@ -50,7 +52,9 @@ def test_parameters_name_field_limit_and_value(params: dict[str, Any], message: 
     [
         ({"beam_width": 1}, "beam_width must be from 2 to 64; got 1"),
         ({"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
-        ({"length_penalty": float("inf")}, "length_penalty must be finite; got inf"),
+        ({"length_penalty": float("inf")}, "length_penalty must be from -10 to 10; got inf"),
+        ({"length_penalty": 2000.0}, "length_penalty must be from -10 to 10; got 2000"),
+        ({"length_penalty": -10.5}, "length_penalty must be from -10 to 10; got -10.5"),
         ({"early_stopping": "soon"}, "early_stopping must be True, False or 'never'; got 'soon'"),
     ],
 )
@@ -71,6 +75,11 @@ def test_beam_parameters_too(params: dict[str, Any], message: str) -> None:
         (["fine"], SamplingParams(max_tokens=None, min_tokens=399), "min_tokens must be at most 396"),
         (["fine"], SamplingParams(stop_token_ids=[-1]), r"sampling_params\[0\].stop_token_ids must be token"),
         (["fine"], SamplingParams(logit_bias={999: 1.0}), r"sampling_params\[0\].logit_bias must be token"),
+        (
+            ["fine"],
+            SamplingParams(allowed_token_ids=[1], min_tokens=3),
+            r"sampling_params\[0\].min_tokens leaves no token",
+        ),
     ],
 )
 def test_one_bad_request_is_refused_before_any_runs(
@@ -121,6 +130,24 @@ def test_a_closed_one_says_so(tiny_folder: Path) -> None:
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_fails_takes_no_other_along(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tiny.generate(["fine", "also fine"], GREEDY)
+
+    def breaking(*_: Any) -> Any:
+        raise OverflowError("scripted")
+
+    monkeypatch.setattr("quire.engine.sampler._draw", breaking)
+    with pytest.raises(
+        RequestsFailedError, match=r"prompts\[1\]: OverflowError: scripted \(1 of 3"
+    ) as failed:
+        tiny.generate(["fine", "drawn", "also fine"], [GREEDY, SamplingParams(), GREEDY])
+    first, error, last = failed.value.outputs
+    assert isinstance(error, RequestFailedError)
+    for output, alone in zip((first, last), expected, strict=True):
+        assert isinstance(output, RequestOutput)
+        assert output.outputs == alone.outputs
 
 
 def test_ctrl_c_ends_all_requests_between_steps(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

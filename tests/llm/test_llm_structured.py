@@ -89,5 +89,6 @@ def test_what_cannot_be_compiled_is_refused_before_anything_runs(tiny: LLM) -> N
 
 def test_the_package_may_be_missing(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(StructuredOutputUnavailableError, match=re.escape("pip install quire[structured]")):
+    remedy = re.escape("pip install 'quire-llm[structured]'")
+    with pytest.raises(StructuredOutputUnavailableError, match=remedy):
         answers(tiny, StructuredOutputsParams(regex="a"))

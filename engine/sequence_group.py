@@ -1,9 +1,9 @@
-"""The sequences of one request, which live and die together.
+"""The sequences of one request, which are scheduled together.
 
-PagedAttention (Kwon et al., SOSP 2023) calls it a sequence group: its sequences share blocks, so they are
-admitted, preempted and resumed all at once. There are three operations: ``fork`` gives a new sequence the
-blocks of an old one, ``append`` (in the scheduler) gives a sequence room for more tokens, and copies a shared
-block before it is written, ``free`` takes a sequence's blocks away.
+PagedAttention (Kwon et al., SOSP 2023) calls them a sequence group. The sequences share blocks, so they are
+admitted, preempted and resumed together. There are three operations: ``fork`` gives a new sequence the
+blocks of an existing one; ``_append`` in the scheduler gives a sequence room for more tokens, and copies a
+shared block before it is written; ``free`` takes a sequence's blocks away.
 """
 
 from __future__ import annotations
@@ -22,12 +22,26 @@ class SwappedTables(NamedTuple):
     """Where a preempted group's blocks are in host memory.
 
     Attributes:
-        host_ids: all blocks, each once.
-        tables: the place in ``host_ids`` of each block of each sequence, or NO_BLOCK: sharing survives.
+        host_ids: host blocks of all its blocks, each once.
+        tables: for each sequence, the index in ``host_ids`` of each block, or NO_BLOCK. Shared blocks have
+            equal indices, so they are shared again after the swap.
     """
 
     host_ids: list[int]
     tables: list[list[int]]
+
+
+class Lack(NamedTuple):
+    """Why a group could not begin.
+
+    Attributes:
+        num_blocks: blocks that it would have taken from the pool, including those of its cached prefix.
+        next_hash: hash of the first block after the cached prefix, as a list: once that block is cached,
+            fewer blocks are needed. The list is empty if no block can help.
+    """
+
+    num_blocks: int
+    next_hash: list[bytes]
 
 
 @dataclass(eq=False, slots=True)
@@ -35,11 +49,14 @@ class SequenceGroup:
     """A request: one sequence, the prompt, that becomes ``params.num_sequences`` when it has been computed.
 
     Attributes:
-        sequences: those that have not ended, and a finished prefill's.
+        prompt: the first sequence, which the others are forked from.
+        sequences: the sequences that have not ended, or the one of a finished prefill.
         beam: the state of a beam search.
-        arrival: place in the order of arrival; the newest is preempted first.
+        arrival: place in the order of arrival; the newest group is preempted first.
         swapped: where the blocks are, if they are in host memory.
-        prefetch: blocks of its prompt that are, or were, read from disk.
+        prefetch: blocks of its prompt that are read from disk, or have been read.
+        lack: why it could not begin the last time that it was tried.
+        is_forked: whether its samples or beams have been made from the prompt.
     """
 
     prompt: Sequence
@@ -48,28 +65,29 @@ class SequenceGroup:
     arrival: int = 0
     swapped: SwappedTables | None = None
     prefetch: Prefetch | None = None
+    lack: Lack | None = None
     is_forked: bool = field(default=False)
 
     @property
     def request_id(self) -> str:
-        """The request's name."""
+        """Id of the request."""
         return self.prompt.request_id
 
     @property
     def params(self) -> SamplingParams:
-        """How the request's tokens are drawn."""
+        """Sampling parameters of the request."""
         return self.prompt.params
 
     @property
     def num_slots(self) -> int:
-        """Sequences that it may have in a batch."""
-        # A search whose beams have become few, since few tokens are allowed, may have all of them again.
+        """Number of sequences that it may have in a batch."""
+        # A beam search may have few beams while few tokens are allowed, and later have all of them again.
         is_fixed = self.is_forked and self.beam is None
         return len(self.sequences) if is_fixed else self.params.num_sequences
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that steps to come must compute."""
+        """Number of tokens that are not computed yet."""
         return sum(s.num_tokens - s.num_computed_tokens for s in self.sequences)
 
     @property
@@ -78,17 +96,22 @@ class SequenceGroup:
         return any(s.block_table for s in self.sequences)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether blocks of its prompt are still read from disk."""
+        return self.prefetch is not None and not self.prefetch.is_done
+
+    @property
     def is_preemptible(self) -> bool:
-        """Whether its blocks can be taken: those of a finished prefill are on their way to another worker."""
+        """Whether its blocks can be taken; a transfer may be reading those of a prefill worker's request."""
         return self.holds_blocks and not self.prompt.stops_after_prefill
 
     @property
     def num_drafted_tokens(self) -> int:
-        """Guesses that the next step is to verify."""
+        """Number of draft tokens that the next step verifies."""
         return sum(len(s.draft_token_ids) for s in self.sequences)
 
     def drop_drafts(self) -> None:
-        """Forget the guesses of all sequences."""
+        """Remove the draft tokens of all sequences."""
         for sequence in self.sequences:
             sequence.draft_token_ids = []
 
@@ -104,19 +127,19 @@ class SequenceGroup:
         return child
 
     def free(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Give a sequence's blocks back; what is full stays cached."""
+        """Give a sequence's blocks back to the pool, where full ones stay cached."""
         pool.free(sequence.held_blocks)
         sequence.block_table.clear()
 
     def fork_samples(self, pool: BlockPool) -> list[Sequence]:
-        """Make the samples of a computed prompt, once; return all sequences."""
+        """Fork the samples of a computed prompt, unless that is done already; return all sequences."""
         if not self.is_forked:
             self.is_forked = True
             self.sequences += [self.fork(self.prompt, index, pool) for index in range(1, self.params.n)]
         return self.sequences
 
     def extend_beams(self, extensions: list[BeamExtension], pool: BlockPool) -> None:
-        """Replace the beams by those that a step of their search has chosen."""
+        """Replace the beams by the extensions that a step of the beam search has chosen."""
         beams = self.sequences
         self.is_forked = True
         self.sequences = [self.fork(beams[each.parent], index, pool) for index, each in enumerate(extensions)]

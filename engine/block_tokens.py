@@ -1,11 +1,11 @@
-"""Finds the cached block that begins as a prompt goes on, where the match of full blocks ends.
+"""Finds a cached block whose first tokens match a prompt, where the match of full blocks ends.
 
 ::
 
     cached     [ a b c d ][ e f g h ]
     prompt     [ a b c d ][ e f x y ]     a full hit, then two tokens: copy the second block, compute x y
 
-Full blocks are found by hash. Here tokens are compared with tokens, among the blocks after the same parent.
+Full blocks are found by hash. This file compares tokens, among the blocks that follow the same parent.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from quire.engine.block_pool import BlockPool
 from quire.engine.sequence import Sequence
 
 MAX_SIBLINGS = 32
-"""Most blocks after one parent that are compared, those used last: after a root there may be any number."""
+"""Most blocks after one parent that are compared: the last used. A root may have any number of children."""
 
 
 class PartialHit(NamedTuple):
-    """A held block, and how many of its leading tokens match."""
+    """A block of the pool, and how many of its leading tokens match."""
 
     block_id: int
     num_tokens: int
 
 
 class BlockTokens:
-    """The tokens of sealed blocks, by the block before them.
+    """The tokens of sealed blocks, by the hash of the block before them.
 
-    Evictions are noticed when a block is looked for: at most twice as many blocks as the pool has are known.
+    Evicted blocks are skipped by lookups and removed later, so at most twice as many blocks are known as the
+    pool has.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -41,7 +42,7 @@ class BlockTokens:
         self._num_blocks = 0
 
     def note(self, sequence: Sequence, first: int, last: int, block_size: int) -> None:
-        """Remember the tokens of a sequence's sealed blocks ``first..last - 1`` as those used last."""
+        """Remember the tokens of a sequence's sealed blocks ``first..last - 1`` as the most recently used."""
         for index in range(first, last):
             siblings = self._siblings.setdefault(sequence.parent_hash(index), {})
             block_hash = sequence.block_hashes[index]
@@ -57,7 +58,12 @@ class BlockTokens:
             self._forget_evicted()
 
     def find(self, parent_hash: bytes, token_ids: list[int]) -> PartialHit | None:
-        """Return the held block after ``parent_hash`` with the most of the leading ``token_ids``, if any."""
+        """Return the pool's block after ``parent_hash`` that shares the most leading tokens, if any.
+
+        Args:
+            parent_hash: hash of the block before it.
+            token_ids: the tokens to match, at most one block.
+        """
         best = None
         for block_hash, held_ids in self._siblings.get(parent_hash, {}).items():
             num_tokens = sum(takewhile(bool, map(eq, held_ids, token_ids)))

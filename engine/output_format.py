@@ -1,0 +1,128 @@
+"""A format that answers must have, and how llguidance compiles it with limits on time and memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+Kind = Literal["json_schema", "regex", "grammar"]
+
+_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": " ?"}
+"""Options of JSON schemas. They keep a model from spending its tokens on blanks.
+
+A schema's ``x-guidance`` may override them.
+"""
+
+_MAX_PARSER_ITEMS: Mapping[Kind, tuple[int, int]] = {
+    # Each optional property takes four items in one row, and the cost is linear.
+    "json_schema": (2_000, 20_000),
+    "regex": (2_000, 20_000),
+    # The time for an ambiguous grammar grows with the square of a row's items: a mask takes 3 ms at these
+    # limits. A grammar of statements and expressions takes 50 items in a row and 300 in a mask.
+    "grammar": (300, 1_000),
+}
+"""Most items in one row of the parser, and most items that one mask may add."""
+_INITIAL_LEXER_FUEL = 200_000
+_STEP_LEXER_FUEL = 100_000
+"""Most lexer fuel at the start and in one step.
+
+A regular expression for URLs takes 35,000 of each, over a vocabulary of 130,000 tokens.
+"""
+_MAX_LEXER_STATES = 32_000
+"""Most states of a lexer, 1 to 2 KiB each.
+
+A bounded repetition of a Unicode class adds 100 states for each new token.
+"""
+_MAX_GRAMMAR_SIZE = 100_000
+"""Largest grammar in llguidance's own measure; 64 KiB of JSON schema take 6,000."""
+MAX_RULES = 1_000
+"""Most rules and terminals of a grammar; a grammar of SQL has 200."""
+_RULE = re.compile(r"^\s*[?!]?\w+[^:\n\"/]*:", re.MULTILINE)
+
+
+class OutputFormat(NamedTuple):
+    """A JSON schema, a regular expression that the whole answer matches, or a grammar in Lark's notation."""
+
+    kind: Kind
+    text: str
+
+
+class BadFormatError(ValueError):
+    """The format cannot be compiled, or no answer can have it; the message may come from the compiler."""
+
+
+def load_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    """Return llguidance's form of a ``tokenizer.json``. This takes 1 s for 100,000 tokens.
+
+    Args:
+        text: the content of ``tokenizer.json``.
+        vocab_size: size of the model's logits.
+        eos_token_ids: tokens that end an answer.
+
+    Raises:
+        ImportError: llguidance is not installed.
+    """
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
+
+
+def compile_format(tokenizer: LLTokenizer, output_format: OutputFormat) -> LLMatcher:
+    """Return a matcher at the start of an answer.
+
+    A hostile format may crash the process: see ``format_check``.
+
+    Raises:
+        BadFormatError: the format is not valid, or exceeds a limit.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    read: Mapping[Kind, Callable[[str], str]] = {
+        "json_schema": partial(LLMatcher.grammar_from_json_schema, defaults=_JSON_DEFAULTS),
+        "regex": LLMatcher.grammar_from_regex,
+        "grammar": LLMatcher.grammar_from_lark,
+    }
+    if output_format.kind == "grammar" and (num_rules := len(_RULE.findall(output_format.text))) > MAX_RULES:
+        raise BadFormatError(f"has {num_rules} rules; a grammar may have {MAX_RULES}")
+    try:
+        grammar = read[output_format.kind](output_format.text)
+    except ValueError as error:
+        raise BadFormatError(str(error)) from error
+    row_items, step_items = _MAX_PARSER_ITEMS[output_format.kind]
+    limits = LLParserLimits(
+        max_items_in_row=row_items,
+        step_max_items=step_items,
+        initial_lexer_fuel=_INITIAL_LEXER_FUEL,
+        step_lexer_fuel=_STEP_LEXER_FUEL,
+        max_lexer_states=_MAX_LEXER_STATES,
+        max_grammar_size=_MAX_GRAMMAR_SIZE,
+        # Verbose errors would repeat the grammar and the parser's state.
+        verbose_errors=False,
+    )
+    # The log level is 0, since llguidance would print its warnings about a client's format to stderr.
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise BadFormatError(matcher.get_error().strip())
+    first = matcher.deep_copy()
+    first.compute_bitmask()
+    if first.is_error():
+        raise BadFormatError(_why_no_answer(first.get_error()))
+    return matcher
+
+
+def _why_no_answer(error: str) -> str:
+    reason = first_line(error)
+    if "too many" in reason.lower():
+        return f"is too complex: {reason}"
+    return "no answer has this form, not even an empty one"
+
+
+def first_line(error: str) -> str:
+    """Return the first line of an error, without the grammar and parser state that llguidance adds."""
+    return error.strip().partition("\n")[0]

@@ -1,0 +1,63 @@
+"""Finds the folder of a model: a local folder, or the download of one revision from the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+CONFIGURATION_FILES = ("config.json", "generation_config.json")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+MODEL_FILES = (*CONFIGURATION_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
+
+
+def find_model(source: str, files: Sequence[str] = MODEL_FILES) -> Path:
+    """Return the folder of a model; from the hub only the named files are downloaded.
+
+    Args:
+        source: a folder, a hub id, or a hub id and a revision as in ``org/model@main``.
+        files: patterns of file names. Files in subfolders, such as the original checkpoint's, are left out.
+
+    Raises:
+        OSError: there is no such folder, model or revision, or the hub cannot be reached.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or source.startswith((".", "~")):
+        raise FileNotFoundError(f"there is no folder {source}")
+    # Imported here because the import is slow and a local folder does not need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    name, _, revision = source.partition("@")
+    try:
+        found = snapshot_download(
+            name, revision=revision or None, allow_patterns=list(files), ignore_patterns=["*/*"]
+        )
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{source} is neither a folder nor a hub id: {error}") from error
+    return Path(found)
+
+
+def without_revision(source: str) -> str:
+    """Return the source without its revision; a folder is returned as it is."""
+    return source if Path(source).is_dir() else source.partition("@")[0]
+
+
+def model_name(source: str) -> str:
+    """Return the last part of a folder's path or of a hub id."""
+    return Path(without_revision(source)).name
+
+
+def pin_revision(source: str, folder: Path) -> str:
+    """Return a name of exactly the files in ``folder``: a hub id with its commit, or the folder itself."""
+    if Path(source).is_dir():
+        return source
+    # In the hub's cache the folder of a snapshot is named after its commit.
+    return f"{without_revision(source)}@{folder.name}"

@@ -1,0 +1,174 @@
+"""Hostile formats: each is refused, and ends no process but its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.engine import output_format, structured_output
+from quire.engine.output_format import BadFormatError, OutputFormat
+from quire.engine.structured_output import (
+    FormatFailedError,
+    GrammarCompiler,
+    StructuredOutputUnavailableError,
+)
+from quire.models.bundled import demo_model_path
+
+VOCAB_SIZE = 2048
+EOS = 1
+A = OutputFormat("regex", "a{1,9}")
+CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(900)) + 'r900: "a"\n'
+AMBIGUOUS = OutputFormat("grammar", 'start: a\na: a a | "a" | "aa" | "aaa" | b\nb: b a | a b | "a"\n')
+
+
+def read_tokenizer() -> str:
+    return (demo_model_path() / "tokenizer.json").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(read_tokenizer, VOCAB_SIZE, frozenset({EOS}))
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(read_tokenizer, VOCAB_SIZE, frozenset({EOS}))
+    yield compiler
+    compiler.close()
+
+
+def helper(compiler: GrammarCompiler) -> Any:
+    """Return the process that tries formats."""
+    return compiler._checker._process
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "problem"),
+    [
+        ("grammar", CHAIN, "nests too deeply"),
+        ("grammar", CHAIN + "\n".join(f'x{i}: "a"' for i in range(200)), "has 1102 rules"),
+        ("grammar", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "too deeply nested"),
+        ("grammar", "start: a*\na: " + "a a | " * 9000 + '"x"', "more than 2 s"),
+        ("grammar", "start: " + " | ".join(f'"{i}"' for i in range(400)), "401 items; max is 300"),
+        ("regex", "a?" * 15000 + "a" * 15000, "too large"),
+        ("regex", "(?:" * 9000 + "a" + "b)*" * 9000, "invalid regex"),
+        ("json_schema", '{"properties":{"a":' * 3000 + "{}" + "}}" * 3000, "recursion limit"),
+        ("json_schema", '{"type":"integer","multipleOf":99999989}', "more than 2 s"),
+        ("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000, "recursion limit"),
+    ],
+)
+def test_a_hostile_format_is_refused_by_a_process_of_its_own(
+    shared: GrammarCompiler, capfd: pytest.CaptureFixture[str], kind: Any, text: str, problem: str
+) -> None:
+    with pytest.raises(BadFormatError, match=problem):
+        shared.compile(OutputFormat(kind, text), 0)
+    pid = helper(shared).pid
+    assert shared.compile(A, 0).allowed([]).any()
+    assert helper(shared).pid == pid
+    assert capfd.readouterr() == ("", "")
+
+
+def test_each_format_is_tried_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[OutputFormat] = []
+    check = compiler._checker.check
+    monkeypatch.setattr(compiler._checker, "check", lambda each: (tried.append(each), check(each))[1])
+    bad = OutputFormat("regex", "[")
+    for _ in range(3):
+        compiler.compile(A, 0)
+        with pytest.raises(BadFormatError, match="unclosed"):
+            compiler.compile(bad, 0)
+    assert tried == [A, bad]
+    assert compiler.compiled(A, 0) is not None
+    assert compiler.compiled(AMBIGUOUS, 0) is None
+
+
+def test_the_process_that_tries_formats_is_started_again(compiler: GrammarCompiler) -> None:
+    compiler.compile(A, 0)
+    first = helper(compiler)
+    os.kill(first.pid, signal.SIGKILL)
+    compiler.compile(OutputFormat("regex", "b"), 0)
+    assert helper(compiler).pid != first.pid
+
+
+def test_without_it_formats_are_not_compiled(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(StructuredOutputUnavailableError, match="has ended"):
+        compiler.compile(A, 0)
+
+
+def test_the_cache_holds_bytes_not_formats(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_output, "CACHE_BYTES", 12 << 20)
+    small = [OutputFormat("regex", f"a{{{i}}}") for i in range(2, 6)]
+    for each in small:
+        compiler.compile(each, 0)
+    assert [compiler.compiled(each, 0) is not None for each in small] == [False, True, True, True]
+    compiler.compile(OutputFormat("json_schema", f'{{"pattern": "{"a?" * 2500 + "a" * 2500}"}}'), 0)
+    assert compiler.num_cached_bytes <= 12 << 20
+
+
+def test_an_ambiguous_grammar_ends_with_an_error(shared: GrammarCompiler) -> None:
+    token = int(np.flatnonzero(shared.compile(OutputFormat("regex", "a"), 0).allowed([]))[0])
+    ends = []
+    for _ in range(2):
+        matcher, answer = shared.compile(AMBIGUOUS, 3), [7, 8, 9]
+        with pytest.raises(FormatFailedError, match=r"^format.grammar cannot be continued after \d+ tokens"):
+            while len(answer) < 1000:
+                assert matcher.allowed(answer)[token]
+                answer.append(token)
+        ends.append(len(answer))
+    assert ends[0] == ends[1] < 400
+
+
+def test_an_answer_that_left_its_format_is_an_error(shared: GrammarCompiler) -> None:
+    matcher = shared.compile(OutputFormat("regex", "ab"), 0)
+    forbidden = int(np.flatnonzero(~matcher.allowed([]))[-1])
+    with pytest.raises(FormatFailedError, match="after 1 tokens"):
+        matcher.allowed([forbidden])
+
+
+def test_a_lexer_that_is_full_is_replaced(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def masks(compiler: GrammarCompiler, seed: int) -> list[bytes]:
+        draw, matcher = np.random.default_rng(seed), compiler.compile(form, 0)
+        answer: list[int] = []
+        found = []
+        while len(answer) < 40:
+            allowed = matcher.allowed(answer)
+            found.append(allowed.tobytes())
+            answer.append(int(draw.choice(np.flatnonzero(allowed))))
+        return found
+
+    form = OutputFormat("regex", "([a-z ]{1,200}[0-9]){9}x")
+    expected = [masks(compiler, seed) for seed in range(4)]
+    compiler._compiled.clear()
+    monkeypatch.setattr(output_format, "_MAX_LEXER_STATES", 200)
+    renewed = []
+    restart = structured_output.CompiledFormat.restart
+    monkeypatch.setattr(
+        structured_output.CompiledFormat, "restart", lambda self: renewed.append(restart(self)) or renewed[-1]
+    )
+    assert [masks(compiler, seed) for seed in range(4)] == expected
+    assert len(renewed) >= 2
+    assert None not in renewed
+
+
+def test_the_masks_of_one_request_share_a_budget(
+    shared: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher = shared.compile(A, 0)
+    sample = matcher.copy()
+    matcher.allowed([])
+    monkeypatch.setattr(structured_output, "MASK_SECONDS", 0.0)
+    with pytest.raises(FormatFailedError, match="masks took more than 0 s"):
+        sample.allowed([])
