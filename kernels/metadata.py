@@ -1,4 +1,4 @@
-"""What attention over paged blocks needs to know of one step."""
+"""The metadata of one step that attention over paged blocks needs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class AttentionMetadata(NamedTuple):
 
     Attributes:
         block_tables: int32 ``[num_seqs, max_blocks_per_seq]``; entries past a sequence's length are ignored.
-        query_starts: int32 ``[num_seqs + 1]``.
-        seq_lens: int32 ``[num_seqs]``.
-        slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + offset`` of each new token, or below 0
-            for one that is not written.
-        max_new_tokens: the most new tokens of a sequence, where the host knows: 1 saves a GPU the launch for
-            prefill.
+        query_starts: int32 ``[num_seqs + 1]``, the index of each sequence's first new token, and the end.
+        seq_lens: int32 ``[num_seqs]``, cached and new tokens of each sequence.
+        slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + offset`` of each new token; a negative
+            number means that the token is not written.
+        max_new_tokens: the most new tokens of any sequence, if the host knows it, else None. If it is 1, a
+            GPU does not launch the prefill kernel.
     """
 
     block_tables: torch.Tensor

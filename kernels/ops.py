@@ -1,8 +1,9 @@
-"""The operations on paged KV blocks, registered with torch: its dispatcher picks the implementation.
+"""The operations on paged KV blocks, registered with torch, whose dispatcher picks the implementation.
 
 KV memory is one tensor ``kv[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; a layer's view
-is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers, 2, num_kv_heads]``. As
-``torch.library`` operators they are opaque to ``torch.compile``, which fuses what is around them.
+is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers, 2, num_kv_heads]``. The
+operations are ``torch.library`` operators: ``torch.compile`` does not look inside them, but fuses the code
+around them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ def _cpu_module(name: str) -> ModuleType:
 
 
 def blocks_summed_together(device: torch.device, block_size: int) -> int:
-    """Return at which multiples of blocks a table may begin and attention still has the same bits."""
+    """Return the kernel's tile in blocks.
+
+    Attention gives the same bits if a multiple of this number of blocks is left out at the start of a block
+    table. On a GPU it is 1.
+    """
     if device.type != "cpu":
         return 1
     together: int = _cpu_module("attention").span_blocks(block_size)
@@ -54,12 +59,12 @@ def blocks_summed_together(device: torch.device, block_size: int) -> int:
 
 
 def _on_cpu(name: str) -> Callable[..., Any]:
-    """Return a CPU kernel that is imported when it is first called: a GPU needs no Numba."""
+    """Return a CPU kernel that is imported at its first call, since a GPU needs no Numba."""
     return lambda *arguments, **options: _find_on_cpu(name)(*arguments, **options)
 
 
 def _register(schema: str, shape: Callable[..., Any]) -> None:
-    """Define an operator with its implementations and what it returns without being run."""
+    """Define an operator, its implementations, and its fake implementation, which only returns shapes."""
     name = _library.define(schema)
     _library.impl(name, _on_cpu(name), "CPU")
     if torch.cuda.is_available():
@@ -102,7 +107,7 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally with each new token over all earlier tokens of its sequence.
+    """Attend causally with each new token over itself and all earlier tokens of its sequence.
 
     A new token at position p sees positions ``max(0, p - sliding_window + 1)..p``; its own key and value must
     have been written.
@@ -112,11 +117,11 @@ def paged_attention(
         kv_layer: ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
         metadata: the step's sequences.
         scale: factor of the dot products.
-        sliding_window: number of positions that a token sees; None means all.
+        sliding_window: number of positions that a token sees, including its own; None means all.
         logit_softcap: scores become ``cap * tanh(score / cap)``.
-        sinks: ``[num_heads]``, a logit of each head that takes part in the softmax and has no value.
+        sinks: ``[num_heads]``, for each head a logit that takes part in the softmax and has no value.
         alibi_slopes: ``[num_heads]``; ``slope * (key position - p)`` is added to each score.
-        kv_scales: float32 ``[num_blocks, 2, num_kv_heads]``, with 8-bit blocks alone.
+        kv_scales: float32 ``[num_blocks, 2, num_kv_heads]``, only with 8-bit blocks.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]`` in the query's dtype.
@@ -160,8 +165,8 @@ def write_kv(
 ) -> None:
     """Write the new tokens' keys and values ``[num_tokens, num_kv_heads, head_dim]`` into their slots.
 
-    Tokens with a slot below 0 are skipped. Into 8-bit blocks they are quantized, and the token in slot 0 sets
-    its block's scales: a step brings the tokens of a block in a row.
+    Tokens with a slot below 0 are skipped. 8-bit blocks get quantized tokens, and the token in slot 0 sets
+    its block's scales. The tokens of a block must be consecutive and in order.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -176,20 +181,20 @@ def write_kv(
 
 
 def copy_blocks(blocks: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copy each block ``pairs[i, 0]`` to ``pairs[i, 1]``, ``blocks[num_blocks, ...]``.
+    """Copy each block ``pairs[i, 0]`` of ``blocks[num_blocks, ...]`` to block ``pairs[i, 1]``.
 
-    No block may be in both columns, or twice in the second: the copies happen at once.
+    No block may be in both columns, or twice in the second, since all copies run concurrently.
     """
     torch.ops.quire.copy_blocks(blocks, pairs)
 
 
 def gather_blocks(blocks: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy ``blocks[ids[i]]`` to ``out[i]``."""
+    """Copy each block ``blocks[ids[i]]`` to ``out[i]``."""
     torch.ops.quire.gather_blocks(blocks, ids, out)
 
 
 def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Copy ``staging[i]`` to ``blocks[ids[i]]``; no id may occur twice."""
+    """Copy each ``staging[i]`` to block ``blocks[ids[i]]``; no id may occur twice."""
     torch.ops.quire.scatter_blocks(staging, ids, blocks)
 
 
@@ -205,6 +210,6 @@ def _check_blocks(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> Non
     scales_shape = tuple(kv_layer.shape[:3]) if kv_layer.dtype in KV_FORMATS else None
     if scales_shape != (None if kv_scales is None else tuple(kv_scales.shape)):
         raise ValueError(f"blocks of {kv_layer.dtype} have scales of shape {scales_shape}, got {kv_scales}")
-    # A block's part of a layer is one run of bytes: only the blocks may lie apart.
+    # A block's part of a layer must be contiguous; there may be gaps only between blocks.
     if kv_layer[0].numel() and not kv_layer[0].is_contiguous():
         raise ValueError(f"blocks must be contiguous from their second dimension on: {kv_layer.stride()}")

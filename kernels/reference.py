@@ -1,4 +1,4 @@
-"""Paged attention, slow and obvious, in float64: the oracle of the fast kernels."""
+"""Slow and simple paged attention in float64, which tests compare the fast kernels with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See ``ops.paged_attention``."""
+    """Compute attention in float64; see ``ops.paged_attention``."""
     output = torch.empty_like(query)
     block_size = kv_layer.shape[3]
     group = query.shape[1] // kv_layer.shape[2]
@@ -62,7 +62,7 @@ def write_kv(
     slot_mapping: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """See ``ops.write_kv``."""
+    """Write keys and values token by token; see ``ops.write_kv``."""
     block_size = kv_layer.shape[3]
     rows = torch.stack([key, value], dim=1)
     for slot, row in zip(slot_mapping.tolist(), rows, strict=True):

@@ -3,14 +3,14 @@
 ::
 
     root      = HMAC-SHA256(cluster secret, "quire-kv-1" | TLV(descriptor) | TLV(tenant) | TLV(salt)?)
-                cut to 16 bytes; an empty salt is left out
-    hash[i]   = SHA-256(hash[i-1] | tokens of block i as little-endian uint32)             cut to 16 bytes
+                truncated to 16 bytes; an empty salt is left out
+    hash[i]   = SHA-256(hash[i-1] | tokens of block i as little-endian uint32), truncated to 16 bytes
     TLV       = tag (1 byte) | length (little-endian uint32) | bytes
 
 Equal hashes thus mean equal tokens, equal prefix, equal model and layout, and equal scope. Fixed-width tokens
-and tagged, length-prefixed fields make the encoding injective. The secret keeps a reader of the index from
-testing guessed prompts. A fast hash would do for speed, but its collisions can be made, and would serve one
-prompt's blocks to another.
+and tagged, length-prefixed fields make the encoding injective. Without the secret, a reader of the index
+cannot test whether it holds a guessed prompt. The hash is cryptographic because collisions of a fast hash can
+be constructed, and one prompt would then get another prompt's blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 HASH_BYTES = 16
 LAYOUT_VERSION = 1
-"""Order of the values within a block; raised when blocks of before can no longer be read."""
+"""Version of the order of values within a block; raise it when older blocks can no longer be read."""
 
 _DOMAIN = b"quire-kv-1"
 _DESCRIPTOR_TAG = 1
@@ -37,7 +37,13 @@ _SALT_TAG = 3
 
 @dataclass(frozen=True, slots=True)
 class CacheDescriptor:
-    """What must be equal for two workers' blocks to be interchangeable."""
+    """The properties that two workers must share for their blocks to be interchangeable.
+
+    Attributes:
+        dtype: the type of the stored values.
+        compute_dtype: the type that the model computes in.
+        device: the kind of device that the model runs on, "cpu" or "cuda".
+    """
 
     model_digest: str
     num_layers: int
@@ -45,19 +51,21 @@ class CacheDescriptor:
     block_size: int
     head_dim: int
     dtype: str
+    compute_dtype: str
+    device: str
     layout_version: int = LAYOUT_VERSION
 
     def to_bytes(self) -> bytes:
-        """Return canonical JSON."""
+        """Return the descriptor as canonical JSON."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
 
 class CacheScope(NamedTuple):
-    """Who may share blocks: each part under a tag of its own, so that no salt equals a tenant.
+    """The requests that may share blocks. Each part is hashed under its own tag, so no salt equals a tenant.
 
     Attributes:
-        tenant: who was authenticated; empty is everybody's.
-        salt: the client's own subdivision of its tenant.
+        tenant: the authenticated tenant; empty where the cluster has no tenants.
+        salt: a subdivision of the tenant that the client chose; may be empty.
     """
 
     tenant: str = ""
@@ -84,7 +92,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the hash of one full block.
 
     Raises:
-        OverflowError: a token id is no uint32.
+        OverflowError: a token id does not fit in a uint32.
     """
     return hashlib.sha256(parent + _encode(token_ids)).digest()[:HASH_BYTES]
 
@@ -93,7 +101,7 @@ def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list
     """Return the hashes of all full blocks of a prompt.
 
     Raises:
-        OverflowError: a token id is no uint32.
+        OverflowError: a token id does not fit in a uint32.
     """
     width = 4 * block_size
     encoded = _encode(token_ids)
@@ -105,7 +113,7 @@ def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list
 
 
 def _encode(token_ids: Sequence[int]) -> bytes:
-    """Return little-endian uint32, whatever the machine's order."""
+    """Return the tokens as little-endian uint32, on machines of either byte order."""
     tokens = array("I", token_ids)
     if sys.byteorder == "big":
         tokens.byteswap()
@@ -113,6 +121,6 @@ def _encode(token_ids: Sequence[int]) -> bytes:
 
 
 def fingerprint(descriptor: bytes, secret: bytes) -> str:
-    """Return a test vector's hash: equal on two processes exactly if all their hashes are."""
+    """Return the hash of a test vector. Two processes agree on it exactly if they agree on all hashes."""
     root = root_hash(descriptor, secret, CacheScope("fingerprint"))
     return block_hash(root, range(16)).hex()

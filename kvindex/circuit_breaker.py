@@ -1,4 +1,4 @@
-"""Leaves alone what keeps failing."""
+"""A circuit breaker: stops calls to something that keeps failing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class BreakerState(IntEnum):
-    """What a breaker does with the next attempt."""
+    """The state of a breaker: all attempts pass, one attempt is tried, or all are refused."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -16,12 +16,12 @@ class BreakerState(IntEnum):
 
 
 class CircuitBreaker:
-    """Refuses attempts for a while after some failures in a row, then lets one through to see.
+    """Refuses attempts for a while after several failures in a row, then lets one through as a trial.
 
     Args:
-        max_failures: failures in a row that open it.
-        open_seconds: how long it stays open.
-        clock: seconds, never going back.
+        max_failures: number of failures in a row that open the breaker.
+        open_seconds: how long the breaker stays open.
+        clock: returns seconds that never go back.
     """
 
     def __init__(
@@ -35,25 +35,26 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """What the next attempt meets."""
+        """The state that the next attempt will find."""
         if self._num_failures < self._max_failures:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._open_until else BreakerState.HALF_OPEN
 
     def admits(self) -> bool:
-        """Take an attempt, or refuse it."""
+        """Return whether the next attempt may be made."""
         state = self.state
         if state is BreakerState.HALF_OPEN:
-            # The next trial is due in as long, whether or not this one reports: it may be cancelled.
+            # The next trial is due after the same time even if this one never reports, since it may be
+            # cancelled.
             self._open_until = self._clock() + self._open_seconds
         return state is not BreakerState.OPEN
 
     def succeeded(self) -> None:
-        """Report an admitted attempt that went well."""
+        """Record that an admitted attempt succeeded."""
         self._num_failures = 0
 
     def failed(self) -> bool:
-        """Report an admitted attempt that did not; return whether this one opened the breaker."""
+        """Record that an admitted attempt failed; return whether this failure opened the breaker."""
         self._num_failures += 1
         self._open_until = self._clock() + self._open_seconds
         return self._num_failures == self._max_failures

@@ -1,4 +1,4 @@
-"""An index that costs a request little time and never an error."""
+"""A prefix index with a time limit, which never raises an error."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quire.kvindex.index import UNREACHABLE, Holding, PrefixIndex
 logger = logging.getLogger("quire.kvindex")
 
 BUDGET_SECONDS = 0.02
-"""What a look-up may cost a request."""
+"""Most time that a request waits for a look-up."""
 
 
 class Fallback(StrEnum):
-    """Why a look-up was not answered."""
+    """The reason why a look-up has no answer."""
 
     TIMEOUT = "timeout"
     ERROR = "error"
@@ -25,12 +25,12 @@ class Fallback(StrEnum):
 
 
 class GuardedIndex:
-    """Answers in time, or says that it cannot.
+    """Looks prefixes up in an index within ``BUDGET_SECONDS``, or returns None.
 
     Args:
-        index: the one that may fail or be late.
-        breaker: leaves it alone for a while once it failed too often.
-        on_fallback: is told why a look-up was answered without the index.
+        index: the index that may fail or be late.
+        breaker: stops look-ups for a while after too many failures in a row.
+        on_fallback: called with the reason of each look-up that has no answer.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GuardedIndex:
         self._on_fallback = on_fallback
 
     async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding] | None:
-        """Return the holders; None when the index fails, is late or has failed too often."""
+        """Return the holders; None if the index fails or is late, or while the breaker is open."""
         if not self._breaker.admits():
             self._on_fallback(Fallback.BREAKER_OPEN)
             return None

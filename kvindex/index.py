@@ -1,8 +1,8 @@
-"""The contract of a prefix index: who holds which prefix, as a hint.
+"""The contract of a prefix index, which says as a hint which workers hold which prefixes.
 
-A worker publishes blocks under a lease, parents before children, and evicts children before parents. What it
-has published is thus closed under prefixes, and one number says how much of a prompt it holds. Entries count
-while the lease lives under which they were published.
+A worker publishes blocks under a lease, parents before children, and evicts children before parents. The
+published blocks are thus closed under prefixes, and one number says how much of a prompt the worker holds.
+Entries are valid while the lease lives under which they were published.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from redis.exceptions import RedisClusterException, RedisError
 from quire.kvindex.membership import WorkerRecord
 
 UNREACHABLE = (RedisError, RedisClusterException, OSError)
-"""What an index raises that does not answer; a cluster's exception is no ``RedisError``."""
+"""Errors of an index that does not answer. The exception of a Redis cluster is not a ``RedisError``."""
 
 
 class LeaseLostError(Exception):
@@ -23,18 +23,18 @@ class LeaseLostError(Exception):
 
 
 class IndexFullError(Exception):
-    """The index has no memory left: publish again once something was evicted, or give Redis more."""
+    """The index has no memory left: publish again after an eviction, or give Redis more memory."""
 
 
 class Holding(NamedTuple):
-    """How many leading blocks of a prompt a worker has published."""
+    """A worker, and the number of leading blocks of a prompt that it has published."""
 
     worker: WorkerRecord
     num_blocks: int
 
 
 class PrefixIndex(Protocol):
-    """The router's side."""
+    """The reading side of an index, which the router uses."""
 
     async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding]:
         """Return each live worker that holds the first block, and how far its blocks go."""
@@ -42,17 +42,17 @@ class PrefixIndex(Protocol):
 
 
 class IndexLease(Protocol):
-    """The worker's side: its life in the index. Calls must not overlap."""
+    """The writing side of an index: one worker's lease and entries. Calls must not overlap."""
 
     async def join(self, record: WorkerRecord) -> None:
-        """Begin a lease with a new epoch; nothing that was published before counts any more."""
+        """Begin a lease with a new epoch, which invalidates everything that was published before."""
         ...
 
     async def beat(self) -> None:
         """Renew the lease.
 
         Raises:
-            LeaseLostError: there is none to renew.
+            LeaseLostError: there is no lease to renew.
         """
         ...
 
@@ -61,18 +61,18 @@ class IndexLease(Protocol):
 
         Raises:
             LeaseLostError: the lease is gone.
-            IndexFullError: there is no room; some of the first may have been added.
+            IndexFullError: the index is full; some of the first blocks may have been added.
         """
         ...
 
     async def evict(self, block_hashes: Sequence[bytes]) -> None:
-        """Remove blocks, children before parents; works without a lease, on this lease's entries alone."""
+        """Remove blocks of this lease only, children before parents; also works after the lease has ended."""
         ...
 
     async def sweep(self) -> int:
-        """Visit some entries, remove those that count no more, whosever they are; return how many."""
+        """Visit some entries of all workers and remove the invalid ones; return how many were removed."""
         ...
 
     async def leave(self) -> None:
-        """End the lease, unless it is already another's: its entries stop to count at once."""
+        """End the lease, which invalidates its entries at once, unless another process has taken it over."""
         ...

@@ -1,4 +1,4 @@
-"""Metrics of an index, as decorators around its two sides."""
+"""Metrics of a prefix index, as decorators around its reading and its writing side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATIO_BUCKETS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 
 class IndexMetrics:
-    """What a router reports of its look-ups."""
+    """Metrics of a router's look-ups."""
 
     def __init__(self, registry: CollectorRegistry, breaker: CircuitBreaker) -> None:
         self.lookup_seconds = Histogram(
@@ -67,7 +67,7 @@ class InstrumentedIndex:
         self._clock = clock
 
     async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding]:
-        """Pass the look-up on."""
+        """Pass the look-up on, and measure its time and how much of the prompt was found."""
         start, result = self._clock(), "failed"
         self._metrics.lookup_blocks.observe(len(block_hashes))
         try:
@@ -82,7 +82,7 @@ class InstrumentedIndex:
 
 
 class PublisherMetrics:
-    """What a worker reports of its publishing."""
+    """Metrics of a worker's publishing."""
 
     def __init__(self, registry: CollectorRegistry, ledger: PublishLedger) -> None:
         self.entries = Counter(
@@ -115,32 +115,32 @@ class InstrumentedLease:
         self._metrics = metrics
 
     async def join(self, record: WorkerRecord) -> None:
-        """Pass it on."""
+        """Pass the call on."""
         await self._lease.join(record)
 
     async def beat(self) -> None:
-        """Pass it on; count a lost lease."""
+        """Pass the call on; count a lost lease."""
         with self._metrics.fenced.count_exceptions(LeaseLostError):
             await self._lease.beat()
 
     async def publish(self, block_hashes: Sequence[bytes]) -> None:
-        """Pass it on; count the blocks, or why there are none."""
+        """Pass the call on; count the blocks, or the lost lease or full index that prevented it."""
         metrics = self._metrics
         with metrics.fenced.count_exceptions(LeaseLostError), metrics.full.count_exceptions(IndexFullError):
             await self._lease.publish(block_hashes)
         metrics.entries.labels("publish").inc(len(block_hashes))
 
     async def evict(self, block_hashes: Sequence[bytes]) -> None:
-        """Pass it on; count the blocks."""
+        """Pass the call on; count the blocks."""
         await self._lease.evict(block_hashes)
         self._metrics.entries.labels("evict").inc(len(block_hashes))
 
     async def sweep(self) -> int:
-        """Pass it on; count what was removed."""
+        """Pass the call on; count the removed entries."""
         num_removed = await self._lease.sweep()
         self._metrics.entries.labels("sweep").inc(num_removed)
         return num_removed
 
     async def leave(self) -> None:
-        """Pass it on."""
+        """Pass the call on."""
         await self._lease.leave()

@@ -1,4 +1,4 @@
-"""What a worker says of itself in its lease."""
+"""The record of itself that a worker stores with its lease."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 logger = logging.getLogger("quire.kvindex")
 
 POLL_SECONDS = 1.0
-"""How often a router looks who holds a lease."""
+"""Interval at which a router reads which workers hold a lease."""
 
 _KINDS = {"str": str, "bool": bool}
 
@@ -20,12 +20,12 @@ class WorkerRecord:
     """A live worker.
 
     Attributes:
-        worker_id: unique name; two processes with one name end each other's leases without end.
+        worker_id: unique name; two processes with the same name keep ending each other's leases.
         role: "prefill" or "decode".
-        address: host:port of its gRPC services.
-        epoch: changes with each start of the process; the epoch of its index entries is another one.
+        address: host:port of the worker's gRPC services.
+        epoch: changes with each start of the process. The epoch of its index entries is a different one.
         fingerprint: see ``block_hash.fingerprint``.
-        is_draining: it finishes what it has and takes nothing new.
+        is_draining: whether the worker finishes its requests and takes no new ones.
     """
 
     worker_id: str
@@ -36,15 +36,15 @@ class WorkerRecord:
     is_draining: bool = False
 
     def to_json(self) -> bytes:
-        """Return the stored form."""
+        """Return the record as JSON, as it is stored."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, stored: bytes) -> WorkerRecord:
-        """Read the stored form; fields of a newer version are passed over.
+        """Return the record that was stored; fields of a newer version are ignored.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the record is malformed.
         """
         values = json.loads(stored)
         if not isinstance(values, dict):
@@ -64,7 +64,7 @@ class WorkerRecord:
 
 
 def read_records(stored: Iterable[bytes]) -> list[WorkerRecord]:
-    """Read what can be read: one worker's nonsense must not hide the others."""
+    """Return the records that can be read. A malformed record is logged and must not hide the others."""
     records = []
     for each in stored:
         try:

@@ -1,4 +1,4 @@
-"""The prefix index within one process: the contract in its plainest form, and no server to start."""
+"""The prefix index within one process: the simplest implementation of the contract, without a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class MemoryStore:
-    """What the index's readers and leases share."""
+    """The state that the readers and leases of one index share."""
 
     clock: Callable[[], float] = time.monotonic
     leases: dict[str, _Lease] = field(default_factory=dict)
@@ -33,20 +33,20 @@ class MemoryStore:
         return lease if lease is not None and self.clock() < lease.expires_at else None
 
     def remove(self, block_hash: bytes, worker_id: str) -> None:
-        """Remove an entry, and with its last one the block."""
+        """Remove a worker's entry for a block, and the block with its last entry."""
         holders = self.holders[block_hash]
         del holders[worker_id]
         if not holders:
             del self.holders[block_hash]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all leases and entries."""
         self.leases.clear()
         self.holders.clear()
 
 
 class MemoryIndex:
-    """The reading side."""
+    """Looks prefixes up in a ``MemoryStore``."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -72,7 +72,7 @@ class MemoryIndex:
 
 
 class MemoryLease:
-    """The writing side."""
+    """One worker's lease in a ``MemoryStore``."""
 
     def __init__(self, store: MemoryStore, ttl_seconds: float) -> None:
         self._store = store
@@ -90,7 +90,7 @@ class MemoryLease:
         """Renew the lease.
 
         Raises:
-            LeaseLostError: there is none to renew.
+            LeaseLostError: there is no lease to renew.
         """
         lease = replace(self._own(), expires_at=self._store.clock() + self._ttl_seconds)
         self._store.leases[self._worker_id] = lease
@@ -112,7 +112,7 @@ class MemoryLease:
                 self._store.remove(each, self._worker_id)
 
     async def sweep(self) -> int:
-        """Remove all entries that count no more."""
+        """Remove all invalid entries of all workers; return how many were removed."""
         stale = [
             (block_hash, worker_id)
             for block_hash, holders in self._store.holders.items()
@@ -124,7 +124,7 @@ class MemoryLease:
         return len(stale)
 
     async def leave(self) -> None:
-        """End the lease, unless it is already another's."""
+        """End the lease, unless another process has taken it over."""
         lease = self._store.leases.get(self._worker_id)
         if lease is not None and lease.epoch == self._epoch:
             del self._store.leases[self._worker_id]

@@ -1,4 +1,4 @@
-"""What a worker holds, and what the index does not say yet."""
+"""The blocks that a worker holds, and the changes that are not in the index yet."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 MAX_EVICTIONS = 1 << 18
-"""Evictions that may wait; beyond it a new epoch is cheaper than catching up."""
+"""Most evictions that may wait. With more, a new epoch is cheaper than catching up."""
 
 
 class PublishLedger:
     """Keeps the difference between a worker's pool and its entries in the index. Thread-safe.
 
-    Changes cancel out as they come: a block that was stored and removed again is never mentioned. So memory
-    is bounded by the pool and ``max_evictions``, and nothing has to be dropped.
+    Opposite changes cancel out: a block that was stored and removed again is never sent to the index. Memory
+    is therefore bounded by the pool and ``max_evictions``, and no change has to be dropped.
 
-    Every dict is in an order that keeps the index closed under prefixes: a pool stores parents first and
-    removes children first, and a block that changes its mind goes to the end of its dict. Taken from the
-    front, what is to be published follows its parents, what is to be evicted its children.
+    Each dict has an order that keeps the index closed under prefixes. A pool stores parents first and removes
+    children first, and a block that is stored or removed again goes to the end of its dict. Taken from the
+    front, blocks to publish come after their parents, and blocks to evict come after their children.
 
-    With a stride of k only each k-th block of a chain is in the index: an entry then speaks for k blocks.
+    With a stride of k only each k-th block of a chain is in the index, so one entry stands for k blocks.
 
-    While it does not follow (before the first ``restart``, after a ``stop``, after too many evictions) it
-    keeps what is held and nothing else: the entries in the index are about to be replaced.
+    While the ledger does not follow (before the first ``restart``, after a ``stop``, after too many
+    evictions) it records only which blocks are held, because all entries in the index are about to be
+    replaced.
     """
 
     def __init__(
@@ -38,44 +39,44 @@ class PublishLedger:
         self._stride = stride
         self._lock = threading.Lock()
         self._held: dict[bytes, int] = {}
-        """Each block's place in its chain, from 1."""
-        # Values are when the change came.
+        """Each held block's position in its chain, from 1."""
+        # The values are the times at which the changes were recorded.
         self._to_publish: dict[bytes, float] = {}
         self._to_evict: dict[bytes, float] = {}
         self._is_following = False
 
     @property
     def is_following(self) -> bool:
-        """Whether the pending changes, once applied, make the index right."""
+        """Whether the index will be correct once the pending changes are applied."""
         return self._is_following
 
     @property
     def num_held(self) -> int:
-        """Blocks held."""
+        """Number of blocks that the worker holds."""
         return len(self._held)
 
     @property
     def num_pending(self) -> int:
-        """Changes that are not in the index yet."""
+        """Number of changes that are not in the index yet."""
         return len(self._to_publish) + len(self._to_evict)
 
     @property
     def lag_seconds(self) -> float:
-        """Age of the oldest pending change."""
+        """Age of the oldest pending change; 0 if there is none."""
         with self._lock:
             queues = (self._to_publish, self._to_evict)
             since = min((next(iter(queue.values())) for queue in queues if queue), default=None)
             return 0.0 if since is None else self._clock() - since
 
     def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None = None) -> bool:
-        """Note blocks of a chain, one after the other; return whether these are the first changes.
+        """Record consecutive blocks of a chain as held; return whether they are the first pending changes.
 
         Without a parent they begin a chain.
         """
         with self._lock:
             was_settled, now = self.num_pending == 0, self._clock()
             if parent_hash is not None and parent_hash not in self._held:
-                return False  # whatever became of the parent, no look-up reaches these
+                return False  # Without the parent, no look-up reaches these blocks.
             num_before = 0 if parent_hash is None else self._held[parent_hash]
             for place, each in enumerate(block_hashes, num_before + 1):
                 if each in self._held:
@@ -90,7 +91,7 @@ class PublishLedger:
         return self._held[block_hash] % self._stride == 0
 
     def removed(self, block_hashes: Sequence[bytes]) -> bool:
-        """Note blocks that were evicted, children first; return whether the publisher has to be woken."""
+        """Record that blocks were evicted, children first; return whether the publisher must be woken."""
         with self._lock:
             was_settled, now = self.num_pending == 0, self._clock()
             for each in block_hashes:
@@ -106,14 +107,14 @@ class PublishLedger:
             return was_settled and self.num_pending > 0
 
     def restart(self) -> None:
-        """Follow from an index that has nothing of this worker."""
+        """Begin to follow, with an index that has no entries of this worker."""
         with self._lock:
             self._to_publish = dict.fromkeys(filter(self._is_indexed, self._held), self._clock())
             self._to_evict = {}
             self._is_following = True
 
     def stop(self) -> None:
-        """Follow no more: what the index has is unknown."""
+        """Stop following, since it is unknown which entries the index has."""
         with self._lock:
             self._stop()
 
@@ -121,17 +122,17 @@ class PublishLedger:
         self._to_publish, self._to_evict, self._is_following = {}, {}, False
 
     def take_evictions(self, limit: int) -> list[bytes]:
-        """Take the next blocks to evict; from now on the index counts as having none of them."""
+        """Take up to ``limit`` blocks to evict; from now on the index counts as not having them."""
         with self._lock:
             return _take(self._to_evict, limit)
 
     def take_publications(self, limit: int) -> list[bytes]:
-        """Take the next blocks to publish; from now on the index counts as having them."""
+        """Take up to ``limit`` blocks to publish; from now on the index counts as having them."""
         with self._lock:
             return _take(self._to_publish, limit)
 
     def put_back(self, block_hashes: Sequence[bytes]) -> None:
-        """Undo the taking of publications that the index refused, all of them."""
+        """Undo ``take_publications`` after the index refused all the blocks that were taken."""
         with self._lock:
             for each in block_hashes:
                 self._to_evict.pop(each, None)
@@ -140,7 +141,7 @@ class PublishLedger:
             self._to_publish = again | self._to_publish
 
     def leftovers(self) -> list[bytes]:
-        """Return all that the index may have of this worker, children before parents."""
+        """Return all blocks of this worker that the index may have, children before parents."""
         with self._lock:
             return [*self._to_evict, *filter(self._is_indexed, reversed(self._held))]
 

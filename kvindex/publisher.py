@@ -1,4 +1,4 @@
-"""Keeps the index in step with one worker's pool."""
+"""Keeps the index up to date with one worker's pool."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from quire.kvindex.publish_ledger import PublishLedger
 logger = logging.getLogger("quire.kvindex")
 
 FLUSH_SECONDS = 0.005
-"""How long to gather blocks for one publish."""
+"""How long to collect blocks for one publish."""
 FLUSH_BLOCKS = 512
 MAX_BLOCKS_PER_SECOND = 50_000
-"""So that workers that publish everything again leave Redis time for look-ups."""
+"""Limit for each worker, so that workers that publish everything again leave Redis time for look-ups."""
 
 REJOIN_JITTER_SECONDS = 2.0
-"""Within which workers that lost their leases together begin to publish again."""
+"""Period over which workers that lost their leases together spread the start of publishing again."""
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
 FULL_SECONDS = 1.0
-"""How long to publish nothing to a full index."""
+"""How long to wait before publishing to a full index again."""
 
 CANCEL_SECONDS = 0.1
 CLOSE_SECONDS = 2.0
 
 
 class BlockPublisher:
-    """Publishes what a pool stores and removes, in order, and holds the worker's lease.
+    """Publishes the blocks that a pool stores and removes, in order, and holds the worker's lease.
 
-    ``stored`` and ``removed`` come from the engine's thread and only note the change. One task on the event
-    loop follows. When the index fails, forgets or falls too far behind, it joins again with a new epoch and
-    publishes everything the worker holds: the index is right again without anybody's help. The epoch is new
-    even after a mere timeout: a command whose answer was lost may still be carried out, after those that
-    follow it on another connection, and then counts for nothing.
+    The engine's thread calls ``stored`` and ``removed``, which only record the change. One task on the event
+    loop publishes the changes. When the index fails, loses its data or falls too far behind, the task joins
+    again with a new epoch and publishes all blocks that the worker holds, so the index recovers by itself.
+    The epoch is new even after a timeout: a command whose answer was lost may still be executed, after later
+    commands on another connection, and the new epoch makes it have no effect.
 
     Args:
         lease: the worker's side of an index.
-        ledger: what is held and pending.
-        loop: where the task runs.
-        beat_seconds: how often to renew the lease.
+        ledger: the blocks that are held, and the pending changes.
+        loop: the event loop that runs the task.
+        beat_seconds: interval at which the lease is renewed.
         rejoin_jitter_seconds: most time between joining again and publishing again.
-        uniform: returns numbers of [0, 1).
+        uniform: returns random numbers in [0, 1).
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class BlockPublisher:
     # --- from the engine's thread -------------------------------------------------------------------------
 
     def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None = None) -> None:
-        """Note blocks of a chain that became reusable, one after the other; no parent: they begin one."""
+        """Record consecutive blocks of a chain that became reusable; without a parent they begin a chain."""
         if self._ledger.stored(block_hashes, parent_hash):
             self._wake()
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
-        """Note blocks that were evicted, children before parents."""
+        """Record that blocks were evicted, children before parents."""
         if self._ledger.removed(block_hashes):
             self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: the worker is ending
+        with contextlib.suppress(RuntimeError):  # The loop has closed because the worker is ending.
             self._loop.call_soon_threadsafe(self._has_changed.set)
 
     # --- on the event loop --------------------------------------------------------------------------------
@@ -95,17 +95,17 @@ class BlockPublisher:
     def announce(self, record: WorkerRecord) -> None:
         """Join again with a changed record."""
         self._record = record
-        # As if too much had changed at once: the lease has no way to change its record.
+        # A lease cannot change its record, so stop following; the task then joins again.
         self._ledger.stop()
         self._has_changed.set()
 
     async def close(self) -> None:
-        """Leave the index first, so that no router sends more work here; then remove the blocks."""
+        """Leave the index, so that no router sends more work here, and then remove the blocks."""
         while self._task is not None and not self._task.done():
-            # Again and again: redis-py has been seen to take a cancellation for a broken connection.
+            # Repeat until it ends: redis-py has been seen to take a cancellation for a broken connection.
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CANCEL_SECONDS)
-        with contextlib.suppress(*UNREACHABLE):  # a TimeoutError is an OSError
+        with contextlib.suppress(*UNREACHABLE):  # This includes TimeoutError, which is an OSError.
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._lease.leave()
                 await self._lease.evict(self._ledger.leftovers())
@@ -131,7 +131,7 @@ class BlockPublisher:
             jitter = self._rejoin_jitter_seconds * self._uniform()
 
     async def _follow(self, next_flush: float) -> None:
-        """Beat, sweep and flush, the next flush not before its time, until too many evictions wait."""
+        """Beat, sweep and flush until the ledger stops following; flush first at ``next_flush``."""
         now = self._loop.time
         next_beat = now() + self._beat_seconds
         while self._ledger.is_following:
@@ -153,7 +153,7 @@ class BlockPublisher:
         self._has_changed.clear()
 
     async def _flush(self) -> float:
-        """Bring one batch to the index; return how long to wait with the next."""
+        """Send one batch of changes to the index; return the seconds to wait before the next batch."""
         gone = self._ledger.take_evictions(FLUSH_BLOCKS)
         if gone:
             await self._lease.evict(gone)
@@ -162,7 +162,7 @@ class BlockPublisher:
             try:
                 await self._lease.publish(new)
             except IndexFullError as error:
-                # The lease still lives, and evictions make room: no reason to begin anew.
+                # The lease still lives, and evictions will make room, so there is no need to join again.
                 self._ledger.put_back(new)
                 if not self._is_full:
                     logger.warning("index_full", extra={"fields": {"error": str(error)}})

@@ -6,11 +6,12 @@ Keys, all in one hash slot::
     {q}l<slot>    HASH  e = epoch, r = worker record; expires with the lease
     {q}slots      HASH  worker id -> slot
 
-Their names are short since 20 bytes fit an allocation of 24, where one more takes 32 or 40, a million times.
+The names are short to save memory: 20 bytes fit an allocation of 24, and one byte more would take 32 or 40
+for each of up to a million keys.
 
-An entry counts while its epoch is that of the holder's lease, so a dead worker's entries vanish with its
-lease, whatever their number. The scripts build keys from the prefixes that they are given as keys. Redis
-wants every key declared; the common hash tag keeps this right in a cluster too.
+An entry is valid while its epoch equals the epoch of the holder's lease, so all entries of a dead worker
+become invalid with its lease. The scripts build keys from the prefixes that they are given as keys. Redis
+wants every key declared; the common hash tag makes this work in a cluster too.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ from quire.kvindex.membership import WorkerRecord, read_records
 BLOCKS, LEASES, SLOTS = "{q}b", "{q}l", "{q}slots"
 
 LOOK_UP_BLOCKS = 4096
-"""Most blocks of one call: 64 KiB of argument. Longer prompts take more calls."""
+"""Most blocks in one look-up call: 64 KiB of arguments. Longer prompts take more calls."""
 
 MAX_HOLDERS = 64
-"""Most holders of one look-up, which bounds its time in Redis. Among more, the deepest may be missed."""
+"""Most holders that one look-up checks, which bounds its time in Redis.
+
+With more, it may miss the deepest.
+"""
 
 PUBLISH_BLOCKS = 512
-"""Most blocks of one call: about a millisecond of Redis."""
+"""Most blocks in one publish or evict call: about a millisecond of Redis time."""
 
 SWEEP_KEYS = 200
-"""Keys that one sweep visits: half a millisecond of Redis. Every worker sweeps, so more sweep faster."""
+"""Keys that one sweep visits: half a millisecond of Redis time. All workers sweep, so more are faster."""
 
 EPOCH_BYTES = 4
 
@@ -49,12 +53,17 @@ Client = Redis | RedisCluster
 
 
 def reader_client(url: str) -> Client:
-    """Return a client for look-ups: in time or not at all, no retry.
+    """Return a client for look-ups, with a short time limit and no retries.
 
     The URL is one of redis-py's, with TLS as ``rediss://``. With ``+cluster`` before the ``://`` it names any
     node of a cluster.
     """
     return _client(url, timeout=0.05)
+
+
+def membership_client(url: str) -> Client:
+    """Return a client for reading the members; no request waits for the answer, so it may be slow."""
+    return _client(url, timeout=0.5)
 
 
 def publisher_client(url: str) -> Client:
@@ -63,7 +72,7 @@ def publisher_client(url: str) -> Client:
 
 
 def _client(url: str, timeout: float) -> Client:
-    # redis-py's defaults retry ten times with back-off: a sick Redis would hold up every request.
+    # By default redis-py retries ten times with back-off, so a failing Redis would delay every request.
     options: dict[str, Any] = {
         "socket_timeout": timeout,
         "socket_connect_timeout": max(timeout, 0.25),
@@ -76,12 +85,12 @@ def _client(url: str, timeout: float) -> Client:
 
 
 def _script(client: Client, name: str) -> Any:
-    # register_script sends the hash alone and reloads the text when Redis has lost it.
+    # register_script sends only the hash, and the text again when Redis has lost it.
     return client.register_script(files("quire.kvindex").joinpath("scripts", f"{name}.lua").read_text())
 
 
 class RedisIndex:
-    """The reading side. Raises one of ``UNREACHABLE`` where Redis does not answer."""
+    """Looks prefixes up in Redis; raises one of ``UNREACHABLE`` if Redis does not answer."""
 
     def __init__(self, client: Client) -> None:
         self._look_up = _script(client, "look_up")
@@ -101,7 +110,7 @@ class RedisIndex:
 
     async def _look_up_part(self, block_hashes: Sequence[bytes]) -> list[Holding]:
         answer = await self._look_up(keys=[BLOCKS, LEASES], args=[b"".join(block_hashes), MAX_HOLDERS])
-        # A record that cannot be read takes its depth with it.
+        # If a record cannot be read, its depth is dropped too.
         return [
             Holding(record, depth)
             for stored, depth in zip(answer[::2], answer[1::2], strict=True)
@@ -114,7 +123,7 @@ class RedisIndex:
 
 
 class WorkerLease:
-    """The writing side. Raises one of ``UNREACHABLE`` where Redis does not answer."""
+    """One worker's lease in Redis; raises one of ``UNREACHABLE`` if Redis does not answer."""
 
     def __init__(self, client: Client, ttl_seconds: float) -> None:
         self._ttl_ms = round(ttl_seconds * 1000)
@@ -125,7 +134,7 @@ class WorkerLease:
         self._sweep_cursor = b"0"
 
     async def join(self, record: WorkerRecord) -> None:
-        """Begin a lease with a new epoch; nothing that was published before counts any more."""
+        """Begin a lease with a new epoch, which invalidates everything that was published before."""
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
         args = [record.worker_id, self._epoch, record.to_json(), self._ttl_ms]
         slot = await self._scripts["join"](keys=[SLOTS, LEASES], args=args)
@@ -135,7 +144,7 @@ class WorkerLease:
         """Renew the lease.
 
         Raises:
-            LeaseLostError: there is none to renew.
+            LeaseLostError: there is no lease to renew.
         """
         if not await self._scripts["beat"](keys=[self._lease_key], args=[self._epoch, self._ttl_ms]):
             raise LeaseLostError
@@ -145,7 +154,7 @@ class WorkerLease:
 
         Raises:
             LeaseLostError: the lease is gone.
-            IndexFullError: Redis is at its ``maxmemory``; some of the first may have been added.
+            IndexFullError: Redis is at its ``maxmemory``; some of the first blocks may have been added.
         """
         for batch in _batches(block_hashes):
             if await self._publish(batch) == -1:
@@ -156,7 +165,7 @@ class WorkerLease:
         try:
             return int(await self._scripts["publish"](keys=keys, args=args))
         except ResponseError as error:
-            # Redis 6 wraps what went wrong within a script, so the type does not tell.
+            # Redis 6 wraps errors within a script, so the type of the exception does not show this one.
             if "OOM" in str(error):
                 raise IndexFullError(str(error)) from error
             raise
@@ -168,7 +177,7 @@ class WorkerLease:
             await self._scripts["evict"](keys=[BLOCKS], args=args)
 
     async def sweep(self) -> int:
-        """Visit the next entries and remove those that count no more, whosever they are; return how many."""
+        """Visit the next entries of all workers and remove invalid ones; return how many were removed."""
         keys, args = (
             [SLOTS, LEASES, BLOCKS],
             [self._sweep_cursor, SWEEP_KEYS],
@@ -177,7 +186,7 @@ class WorkerLease:
         return int(num_removed)
 
     async def leave(self) -> None:
-        """End the lease, unless it is already another's: its entries stop to count at once."""
+        """End the lease, which invalidates its entries at once, unless another process has taken it over."""
         await self._scripts["leave"](keys=[self._lease_key], args=[self._epoch])
 
     @property

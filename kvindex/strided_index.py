@@ -8,9 +8,9 @@ from quire.kvindex.index import Holding, PrefixIndex
 
 
 class StridedIndex:
-    """Looks only each k-th block up; finds up to k - 1 blocks fewer than are held, and never more.
+    """Looks up only each k-th block; finds up to k - 1 blocks fewer than are held, and never more.
 
-    Entries, publishes and the arguments of look-ups are a k-th of what they are without it.
+    Entries, publishes and the arguments of look-ups shrink to 1/k of their size without a stride.
     """
 
     def __init__(self, index: PrefixIndex, stride: int) -> None:

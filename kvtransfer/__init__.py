@@ -1,1 +1,1 @@
-"""Moving KV blocks between workers: layout, frames, push."""
+"""Moves KV blocks between workers: their layout, the frames on the wire, pushes and pulls."""

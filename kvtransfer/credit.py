@@ -1,4 +1,4 @@
-"""How many blocks a sender may have on their way, and which one is due."""
+"""Flow control of a push: how many blocks may be in flight, and which block is due."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from quire.kvtransfer.errors import ProtocolError
 
 
 class CreditWindow:
-    """The receiver's account of one push of blocks ``[first_block, num_blocks)``.
+    """Keeps the receiver's account of one push of blocks ``[first_block, num_blocks)``.
 
     Invariant: at most ``size`` blocks are granted and not yet taken. A sender that has used up its credit is
-    always granted more, so a push never stalls for want of it.
+    always granted more, so a push never stalls for lack of credit.
     """
 
     def __init__(self, first_block: int, num_blocks: int, size: int) -> None:
@@ -21,11 +21,11 @@ class CreditWindow:
 
     @property
     def num_missing(self) -> int:
-        """Blocks that have not been taken."""
+        """Number of blocks that have not been taken."""
         return self._num_blocks - self._due
 
     def grant(self) -> int:
-        """Return the credit to give now: none until half of the window is used, so that grants are few."""
+        """Return how many more blocks to grant: 0 until half of the window is used, to keep grants few."""
         num_open = self._granted - self._due
         if num_open > self._size // 2:
             return 0
@@ -34,7 +34,7 @@ class CreditWindow:
         return credit
 
     def take(self, index: int) -> bool:
-        """Take the block that is due; return False for one that was taken before.
+        """Take the block that is due; return False for a block that was taken before.
 
         Raises:
             ProtocolError: the block is not part of the push, leaves a gap, or exceeds the credit.

@@ -1,4 +1,4 @@
-"""What can go wrong when blocks move, and the gRPC status that says so."""
+"""Errors of block transfers, each with the gRPC status that reports it to the other end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import grpc
 
 
 class TransferError(Exception):
-    """A transfer failed; nothing of it is left at the receiver.
+    """A transfer failed; the receiver has discarded all of it.
 
     Attributes:
-        code: the gRPC status that tells the other end.
+        code: the gRPC status that is sent to the other end.
         reason: the failure's label in the metrics.
     """
 
@@ -34,14 +34,14 @@ class UnknownTicketError(TransferError):
 
 
 class UnknownLeaseError(TransferError):
-    """The lease was released, has expired, or was never given."""
+    """The lease was released, has expired, or never existed."""
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "unknown_lease"
 
 
 class StaleEpochError(TransferError):
-    """The ticket, or what is known of a holder's blocks, is from before that worker restarted."""
+    """The ticket, or the knowledge of a holder's blocks, dates from before that worker restarted."""
 
     reason = "stale_epoch"
 
@@ -60,13 +60,20 @@ class ProtocolError(TransferError):
 
 
 class NoBlocksError(TransferError):
-    """The receiver has no blocks for the push, and cannot have any while it waits."""
+    """The receiver has no free blocks for the push, and waiting cannot free any."""
 
     reason = "no_blocks"
 
 
+class BadBlockError(TransferError):
+    """A block arrived exactly as it was sent, but it cannot be the keys and values of any tokens."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "bad_block"
+
+
 class DigestMismatchError(TransferError):
-    """A block's bytes, or its hash, are not what the sender meant to send."""
+    """A block's bytes or its hash differ from those that the sender computed the digest of."""
 
     code = grpc.StatusCode.DATA_LOSS
     reason = "digest_mismatch"

@@ -1,4 +1,4 @@
-"""A block on the wire, and how its bytes are checked."""
+"""The form of a block on the wire, and the check of its bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 MESSAGE_BYTES = 2 << 20
-"""Size that messages are filled up to: below 1 MiB a message costs, above 4 MiB nothing is won."""
+"""Size that messages are filled up to.
+
+Below 1 MiB the cost of each message shows; above 4 MiB is no faster.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,8 @@ class Frame:
     """One block of a sequence.
 
     Attributes:
-        index: place in the sequence's block table.
-        block_hash: identity of a full block; empty for the partial last one.
+        index: position in the sequence's block table.
+        block_hash: identity of a full block; empty for the last block if it is partial.
         payload: the block's bytes.
     """
 
@@ -34,12 +37,12 @@ class Frame:
 
 
 def digest(block_hash: bytes, payload: bytes) -> int:
-    """Return XXH3-64 of the payload, seeded with the hash: right bytes under a wrong name do not pass."""
+    """Return XXH3-64 of the payload, seeded with the hash, so that a wrong hash also fails the check."""
     return xxh3_64_intdigest(payload, seed=int.from_bytes(block_hash[:8], "little"))
 
 
 def blocks_per_message(block_bytes: int) -> int:
-    """Return how many blocks fill a message of about ``MESSAGE_BYTES``, one at least."""
+    """Return how many blocks fill a message of about ``MESSAGE_BYTES``; at least 1."""
     return max(1, MESSAGE_BYTES // block_bytes)
 
 
@@ -54,7 +57,7 @@ def add_to(
     field: RepeatedCompositeFieldContainer[kvtransfer_pb2.BlockFrame], frames: Iterable[Frame]
 ) -> None:
     """Append the frames to a message's field, with their digests."""
-    # Frames are made in place: a message that is put into another is copied, payload and all.
+    # Frames are built in place: protobuf copies a message, with its payload, when it is put into another.
     for frame in frames:
         field.add(
             index=frame.index,
@@ -65,12 +68,12 @@ def add_to(
 
 
 def from_proto(message: kvtransfer_pb2.BlockFrame) -> Frame:
-    """Read and check the wire form.
+    """Return the frame that a message carries, after checking its digest.
 
     Raises:
         DigestMismatchError: a byte of the payload or of the hash changed on the way.
     """
-    # Each access to a bytes field copies it.
+    # Each access to a bytes field copies it, so each is read once.
     frame = Frame(message.index, message.block_hash, message.payload)
     if digest(frame.block_hash, frame.payload) != message.digest:
         raise DigestMismatchError(f"block {frame.index} arrived with bytes that do not match its digest")

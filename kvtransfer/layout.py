@@ -1,4 +1,4 @@
-"""What a block looks like; both ends of a transfer compare it before a byte moves."""
+"""The layout of a block, which both ends of a transfer compare before any byte moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The layout of a KV block, ``[num_layers, 2, num_kv_heads, block_size, head_dim]``, and whose it is."""
+    """The layout of a KV block, ``[num_layers, 2, num_kv_heads, block_size, head_dim]``, and its origin.
+
+    Attributes:
+        dtype: the type of the stored values.
+        model_digest: digest of the model's configuration and weights.
+        compute_dtype: the type that the model computes in.
+        device: the kind of device that the model runs on, "cpu" or "cuda".
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -22,10 +29,15 @@ class KvLayout:
     head_dim: int
     dtype: str
     model_digest: str
+    compute_dtype: str
+    device: str
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block; those of 8 bits end with a scale for each layer, K or V, and KV head."""
+        """Bytes of one block.
+
+        A block of 8-bit values ends with a scale for each layer, K or V, and KV head.
+        """
         num_rows = self.num_layers * 2 * self.num_kv_heads
         num_bytes = num_rows * self.block_size * self.head_dim * _ITEM_BYTES[self.dtype]
         if _ITEM_BYTES[self.dtype] > 1:
@@ -47,7 +59,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def require_equal(ours: KvLayout, theirs: KvLayout) -> None:
-    """Raise LayoutMismatchError, naming each field that differs."""
+    """Raise LayoutMismatchError, which names each field that differs, unless the layouts are equal."""
     differences = [
         f"{name} is {value} here and {theirs_value} there"
         for (name, value), theirs_value in zip(asdict(ours).items(), asdict(theirs).values(), strict=True)

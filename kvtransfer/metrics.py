@@ -1,10 +1,11 @@
-"""What a worker reports of block transfers."""
+"""Metrics of the block transfers of a worker."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from quire.kvtransfer.errors import (
+    BadBlockError,
     DigestMismatchError,
     LayoutMismatchError,
     NoBlocksError,
@@ -15,9 +16,10 @@ from quire.kvtransfer.errors import (
     TransferError,
     UnknownTicketError,
 )
-from quire.kvtransfer.push import PushSummary
+from quire.kvtransfer.push_sender import PushSummary
 
 RECEIVER_ERRORS = (
+    BadBlockError,
     DigestMismatchError,
     LayoutMismatchError,
     NoBlocksError,
@@ -28,13 +30,13 @@ RECEIVER_ERRORS = (
     TransferError,
     UnknownTicketError,
 )
-"""What a receiver refuses or loses a push for: shown from the start, since a rate needs a beginning."""
+"""Errors with which a receiver ends a push. Each has a counter from the start: a rate needs a first value."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class TransferMetrics:
-    """Counters of both directions in one registry."""
+    """Registers and updates the metrics of sent and received pushes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         blocks = Counter(
@@ -67,7 +69,7 @@ class TransferMetrics:
         )
 
     def pushed(self, summary: PushSummary) -> None:
-        """Count a push that was committed."""
+        """Count a sent push that was committed."""
         self._sent_blocks.inc(summary.num_blocks)
         self._sent_bytes.inc(summary.num_bytes)
         self._saved_bytes.inc(summary.num_saved_bytes)
@@ -75,10 +77,10 @@ class TransferMetrics:
         self._credit_wait.observe(summary.credit_wait_seconds)
 
     def received(self, num_bytes: int) -> None:
-        """Count a block that was checked and written."""
+        """Count a received block that was checked and written."""
         self._received_blocks.inc()
         self._received_bytes.inc(num_bytes)
 
     def failed(self, reason: str) -> None:
-        """Count a push that ended without commit."""
+        """Count a received push that ended without a commit."""
         self._failures.labels(reason).inc()

@@ -1,16 +1,16 @@
-"""What a worker reports of blocks that it lends and copies."""
+"""Metrics of the blocks that a worker serves to pulls, and of those that it pulls."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from quire.kvtransfer.errors import DigestMismatchError
+from quire.kvtransfer.errors import BadBlockError, DigestMismatchError
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class PullMetrics:
-    """Both ends of pulls in one registry."""
+    """Registers and updates the metrics of both ends of pulls."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         blocks = Counter("quire_kv_pull_blocks_total", "KV blocks pulled.", ["direction"], registry=registry)
@@ -26,7 +26,7 @@ class PullMetrics:
             ["reason"],
             registry=registry,
         )
-        for reason in (DigestMismatchError.reason, "evicted", "no_blocks", "timeout"):
+        for reason in (BadBlockError.reason, DigestMismatchError.reason, "evicted", "no_blocks", "timeout"):
             self._failures.labels(reason)
         self._leases = Gauge("quire_kv_pull_leases", "Leases on blocks of this worker.", registry=registry)
         self._expired = Counter(
@@ -34,18 +34,18 @@ class PullMetrics:
         )
 
     def lent(self, num_blocks: int, num_bytes: int) -> None:
-        """Count blocks on their way to another worker."""
+        """Count blocks that are being sent to another worker."""
         self._lent_blocks.inc(num_blocks)
         self._lent_bytes.inc(num_bytes)
 
     def pulled(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        """Count a pull's blocks that were checked and written."""
+        """Count the blocks of one pull that were checked and written."""
         self._pulled_blocks.inc(num_blocks)
         self._pulled_bytes.inc(num_bytes)
         self._seconds.observe(seconds)
 
     def failed(self, reason: str) -> None:
-        """Count a pull that did not bring all it was to."""
+        """Count a pull that brought fewer blocks than it was meant to."""
         self._failures.labels(reason).inc()
 
     def leases(self, count: int) -> None:
@@ -53,5 +53,5 @@ class PullMetrics:
         self._leases.set(count)
 
     def expired(self) -> None:
-        """Count a lease that ended by itself."""
+        """Count a lease that expired."""
         self._expired.inc()

@@ -1,20 +1,22 @@
 """Paged attention on the CPU.
 
-A program takes a tile, consecutive new tokens of one sequence, and one KV head: its rows are the tile's
-tokens times the query heads of the group, so that every key and value is read once for all of them. It walks
-the sequence's block table, a span of blocks at a time, with a running softmax (FlashAttention, Dao et al.,
-2022). Keys are transposed into a tile that stays in the cache; scores and outputs are matrix products.
+A program computes a tile (consecutive new tokens of one sequence) for one KV head. Its rows are the tile's
+tokens times the query heads of the group, so that every key and value is read once for all of them. It loops
+over the sequence's block table, one span of blocks at a time, with a running softmax (FlashAttention, Dao et
+al., 2022). Keys are transposed into a buffer that stays in the CPU's cache. Scores and outputs are matrix
+products.
 
-Many rows, as in prefill, are bound by arithmetic: products over whole spans, values widened once. Few rows,
-as in decode, are bound by memory: values are read where they lie, and each step of the product with a block's
-keys prefetches a share of its values and of the next block's keys. A block asked for at once would stall on
-the requests that a core can have open.
+With many rows, as in prefill, arithmetic is the limit: products run over whole spans, and values are widened
+once. With few rows, as in decode, memory is the limit: values are read in place, and each step of the product
+with a block's keys prefetches a part of the block's values and of the next block's keys. Prefetching a whole
+block at once would stall, since a core can have only a few memory requests in flight.
 
-Either way a row's sums run in the order of its keys, in spans counted from the table's first block, and what
-it does not see adds nothing. So a token has the same bits alone, in a chunk and in a prompt.
+In both cases a row's sums run in the order of its keys, in spans counted from the table's first block, and
+keys that the row does not see add nothing. So a token gets the same bits in a decode step, in a chunk and in
+a whole prompt.
 
 A kernel is compiled for each (head_dim, block_size, group, dtype), since loops of constant length are
-unrolled; it is kept in Numba's cache on disk. Everything else is an argument.
+unrolled. It is kept in Numba's cache on disk. Everything else is an argument.
 """
 
 from __future__ import annotations
@@ -50,17 +52,17 @@ STORAGE: dict[torch.dtype, Any] = {
     torch.int8: np.int8,
     torch.float8_e4m3fn: np.uint8,
 }
-"""How Numba sees each dtype; ``widen`` knows them by these."""
+"""NumPy type that represents each dtype in Numba; ``widen`` converts from these types."""
 
 _SPAN = 64
-"""Keys at a time, at least one block: a running softmax is updated once for all of them."""
+"""Keys per span, or one block if that is more; the running softmax is updated once per span."""
 _MAX_ROWS = 256
 _FEW_ROWS = 32
-"""More rows are bound by arithmetic, and worth a tile of widened values."""
+"""Most rows for which values are read in place; with more rows it is faster to widen them first."""
 _MIN_THREADED_WORK = 1 << 16
-"""Multiplications of a step below which waking threads costs more than it saves."""
+"""Multiplications in a step below which waking up threads costs more time than it saves."""
 _LOWEST = np.float32(-1e30)
-"""Stands for minus infinity, whose differences are no numbers."""
+"""Used instead of minus infinity, since the difference of two infinities is NaN."""
 
 _ADDRESSES = (
     "query",
@@ -109,7 +111,7 @@ def paged_attention(
     kv_scales: torch.Tensor | None = None,
     max_new_tokens: int | None = None,
 ) -> torch.Tensor:
-    """See ``ops.paged_attention``."""
+    """Compute attention over paged blocks on the CPU; see ``ops.paged_attention``."""
     num_tokens, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv_layer.shape
     group = num_heads // num_kv_heads
@@ -156,12 +158,16 @@ def paged_attention(
 
 
 def span_blocks(block_size: int) -> int:
-    """Return how many blocks are summed together, from a table's first on."""
+    """Return how many blocks a span has; spans are counted from a table's first block."""
     return max(1, _SPAN // block_size)
 
 
 def _tiles(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
-    """Cut the new tokens into runs of one sequence: int64 rows of (sequence, first token, last token + 1)."""
+    """Split the new tokens into tiles of one sequence each.
+
+    Returns:
+        int64 ``[num_tiles, 3]``: rows of (sequence, first token, last token + 1).
+    """
     num_tiles = -(-num_new // max_tokens)
     sequence = np.repeat(np.arange(len(num_tiles)), num_tiles)
     place = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
@@ -189,7 +195,7 @@ def _begin_rows(
     sinks: Array, best: Array, weight: Array, total: Array, num_rows: int, group: int, head_dim: int
 ) -> None:
     for row in range(num_rows):
-        # A sink is a logit with no value: it takes part in the softmax and adds nothing.
+        # A sink is a logit without a value: it counts in the row sum and adds nothing to the output.
         sink = sinks[row % group]
         best[row] = max(sink, _LOWEST)
         weight[row] = 1.0 if sink > -np.inf else 0.0
@@ -221,7 +227,15 @@ def _unpack_keys(
     item_bytes: int,
     square: int,
 ) -> None:
-    """Put the keys of one block into their tile, transposed, a square at a time."""
+    """Write the keys of one block into the key buffer, transposed one square at a time.
+
+    Args:
+        keys_at: address of the block's keys.
+        scale: factor of 8-bit keys.
+        keys: the buffer ``[head_dim, columns]``.
+        at: column of the block's first key.
+        square: side of the squares; it divides block_size and head_dim.
+    """
     for slot in range(0, block_size, square):
         for d in range(0, head_dim, square):
             transpose(
@@ -239,7 +253,7 @@ def _unpack_keys(
 def _unpack_values(
     block_values: Array, scale: float, values: Array, at: int, count: int, head_dim: int
 ) -> None:
-    """Put the values of one block into their tile."""
+    """Write the first ``count`` values of one block into the rows of ``values`` from ``at`` on, widened."""
     for slot in range(count):
         for d in range(head_dim):
             values[at + slot, d] = widen(block_values[slot, d]) * scale
@@ -258,9 +272,10 @@ def _add_products(
     coming: Any,
     step: int,
 ) -> None:
-    """Add ``left @ right`` in some columns, tile by tile; the arrays have whole tiles of rows.
+    """Add ``left @ right`` to some columns of ``total``, one tile of rows and columns at a time.
 
-    Meanwhile what is ``coming`` is prefetched, ``step`` bytes of each for each of the depth.
+    The arrays have whole tiles of rows. ``coming`` holds two addresses; from both, ``step`` bytes are
+    prefetched per iteration of the inner loop over ``depth``.
     """
     strides = (np.int64(total.shape[1]), np.int64(left.shape[1]), np.int64(right.shape[1]))
     for row in range(0, num_rows, TILE_ROWS):
@@ -294,7 +309,7 @@ def _add_block_values(
     storage: Any,
     item_bytes: int,
 ) -> None:
-    """Add the weighted values of one block, read as they are stored."""
+    """Add the weighted values of one block to ``total``; the values are read in place."""
     strides = (np.int64(total.shape[1]), np.int64(scores.shape[1]), np.int64(head_dim))
     for row in range(0, num_rows, TILE_ROWS):
         for column in range(0, head_dim, width):
@@ -315,7 +330,7 @@ def _add_block_values(
 
 @compiled
 def _bend_scores(scores: Array, row: int, span: int, softcap: float, slope: float, distance: int) -> None:
-    """Apply the soft-cap and ALiBi's slope; ``distance`` is from the row's position to the first key."""
+    """Apply the soft cap and ALiBi to a row; ``distance`` is the first key's position minus the row's."""
     if softcap > 0.0:
         for slot in range(span):
             x = scores[row, slot] / softcap
@@ -339,7 +354,11 @@ def _running_softmax(
     span: int,
     head_dim: int,
 ) -> None:
-    """Turn the scores [low, high) of a row into weights, the others into zero; keep the sums to scale."""
+    """Turn the scores [low, high) of a row into softmax weights, and all its other scores into zero.
+
+    ``best`` holds the row max and ``weight`` the row sum. If the row max grows, the row sum and the output in
+    ``total`` are rescaled.
+    """
     if low >= high:
         for slot in range(span):
             scores[row, slot] = 0.0
@@ -363,7 +382,8 @@ def _running_softmax(
         scores[row, slot] = share
         added += share
     weight[row] += added
-    # ``exp`` ends at the smallest normal number; what a row does not see must add nothing at all.
+    # ``exp`` never returns less than the smallest normal number, but keys that a row does not see must add
+    # exactly nothing.
     for slot in range(low):
         scores[row, slot] = 0.0
     for slot in range(high, span):
@@ -372,7 +392,7 @@ def _running_softmax(
 
 @cache
 def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
-    """Compile the loop that each thread runs: take the next program until there is none."""
+    """Compile the function that each thread runs: it takes the next program until none is left."""
     blocks_per_span = span_blocks(block_size)
     span = blocks_per_span * block_size
     score_columns = -(-span // TILE_COLUMNS) * TILE_COLUMNS
@@ -425,11 +445,11 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
             scales_at = args.kv_scales + 4 * kv_head
             for at in range(first_key // span, last_position // span + 1):
                 base = at * span
-                # Slots past the last position hold what is not this sequence's: they are never read.
+                # Slots after the last position may hold another sequence's data and are never read.
                 num_keys = min(span, last_position + 1 - base)
                 num_blocks = -(-num_keys // block_size)
                 scores[:num_rows] = 0.0
-                # Nor what lies before the window: blocks that were given back.
+                # Blocks before the window are not read either, since they may have been freed.
                 first_block = max(0, first_key - base) // block_size
                 for index in range(first_block, num_blocks):
                     entry = at * blocks_per_span + index
@@ -466,7 +486,7 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                     else:
                         _unpack_values(block_values, value_scale, values, slot, count, head_dim)
                 if not has_few_rows:
-                    # Else a NaN of an earlier sequence, times a weight of zero, would be a NaN.
+                    # Clear the unused rows: a NaN from an earlier sequence would stay NaN even with weight 0.
                     values[: first_block * block_size] = 0.0
                     values[num_keys:] = 0.0
                     _add_products(

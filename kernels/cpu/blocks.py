@@ -1,4 +1,4 @@
-"""Block writes and copies on the CPU."""
+"""Writes tokens into blocks, and copies whole blocks, on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_kv(
     slot_mapping: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """See ``ops.write_kv``."""
+    """Write keys and values into their slots, on the CPU; see ``ops.write_kv``."""
     slots = slot_mapping.numpy()
     if kv_scales is None:
         _write(_bits(key), _bits(value), _bits(kv_layer), slots)
@@ -42,22 +42,22 @@ def write_kv(
 
 
 def copy_blocks(blocks: torch.Tensor, pairs: torch.Tensor) -> None:
-    """See ``ops.copy_blocks``."""
+    """Copy blocks within a tensor, on the CPU; see ``ops.copy_blocks``."""
     blocks.index_copy_(0, pairs[:, 1], blocks.index_select(0, pairs[:, 0]))
 
 
 def gather_blocks(blocks: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """See ``ops.gather_blocks``."""
+    """Copy blocks into a contiguous tensor, on the CPU; see ``ops.gather_blocks``."""
     torch.index_select(blocks, 0, ids, out=out)
 
 
 def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, blocks: torch.Tensor) -> None:
-    """See ``ops.scatter_blocks``."""
+    """Copy blocks out of a contiguous tensor, on the CPU; see ``ops.scatter_blocks``."""
     blocks.index_copy_(0, ids, staging)
 
 
 def _bits(tensor: torch.Tensor) -> Array:
-    """Return a view that Numba can copy: NumPy has no bfloat16 and no e4m3."""
+    """Return a view with a dtype that Numba can copy, since NumPy has no bfloat16 and no e4m3."""
     bits = {2: torch.uint16, 1: torch.int8 if tensor.dtype == torch.int8 else torch.uint8}
     view: Array = (tensor if tensor.dtype == torch.float32 else tensor.view(bits[tensor.itemsize])).numpy()
     return view
@@ -102,7 +102,7 @@ def _quantize(
 def _scale(
     vector: Array, scales: Array, block: int, head: int, offset: int, per_magnitude: np.float32
 ) -> np.float32:
-    """Return the scale of a block, which its slot 0 sets."""
+    """Return the scale of a block and head; first set it if ``vector`` belongs into slot 0."""
     if offset == 0:
         magnitude = np.float32(0.0)
         for d in range(vector.shape[0]):
@@ -125,6 +125,6 @@ def _e4m3(x: np.float32) -> np.uint8:
     magnitude = min(abs(x), np.float32(448.0))
     if magnitude < np.float32(0.015625):
         return np.uint8(np.int32(np.rint(magnitude * np.float32(512.0)))) | sign
-    # 4 exponent bits of bias 7 instead of 8 of bias 127, 3 bits of mantissa instead of 23.
+    # e4m3 has 4 exponent bits with bias 7 (float32: 8 with bias 127) and 3 mantissa bits (float32: 23).
     bits = bits_of_float(magnitude)
     return np.uint8(((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)) | sign

@@ -1,4 +1,4 @@
-"""What Numba lacks for these kernels, written as LLVM instructions."""
+"""Instructions for the CPU kernels that Numba does not offer, written in LLVM IR."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
 _CACHE_LINE = 64
 _SCALED = (types.int8, types.uint8)
-"""Stored types that come with a scale."""
+"""Stored types that have a scale."""
 
 FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be reordered; infinities and NaNs keep their meaning."""
+"""Flags that allow sums to be reordered, while infinities and NaNs keep their meaning."""
 
 TILE_ROWS = 4
 TILE_COLUMNS = 64 if binding.get_host_cpu_features().get("avx512f", False) else 16
-"""Sums that ``add_product`` keeps in registers: 4 x 64 are 16 registers of AVX-512, 4 x 16 are 8 of AVX2."""
+"""Size of the tile of sums that ``add_product`` keeps in registers.
+
+4 x 64 sums take 16 registers of AVX-512, and 4 x 16 sums take 8 registers of AVX2.
+"""
 
 
 def _instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,14 +36,14 @@ def _instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a part of a kernel, inlined so that its constant arguments unroll its loops."""
+    """Compile a part of a kernel, inlined so that loops over its constant arguments are unrolled."""
     part: Callable[..., Any] = njit(fastmath=FAST_MATH, inline="always")(function)
     return part
 
 
 @_instruction
 def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
-    """Return an address as a pointer to a NumPy type."""
+    """Convert an address to a pointer to a NumPy type."""
     signature = types.CPointer(dtype.dtype)(types.int64, dtype)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -51,7 +54,7 @@ def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
 
 @_instruction
 def fetch_and_increment(typingctx: Any, address: Any) -> Any:
-    """Take the next number from a counter that threads share."""
+    """Return the value of an int64 counter that threads share, and add 1 to it atomically."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         counter = builder.inttoptr(arguments[0], _INT64.as_pointer())
@@ -61,7 +64,7 @@ def fetch_and_increment(typingctx: Any, address: Any) -> Any:
 
 
 def _emit_prefetch(builder: Any, address: Any) -> None:
-    """Emit the instruction that begins to read a cache line."""
+    """Emit the instruction that prefetches a cache line."""
     byte_pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, _INT32, _INT32, _INT32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
@@ -74,7 +77,7 @@ def _emit_prefetch(builder: Any, address: Any) -> None:
 def widen(typingctx: Any, stored: Any) -> Any:
     """Convert a stored value to float32.
 
-    Stored are float32, bfloat16 bits as uint16, float16 bits as int16, int8, or e4m3 bits as uint8.
+    Stored types are float32, bfloat16 bits as uint16, float16 bits as int16, int8, and e4m3 bits as uint8.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -88,7 +91,7 @@ def _widened_vector(builder: Any, stored: Any, values: Any) -> Any:
 
 
 def _widened(builder: Any, stored: Any, value: Any, lanes: int = 0) -> Any:
-    """Emit the conversion of a stored value, or of a vector of ``lanes``."""
+    """Emit the conversion of a stored value to float32, or of a vector if ``lanes`` is above 0."""
 
     def wide(kind: Any) -> Any:
         return ir.VectorType(kind, lanes) if lanes else kind
@@ -104,7 +107,7 @@ def _widened(builder: Any, stored: Any, value: Any, lanes: int = 0) -> Any:
     if stored == types.int8:
         return builder.sitofp(value, wide(_FLOAT))
     if stored == types.uint8:
-        # Placed in a float16 the bits mean 2^-8 of the value.
+        # Moved into a float16, the bits represent 2^-8 times the value.
         bits = builder.zext(value, wide(_INT16))
         sign = builder.shl(builder.and_(bits, constant(_INT16, 0x80)), constant(_INT16, 8))
         rest = builder.shl(builder.and_(bits, constant(_INT16, 0x7F)), constant(_INT16, 7))
@@ -124,16 +127,16 @@ def transpose(
     stored: Any,
     size: Any,
 ) -> Any:
-    """Write a square of stored values, transposed, widened and scaled, as float32; all in registers.
+    """Write a square of stored values as float32, transposed, widened and scaled, in registers only.
 
     ``target[c, r] = scale * widen(source[r, c])`` for ``r, c < size``.
 
     Args:
         source, target: addresses.
-        source_stride, target_stride: elements from row to row.
-        scale: float32.
+        source_stride, target_stride: elements from one row to the next.
+        scale: float32; used only if the stored type has 8 bits.
         stored: the NumPy type of the source.
-        size: a power of two, a literal.
+        size: the number of rows and columns, a power of two and a literal.
     """
     if not isinstance(size, types.IntegerLiteral):
         return None
@@ -164,7 +167,7 @@ def transpose(
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Emit the transposition of a square: its halves riffled into each other, log2(size) times."""
+    """Emit the transposition of a square: interleave its upper and lower half, log2(size) times."""
     num = len(rows)
     lanes = ir.VectorType(_INT32, num)
     halves = (range(num // 2), range(num // 2, num))
@@ -202,10 +205,11 @@ def bits_of_float(typingctx: Any, value: Any) -> Any:
 
 @compiled
 def exp(x: np.float32) -> np.float32:
-    """Return e**x for x <= 0 within 2 units in the last place; it vectorises, which libm's does not.
+    """Return e**x for x <= 0 within 2 units in the last place; unlike libm's function, it vectorizes.
 
-    2**n * 2**f with n an integer put into the exponent bits and a polynomial for f in [-1/2, 1/2] (the
-    coefficients of Cephes' ``exp2f``). What is below the smallest normal number becomes it.
+    The result is 2**n * 2**f: the integer n goes into the exponent bits, and a polynomial gives 2**f for f in
+    [-1/2, 1/2] (coefficients of Cephes' ``exp2f``). Results below the smallest normal number become that
+    number.
     """
     y = max(x, np.float32(-87.0)) * np.float32(1.4426950408889634)
     n = np.floor(y + np.float32(0.5))
@@ -236,22 +240,22 @@ def add_product(
     stored: Any,
     step: Any,
 ) -> Any:
-    """Add a matrix product to ``total[rows, width]``, all sums in registers.
+    """Add a matrix product to ``total[rows, width]``, with all sums in registers.
 
     ``total[r, c] += sum over k < depth of left[r, k] * scale * widen(right[k, c])``: the inner loop of a
-    matrix product (Goto and van de Geijn, 2008). LLVM does not find this form in plain loops. A sum runs over
-    k in order, so that its bits do not depend on how a product is cut.
+    matrix product (Goto and van de Geijn, 2008). LLVM does not generate this code from plain loops. A sum
+    runs over k in order, so that its bits do not depend on how the product is split into tiles.
 
     Args:
-        total, left, right: addresses, of float32 but for right.
-        depth: number of products of a sum.
-        strides: elements from row to row of total, left and right.
-        scale: float32, for right of 8 bits only.
-        coming: two addresses; from both ``step`` bytes are prefetched for each k.
-        rows: rows, a literal.
-        width: columns, a literal.
+        total, left, right: addresses; total and left are float32.
+        depth: number of products in a sum.
+        strides: elements from one row to the next, of total, left and right.
+        scale: float32; used only if right has 8 bits.
+        coming: two addresses; from both, ``step`` bytes are prefetched for each k.
+        rows: number of rows, a literal.
+        width: number of columns, a literal.
         stored: the NumPy type of right.
-        step: a literal, 0 for none.
+        step: number of bytes, a literal; 0 prefetches nothing.
     """
     if not all(isinstance(each, types.IntegerLiteral) for each in (rows, width, step)):
         return None

@@ -1,8 +1,9 @@
 """Runs a kernel on the threads that torch's own operators use.
 
-Two pools on the same cores cost more than the kernels: after each operator OpenMP's threads spin for a while,
-and those of another pool (Numba's own, for one) wait for the cores. So a kernel is a C function, and torch's
-OpenMP library calls it once on each thread of the team that torch has made already.
+Two thread pools on the same cores would cost more time than the kernels take: after each operator OpenMP's
+threads spin for a while, and the threads of another pool, such as Numba's, wait for the cores. So a kernel is
+a C function, and torch's OpenMP library calls it once on each thread of the team that torch has already
+created.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _ParallelCall = Callable[[int, int, int, int], None]
 
 
 def run(kernel_address: int, arguments_address: int, num_threads: int) -> None:
-    """Call ``void kernel(void *arguments)`` on each of ``num_threads`` threads and wait for all.
+    """Call ``void kernel(void *arguments)`` on each of ``num_threads`` threads and wait for all of them.
 
-    Without torch's GNU OpenMP (another platform's build of torch) it is called once, on this thread.
+    If torch was built without GNU OpenMP, as on other platforms, the kernel is called once, on this thread.
     """
     parallel = _gomp_parallel()
     if parallel is None:
@@ -31,7 +32,10 @@ def run(kernel_address: int, arguments_address: int, num_threads: int) -> None:
 
 @cache
 def _gomp_parallel() -> _ParallelCall | None:
-    """Return ``GOMP_parallel`` of the library that torch has loaded, which is not always the system's."""
+    """Return ``GOMP_parallel`` of the library that torch has loaded, which may not be the system's.
+
+    Returns None if torch has no such library.
+    """
     folder = Path(torch.__file__).parent
     for library in (*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")):
         function = ctypes.CDLL(str(library)).GOMP_parallel

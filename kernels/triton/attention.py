@@ -1,4 +1,4 @@
-"""Paged attention on GPUs: checks, scratch memory, and the launches."""
+"""Paged attention on GPUs: checks the arguments, allocates scratch memory and launches the kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from quire.kernels.triton.configs import AttentionConfig
 
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _MIN_WORKERS = 4
-"""Programs over the splits of one sequence, if the batch alone fills the device: one may be much longer."""
+"""Fewest programs for the splits of one sequence, even if the batch fills the device without splits.
+
+One sequence may be much longer than the others.
+"""
 _SPLITS_AT_ONCE = 16
 
 FindConfig = Callable[[configs.Kernel, str, int, int, int], AttentionConfig]
-"""From kernel, architecture, bits of a stored element, head_dim and block_size."""
+"""Function of kernel, architecture, bits of a stored element, head_dim and block_size."""
 
 
 def paged_attention(
@@ -38,15 +41,16 @@ def paged_attention(
     max_new_tokens: int | None = None,
     find_config: FindConfig = configs.find_config,
 ) -> torch.Tensor:
-    """See ``ops.paged_attention``; nothing waits for the device, and a CUDA graph can hold it.
+    """Compute attention over paged blocks on a GPU; see ``ops.paged_attention``.
 
-    A sequence without new tokens is skipped, so that a fixed batch can be padded with such.
+    The call never waits for the device, and a CUDA graph can capture it. A sequence without new tokens is
+    skipped, so that a fixed batch can be padded with such sequences.
 
     Args:
-        kv_scales: float32 ``[num_blocks, 2, num_kv_heads]``, with 8-bit blocks alone.
-        max_new_tokens: the most new tokens of a sequence, if the host knows: 1 saves the launch for prefill.
-            None is never wrong.
-        find_config: how the kernels are cut.
+        kv_scales: float32 ``[num_blocks, 2, num_kv_heads]``, only with 8-bit blocks.
+        max_new_tokens: the most new tokens of any sequence, if the host knows it. If it is 1, the prefill
+            kernel is not launched. None is always correct.
+        find_config: returns the tile sizes of a kernel.
     """
     checks.check_attention(
         query, kv_layer, block_tables, query_starts, seq_lens, kv_scales, sinks, alibi_slopes
@@ -99,7 +103,7 @@ def paged_attention(
 
 
 class _Launch(NamedTuple):
-    """What both kernels take."""
+    """Arguments that the prefill and decode kernels share."""
 
     output: torch.Tensor
     inputs: tuple[torch.Tensor | None, ...]
@@ -112,7 +116,7 @@ def _prefill(
     launch: _Launch, config: AttentionConfig, num_tokens: int, num_seqs: int, num_kv_heads: int, group: int
 ) -> None:
     block_m = max(config.block_m, triton.next_power_of_2(group))
-    # The most tiles that there can be: which are, the programs find out.
+    # This is an upper bound; programs of tiles that do not exist return immediately.
     num_tiles = num_tokens // (block_m // group) + num_seqs
     prefill_kernel[(num_tiles, num_kv_heads)](
         launch.output,
@@ -138,7 +142,7 @@ def _decode(
     if window is not None:
         longest = min(longest, window + config.block_n)
     num_slots = max(1, min(max_splits, triton.cdiv(longest, config.split_tokens)))
-    # Which split goes to which program changes with the batch; what a split computes does not.
+    # The batch decides which program computes which split, but not what a split computes.
     programs = _PROGRAMS_PER_MULTIPROCESSOR * configs.num_multiprocessors(device)
     workers = min(num_slots, max(_MIN_WORKERS, triton.cdiv(programs, num_seqs * num_kv_heads)))
     slots = (num_seqs, num_heads, num_slots if num_slots > 1 else 0)

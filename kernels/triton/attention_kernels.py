@@ -1,19 +1,20 @@
 """The Triton kernels of paged attention.
 
-A program's rows are consecutive new tokens of one sequence times the query heads that share a KV head, so one
-matrix product uses a key for all of them and K and V are read once per KV head. It walks the sequence's block
-table (PagedAttention, Kwon et al., 2023) some keys at a time with a running softmax (FlashAttention-2, Dao,
-2023). Logits are in base 2: ``exp2`` is what the hardware has.
+A program's rows are consecutive new tokens of one sequence times the query heads that share a KV head. So one
+matrix product uses a key for all of them, and K and V are read once per KV head. A program loops over the
+sequence's block table (PagedAttention, Kwon et al., 2023), one tile of keys at a time, with a running softmax
+(FlashAttention-2, Dao, 2023). Logits are in base 2, since the hardware computes ``exp2``.
 
 ::
 
-    prefill          a program is a tile of new tokens; it walks all that they see
-    decode           a program is one new token; what it sees is cut into splits
+    prefill          a program computes a tile of new tokens, over all keys that they see
+    decode           a program computes one new token; its keys are divided into splits
     combine          merges the splits of a token (Flash-Decoding, Dao et al., 2023)
 
-Tiles and splits are cut by position, and a sequence's splits follow from its own length: what is computed for
-a token does not depend on the batch around it. Arguments that change from step to step are not specialized:
-Triton would compile a kernel anew where one is 1 or a multiple of 16, while requests wait.
+Positions define the tiles and splits, and a sequence's splits depend only on its own length. So the result
+for a token does not depend on the other sequences in the batch. Arguments that change from step to step are
+not specialized: otherwise Triton would compile a kernel again when one becomes 1 or a multiple of 16, while
+requests wait.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -30,7 +31,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _load_rows(base, rows, is_known, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Load vectors ``[rows, BLOCK_D]``, zero beyond head_dim and where nothing is known."""
+    """Load vectors ``[rows, BLOCK_D]``, with zeros beyond head_dim and, if MASKED, in unknown rows."""
     d = tl.arange(0, BLOCK_D)
     pointers = base + rows[:, None] + d[None, :]
     if MASKED:
@@ -78,14 +79,15 @@ def _attend(
 ):
     """Attend over the keys at ``first..last - 1`` and return the running softmax (peak, total, output).
 
-    ``scale`` is above 0, ``first`` a multiple of BLOCK_N. Without MASKED each row sees each key. Keys before
-    ``lowest`` or from ``last`` on are not even read: their slots may hold anything.
+    ``peak`` is the row max and ``total`` the row sum. ``scale`` must be positive and ``first`` a multiple of
+    BLOCK_N. Without MASKED each row sees each key. Keys before ``lowest`` or from ``last`` on are never read,
+    since their slots may hold anything.
     """
     for start in range(first, last, BLOCK_N):
         key_position = start + tl.arange(0, BLOCK_N)
         is_known = (key_position >= lowest) & (key_position < last)
         entries = table + key_position // BLOCK_SIZE
-        # A block id times a stride passes 2^31.
+        # A block id times a stride may exceed 2^31.
         if MASKED:
             block = tl.load(entries, mask=is_known, other=0).to(tl.int64)
         else:
@@ -114,10 +116,10 @@ def _attend(
             logits = tl.where(is_seen, logits, float("-inf"))
 
         new_peak = tl.maximum(peak, tl.max(logits, axis=1) * factor)
-        # A row that has seen nothing yet has the peak -inf, and -inf - -inf is no number.
+        # A row that has seen no key yet has the row max -inf, and -inf - -inf is NaN.
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-        # Said to be one operation: the compiler would make it one without masks and not with them, and a
-        # token's last bits would change with the chunk that it is in.
+        # The fma is explicit. Otherwise the compiler would fuse the operations only without masks, and a
+        # token's last bits would depend on the chunk that it is in.
         weights = tl.exp2(tl.fma(logits, factor, -shift[:, None]))
         decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, axis=1)
@@ -137,7 +139,7 @@ def _attend(
 
 @triton.jit
 def _normalize(peak, total, output, sinks):
-    """Divide by the softmax's denominator, in which a sink takes part without a value."""
+    """Divide the output by the softmax's denominator, to which a sink adds a term without a value."""
     if sinks is not None:
         sink = sinks * LOG2_E
         top = tl.maximum(peak, sink)
@@ -149,10 +151,10 @@ def _normalize(peak, total, output, sinks):
 
 @triton.jit
 def _find_sequence(query_starts, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """Return a tile's sequence.
+    """Return the index of the sequence that a tile belongs to.
 
-    Sequence i starts at tile ``query_starts[i] // BLOCK_Q + i``: that leaves room for all tiles of each, and
-    needs no list of tiles, and so no word from the host.
+    Sequence i starts at tile ``query_starts[i] // BLOCK_Q + i``. This leaves enough tiles for each sequence,
+    and needs no list of tiles, which the host would have to compute.
     """
     low = 0
     high = num_seqs
@@ -200,9 +202,9 @@ def prefill_kernel(
     BLOCK_D: tl.constexpr,
     KV_FORMAT: tl.constexpr,
 ):
-    """Attend with the tiles of all sequences that have several new tokens: grid (tiles, KV heads)."""
+    """Attend with the tiles of all sequences that have several new tokens. The grid is (tiles, KV heads)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    # The last tiles see the most keys: they go first, so that none is left running alone.
+    # The last tiles see the most keys. They start first, so that no long one is left at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = _find_sequence(query_starts, tile, num_seqs, BLOCK_Q)
@@ -241,7 +243,7 @@ def prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # first ──── masked_first ──── last
-    #   seen by all rows │ the diagonal; with a window each key is masked
+    #   seen by all rows │ the diagonal (with a window, every key is masked)
     if window is None:
         lowest = 0
         first = 0
@@ -275,7 +277,7 @@ def prefill_kernel(
 
 @triton.jit
 def _cut(length, window, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (lowest key that the last token sees, where its splits start, tokens per split, splits)."""
+    """Return (lowest key that the last token sees, start of its splits, tokens per split, splits)."""
     lowest = 0
     if window is not None:
         lowest = tl.maximum(length - window, 0)
@@ -325,11 +327,12 @@ def decode_kernel(
 ):
     """Attend with the single new token of each sequence over its splits.
 
-    The grid is (workers, KV heads * parts of a group, sequences). A token with one split is finished here. Of
-    others each split leaves its sum in ``partial_outputs`` ``[num_seqs, num_heads, num_slots, BLOCK_D]``, and
-    its peak and total in ``partial_sums`` ``[num_seqs, num_heads, num_slots, 2]``.
+    The grid is (workers, KV heads * parts of a group, sequences). A token with one split is finished here. If
+    there are several, each split stores its sum in ``partial_outputs`` ``[num_seqs, num_heads, num_slots,
+    BLOCK_D]``, and its row max and row sum in ``partial_sums`` ``[num_seqs, num_heads, num_slots, 2]``.
     """
-    # More query heads than rows share a KV head in several programs, which read it through the same cache.
+    # If more than BLOCK_M query heads share a KV head, several programs compute them, and read the KV head
+    # through the same cache.
     PARTS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     kv_head = tl.program_id(1) // PARTS
     sequence = tl.program_id(2)
@@ -412,7 +415,7 @@ def combine_kernel(
     MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
 ):
-    """Merge the splits of each token that has several: grid (heads, sequences)."""
+    """Merge the splits of each token that has several. The grid is (heads, sequences)."""
     head = tl.program_id(0)
     sequence = tl.program_id(1)
     token = tl.load(query_starts + sequence)
@@ -437,7 +440,7 @@ def combine_kernel(
         outputs = tl.load(
             partial_outputs + slot[:, None] * BLOCK_D + d[None, :], mask=is_split[:, None], other=0.0
         )
-        # Every split has a key that its token sees, so no peak is -inf.
+        # Every split has a key that its token sees, so no row max is -inf.
         new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
         decay = tl.exp2(peak - new_peak)
         weights = tl.exp2(peaks - new_peak)

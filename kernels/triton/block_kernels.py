@@ -23,7 +23,7 @@ def _block_scale(
     stride_token,
     SCALE: tl.constexpr,
 ):
-    """Return each head's scale: from the token in slot 0 if this launch writes it, else the stored one."""
+    """Return each head's scale: computed from slot 0's token if this launch writes it, else stored."""
     if is_first_here:
         x = tl.load(tensor + first * stride_token + vector, mask=is_inside, other=0.0).to(tl.float32)
         scale = tl.maximum(tl.max(tl.abs(x), axis=1), LOWEST_MAGNITUDE) * SCALE
@@ -58,7 +58,7 @@ def write_kv_kernel(
     KV_FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Write the key and value of one token and BLOCK_H heads: grid (tokens, head tiles)."""
+    """Write the key and value of one token and BLOCK_H heads. The grid is (tokens, head tiles)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
@@ -111,7 +111,10 @@ def copy_rows_kernel(
     stride_source_id,
     PAIRS: tl.constexpr,
 ):
-    """Copy ``source[source_ids[i]]`` to ``target[target_ids[i]]``; without ids, row i: grid (rows, parts)."""
+    """Copy ``source[source_ids[i]]`` to ``target[target_ids[i]]``; if an argument of ids is None, use row i.
+
+    The grid is (rows, parts of a row).
+    """
     row = tl.program_id(0).to(tl.int64)
     target_row = row
     if target_ids is not None:
@@ -120,7 +123,8 @@ def copy_rows_kernel(
     if source_ids is not None:
         source_row = tl.load(source_ids + row * stride_source_id).to(tl.int64)
     word = tl.program_id(1).to(tl.int64) * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
-    # Counted in pairs, so that the compiler knows both words of a pair to be there: one access of 16 bytes.
+    # Words are counted in pairs, so that the compiler knows that both words of a pair exist, and reads or
+    # writes 16 bytes in one access.
     is_word = word < num_pairs * 2
     words = tl.load(source + source_row * stride_source + word, mask=is_word)
     tl.store(target + target_row * stride_target + word, words, mask=is_word)

@@ -1,6 +1,6 @@
-"""Writing tokens into blocks, and copying whole blocks.
+"""Writes tokens into blocks, and copies whole blocks, on GPUs.
 
-A block's bytes are one run, whatever they mean: a block of all layers is copied as 16-byte words.
+A block's bytes are contiguous. A block of all layers is copied as 16-byte words, regardless of its content.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def write_kv(
 ) -> None:
     """Write keys and values ``[num_tokens, num_kv_heads, head_dim]`` into their slots.
 
-    Tokens with a slot below 0 are skipped. Into 8-bit blocks they are quantized, and the token in slot 0 sets
-    its block's scale. A step writes the tokens of a block one after the other: the token i places after slot
-    0's is in slot i.
+    Tokens with a slot below 0 are skipped. 8-bit blocks get quantized tokens, and the token in slot 0 sets
+    its block's scale. The tokens of a block must be consecutive and in order: if the token for slot 0 is in
+    the batch, the token i rows after it is the one for slot i.
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit together.
@@ -64,9 +64,9 @@ def write_kv(
 
 
 def copy_blocks(blocks: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copy each block ``pairs[i, 0]`` to ``pairs[i, 1]``, all layers at once: ``blocks[num_blocks, ...]``.
+    """Copy each block ``pairs[i, 0]`` of ``blocks[num_blocks, ...]`` to block ``pairs[i, 1]``, all layers.
 
-    No block may be in both columns, or twice in the second: the copies happen at once.
+    No block may be in both columns, or twice in the second, since all copies run concurrently.
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit together.
@@ -127,5 +127,5 @@ def _copy_rows(
 
 
 def _as_words(blocks: torch.Tensor) -> torch.Tensor:
-    """View blocks as int64 rows: a thread's neighbouring pairs of them become 16-byte accesses."""
+    """View blocks as rows of int64 words; a thread reads or writes pairs of them in 16-byte accesses."""
     return blocks.flatten(1).view(torch.uint8).view(torch.int64)

@@ -1,4 +1,4 @@
-"""What the kernels take for granted, checked before they are launched."""
+"""Checks of the kernels' arguments, made before the kernels are launched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.kernels.quantization import KV_FORMATS
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 WORD_BYTES = 16
-"""Blocks are copied, and vectors loaded, this many bytes at a time."""
+"""Number of bytes that are copied or loaded at a time."""
 
 Shape = tuple[int | str, ...]
 
@@ -21,7 +21,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Raise ValueError unless dtype and device fit and the shape does; a string in it stands for any size."""
+    """Raise ValueError unless shape, dtype and device fit; a string in the shape stands for any size."""
     got = tuple(tensor.shape)
     fits = len(got) == len(shape) and all(
         isinstance(want, str) or have == want for have, want in zip(got, shape, strict=True)
@@ -36,7 +36,7 @@ def check_tensor(
 
 
 def check_kv_layer(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
-    """Raise ValueError unless these are blocks of one layer, with scales if and only if they are 8-bit."""
+    """Raise ValueError unless these are blocks of one layer, with scales if and only if they have 8 bits."""
     device = kv_layer.device
     check_tensor(
         "kv_layer",
@@ -56,7 +56,7 @@ def check_kv_layer(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> No
 
 
 def check_vectors(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the last dimension is dense."""
+    """Raise ValueError unless the last dimension has stride 1 or at most one element."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected a last dimension of stride 1, got the strides {tensor.stride()}")
 
@@ -116,7 +116,7 @@ def check_write(
 
 
 def check_blocks_are_runs(name: str, blocks: torch.Tensor) -> None:
-    """Raise ValueError unless each block is one run of whole, aligned 16-byte words."""
+    """Raise ValueError unless each block is contiguous and consists of whole, aligned 16-byte words."""
     if blocks.dim() < 2 or not blocks[:1].is_contiguous():
         raise ValueError(
             f"{name}: expected [num_blocks, ...] with contiguous blocks, got {list(blocks.shape)} with the "
@@ -132,7 +132,7 @@ def check_blocks_are_runs(name: str, blocks: torch.Tensor) -> None:
 
 
 def check_ids(name: str, ids: torch.Tensor, shape: Shape, device: torch.device) -> None:
-    """Raise ValueError unless these are block ids."""
+    """Raise ValueError unless ``ids`` are int32 or int64 block ids of the given shape and device."""
     check_tensor(name, ids, shape, (torch.int32, torch.int64), device)
 
 
@@ -145,5 +145,5 @@ def check_staging(blocks: torch.Tensor, ids: torch.Tensor, staging: torch.Tensor
 
 
 def as_storable(kv_layer: torch.Tensor) -> torch.Tensor:
-    """View e4m3 as its bits: not every architecture has the type."""
+    """View e4m3 blocks as uint8 bits, since not every architecture has the type."""
     return kv_layer.view(torch.uint8) if kv_layer.dtype == torch.float8_e4m3fn else kv_layer

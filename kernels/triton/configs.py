@@ -1,6 +1,6 @@
-"""How the kernels are cut, from a table: nothing is tuned at run time, so nothing changes from run to run.
+"""Tile sizes of the kernels, from a table. Nothing is tuned at run time, so all runs use the same sizes.
 
-The table is ``configs.json``, written by ``python -m quire.benchmarks.tune_kernels``.
+The table is ``configs.json``, which ``python -m quire.benchmarks.tune_kernels`` writes.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import triton
 
 Kernel = Literal["prefill", "decode"]
 NUM_SPLIT_PROGRAMS = 512
-"""Splits of the longest sequence over all KV heads: enough for each multiprocessor of the largest device."""
+"""Splits of the longest sequence over all KV heads; enough to use all multiprocessors of any device."""
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """One row of the table: where it applies, and how the kernel is cut there.
+    """One row of the table: the cases that it applies to, and the tile sizes of the kernel.
 
     Attributes:
         arch: ``sm_80`` or ``sm_90``.
-        kernel: which kernel.
-        kv_bits: of a stored key's element; 32 is also what float32 queries of 8-bit blocks take.
-        head_dim: a power of two, at least the model's.
-        block_size: the smallest for which the row applies.
+        kernel: the kernel, prefill or decode.
+        kv_bits: bits of a stored key's element; 32 also applies to float32 queries over 8-bit blocks.
+        head_dim: a power of two; the model's head_dim is padded to it.
+        block_size: the smallest block size that the row applies to.
         block_m: rows of a program: new tokens times query heads per KV head.
-        block_n: keys at a time.
-        num_warps: per program.
-        num_stages: of the software pipeline.
-        split_tokens: the shortest split of a sequence in decode; 0 in prefill.
+        block_n: keys per tile.
+        num_warps: warps per program.
+        num_stages: stages of the software pipeline.
+        split_tokens: tokens of the shortest split of a sequence in decode; 0 in prefill.
     """
 
     arch: str
@@ -50,14 +50,18 @@ class AttentionConfig:
 
 @cache
 def table() -> tuple[AttentionConfig, ...]:
-    """Return all rows."""
+    """Return all rows of ``configs.json``."""
     text = files("quire.kernels.triton").joinpath("configs.json").read_text(encoding="utf-8")
     return tuple(AttentionConfig(**row) for row in json.loads(text))
 
 
 @cache
 def find_config(kernel: Kernel, arch: str, kv_bits: int, head_dim: int, block_size: int) -> AttentionConfig:
-    """Return the row that applies: the one of the largest block size up to ours, else the smallest."""
+    """Return the row with the largest block size up to ``block_size``, or else with the smallest.
+
+    Raises:
+        LookupError: the table has no row for the kernel, architecture, bits and head_dim.
+    """
     padded = max(triton.next_power_of_2(head_dim), 32)
     rows = [
         row
@@ -71,30 +75,34 @@ def find_config(kernel: Kernel, arch: str, kv_bits: int, head_dim: int, block_si
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """Return into how many splits a sequence is cut at most: a property of the model alone."""
+    """Return the most splits of a sequence, which depends only on the model."""
     return min(max(NUM_SPLIT_PROGRAMS // num_kv_heads, 8), 128)
 
 
 def kv_bits_of(query: torch.Tensor, kv_layer: torch.Tensor) -> int:
-    """Return ``AttentionConfig.kv_bits`` for these tensors."""
+    """Return the ``AttentionConfig.kv_bits`` of the rows for these tensors."""
     return 32 if query.dtype == torch.float32 else 8 * kv_layer.element_size()
 
 
 @cache
 def arch_of(device: torch.device) -> str:
-    """Return which rows a device takes; the interpreter takes those of sm_80."""
+    """Return the ``arch`` of a device's rows; Triton's interpreter uses those of sm_80.
+
+    Raises:
+        RuntimeError: the device's compute capability is below 8.0.
+    """
     if device.type != "cuda":
         return "sm_80"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         raise RuntimeError(f"the kernels need compute capability 8.0, this device has {major}.{minor}")
-    # Of 12.x, as of 8.x, a program has 99 KiB of shared memory; 9.0 to 11.x have 227.
+    # A program has at least 99 KiB of shared memory on 8.x and 12.x, and 227 KiB on 9.0 to 11.x.
     return "sm_80" if major in (8, 12) else "sm_90"
 
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return how many programs run at once at least."""
+    """Return a device's number of multiprocessors; 1 for Triton's interpreter."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,5 @@
--- Renew a lease. 0 means it is gone or another's: join again with a new epoch and publish everything.
+-- Renew a lease. Returns 0 if the lease is gone or belongs to another process; the worker must then join
+-- again with a new epoch and publish everything.
 -- KEYS: lease.  ARGV: epoch, ttl in ms.
 if redis.call('HGET', KEYS[1], 'e') ~= ARGV[1] then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])

@@ -1,5 +1,5 @@
--- Remove blocks, leaf to root. Needs no lease: it removes only entries of its own epoch, so an evict that
--- arrives late cannot take away what the worker's next life has published.
+-- Remove blocks, leaf to root. This needs no lease: it removes only entries of the given epoch, so an evict
+-- that arrives late cannot remove entries that the worker has published under a newer epoch.
 -- KEYS: block prefix.  ARGV: slot, epoch, packed 16-byte hashes.
 local removed = 0
 for i = 1, #ARGV[3], 16 do

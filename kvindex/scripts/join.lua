@@ -1,8 +1,9 @@
--- Begin a lease: from here on only entries with this epoch count. Returns the worker's slot.
--- A worker keeps its slot while it lives, so that what it publishes again replaces its entries of before. Another
+-- Begin a lease: from now on only entries with this epoch are valid. Returns the worker's slot.
+-- A worker keeps its slot while it lives, so that what it publishes again replaces its older entries. Another
 -- process of the same name is fenced by the new epoch: its beat and its next publish fail.
--- A full Redis refuses a script's first write if it takes memory, and no later one. The first write here takes
--- none (slot 0 is nobody's), or no worker could join a full index, and a router would think it dead.
+-- A full Redis refuses the first write of a script if that write takes memory; it accepts all later ones. The
+-- first write here takes no memory, since it deletes the lease of slot 0, which no worker has. Otherwise no
+-- worker could join a full index, and a router would believe that the worker is dead.
 -- KEYS: slots, lease prefix.  ARGV: worker id, epoch, record, ttl in ms.
 redis.call('DEL', KEYS[2] .. '0')
 local slot = redis.call('HGET', KEYS[1], ARGV[1])

@@ -1,5 +1,5 @@
--- End a lease. The epoch is compared and the key deleted in one step: a process that ends after its successor
--- of the same name has joined must not take the successor's lease with it.
+-- End a lease. The epoch is compared and the key deleted in one step, because a process that ends after a
+-- successor of the same name has joined must not delete the successor's lease.
 -- KEYS: lease.  ARGV: epoch.
 if redis.call('HGET', KEYS[1], 'e') ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])

@@ -1,11 +1,12 @@
--- Longest prefix of each live holder, in one round trip. What a worker publishes is closed under prefixes, so
--- "holds block i" is true up to its depth and false behind it: a whole match takes one probe, any other a
--- binary search of 12 at most. A linear walk would hold Redis for milliseconds.
+-- Find the longest prefix of each live holder, in one round trip. The blocks that a worker publishes are
+-- closed under prefixes, so "holds block i" is true up to its depth and false beyond. A full match takes one
+-- probe; any other takes a binary search of at most 12 probes. A linear search would block Redis for
+-- milliseconds.
 --
--- Races. A script runs alone, so all probes of one holder see one state. A worker may evict right after: the
--- owner decides when its blocks are asked for. A dead worker's entries stay behind, and so may those of an
--- earlier life, but their epoch is not the lease's. Were the set not closed, the answer would be a worse
--- hint, never a wrong block.
+-- Races: no other command runs during a script, so all probes of one holder see the same state. A worker may
+-- evict right afterwards; it checks its blocks again when they are requested. Entries of a dead worker
+-- remain, as may those from before a restart, but their epoch differs from the lease's. If the set were not
+-- closed, the answer would be a worse hint, never a wrong block.
 -- KEYS: block prefix, lease prefix.  ARGV: packed 16-byte hashes, most holders.
 -- Returns [lease record, depth, ...].
 local packed, max_holders = ARGV[1], tonumber(ARGV[2])
@@ -21,7 +22,7 @@ for h = 1, #holders, 2 do
   if lease[1] == epoch then
     local depth = n
     if redis.call('HGET', key(n), slot) ~= epoch then
-      local low, high = 1, n - 1  -- the holder has block `low`, and none behind `high`
+      local low, high = 1, n - 1  -- the holder has block `low`, and none beyond `high`
       while low < high do
         local middle = math.ceil((low + high) / 2)
         if redis.call('HGET', key(middle), slot) == epoch then low = middle else high = middle - 1 end

@@ -1,4 +1,4 @@
--- Records of all live leases.
+-- Return the records of all live leases.
 -- KEYS: slots, lease prefix.
 local answer = {}
 local slots = redis.call('HGETALL', KEYS[1])

@@ -1,6 +1,6 @@
--- Remove entries that count no more, a bounded part of the keys with each call: those of dead workers, of
--- earlier lives, of slots given up. A pass that ends gives up the slots of dead workers; one that comes back
--- gets a new slot, and none is ever given twice.
+-- Remove invalid entries: those of dead workers, of older epochs and of freed slots. Each call visits a
+-- bounded number of keys. The call that ends a pass frees the slots of dead workers. A worker that comes back
+-- gets a new slot, and no slot is ever assigned twice.
 -- KEYS: slots, lease prefix, block prefix.  ARGV: cursor, keys to visit.  Returns [next cursor, removed].
 local epochs = {}
 local function epoch_of(slot)

@@ -13,7 +13,7 @@ import pytest
 from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.memory_index import MemoryIndex, MemoryLease, MemoryStore
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
-from quire.services.redis_process import RedisProcess
+from quire.services.local.redis_process import RedisProcess
 
 WAIT_SECONDS = 10.0
 

@@ -26,7 +26,7 @@ from quire.kvindex.block_hash import (
     root_hash,
 )
 
-DESCRIPTOR = CacheDescriptor("model", 4, 2, 16, 32, "bfloat16").to_bytes()
+DESCRIPTOR = CacheDescriptor("model", 4, 2, 16, 32, "bfloat16", "bfloat16", "cpu").to_bytes()
 VECTORS = json.loads(Path(__file__).with_name("block_hash_vectors.json").read_text(encoding="utf-8"))
 LIMIT_SECONDS = 0.005
 scopes = st.builds(CacheScope, st.text(max_size=20), st.text(max_size=20))
@@ -48,7 +48,7 @@ def test_golden_vectors(vector: dict[str, Any]) -> None:
 def test_another_process_agrees(seed: str) -> None:
     program = (
         "from quire.kvindex.block_hash import *\n"
-        "d = CacheDescriptor('model', 4, 2, 16, 32, 'bfloat16').to_bytes()\n"
+        "d = CacheDescriptor('model', 4, 2, 16, 32, 'bfloat16', 'bfloat16', 'cpu').to_bytes()\n"
         "root = root_hash(d, b'secret', CacheScope('tenant'))\n"
         "print(*(h.hex() for h in block_hashes(root, range(40), 16)))\n"
     )
@@ -87,7 +87,7 @@ def test_scopes_never_share_a_block(a: CacheScope, b: CacheScope, token_ids: lis
 
 
 def test_secret_scope_and_descriptor_separate() -> None:
-    other = CacheDescriptor("model", 4, 2, 16, 64, "bfloat16").to_bytes()
+    other = CacheDescriptor("model", 4, 2, 16, 64, "bfloat16", "bfloat16", "cpu").to_bytes()
     roots = {
         root_hash(DESCRIPTOR, b"", SHARED),
         root_hash(DESCRIPTOR, b"x", SHARED),

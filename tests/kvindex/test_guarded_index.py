@@ -26,7 +26,7 @@ from quire.kvindex.instrumented_index import (
 from quire.kvindex.memory_index import MemoryLease, MemoryStore
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.redis_index import RedisIndex, reader_client
-from quire.services.redis_process import RedisProcess
+from quire.services.local.redis_process import RedisProcess
 
 HASHES = [bytes([index]) * 16 for index in range(4)]
 

@@ -16,7 +16,7 @@ from quire.kvindex.memory_index import MemoryIndex, MemoryLease, MemoryStore
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
-from quire.services.redis_process import RedisProcess
+from quire.services.local.redis_process import RedisProcess
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 1200)]
 

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client, reader_client
-from quire.services.redis_process import RedisProcess
+from quire.services.local.redis_process import RedisProcess
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 10)]
 CLUSTER_SLOTS = 16384

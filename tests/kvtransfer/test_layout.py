@@ -10,7 +10,14 @@ from quire.kvtransfer.errors import LayoutMismatchError
 from quire.kvtransfer.layout import KvLayout, require_equal
 
 LAYOUT = KvLayout(
-    num_layers=80, num_kv_heads=8, block_size=16, head_dim=128, dtype="bfloat16", model_digest="a"
+    num_layers=80,
+    num_kv_heads=8,
+    block_size=16,
+    head_dim=128,
+    dtype="bfloat16",
+    model_digest="a",
+    compute_dtype="bfloat16",
+    device="cuda",
 )
 
 
@@ -31,6 +38,8 @@ def test_the_wire_form_keeps_every_field() -> None:
         ("head_dim", 64),
         ("dtype", "float16"),
         ("model_digest", "b"),
+        ("compute_dtype", "float32"),
+        ("device", "cpu"),
     ],
 )
 def test_a_mismatch_names_the_field_and_both_values(field: str, theirs: object) -> None:

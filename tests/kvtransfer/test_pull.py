@@ -16,16 +16,16 @@ from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFailedError, UnknownLeaseError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout
-from quire.kvtransfer.lender import KvPullServicer
-from quire.kvtransfer.pin import LEASE_SECONDS, BlockLeases
-from quire.kvtransfer.pull import BlockPull
+from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases
+from quire.kvtransfer.pull_client import BlockPull
 from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
 WAIT_SECONDS = 10.0
 # One block is 2 MiB: each is a message of its own.
-LAYOUT = KvLayout(8, 8, 128, 64, "float16", "model-a")
+LAYOUT = KvLayout(8, 8, 128, 64, "float16", "model-a", "float16", "cpu")
 EPOCH = "epoch-1"
 NUM_BLOCKS = 6
 MAX_LENT = 8
@@ -98,7 +98,8 @@ class Holder:
 
     @property
     def stub(self) -> Any:
-        return kvtransfer_pb2_grpc.KvPullServiceStub(self.channels.get(self.address))
+        with self.channels.peer(self.address, EPOCH) as peer:
+            return kvtransfer_pb2_grpc.KvPullServiceStub(peer)
 
     def pull(self, count: int = NUM_BLOCKS, **changes: Any) -> BlockPull:
         """Return a pull that is right but for the changes."""
@@ -109,7 +110,7 @@ class Holder:
             "block_hashes": hashes(count),
             "timeout": WAIT_SECONDS,
         }
-        return BlockPull(self.channels.get(self.address), **(arguments | changes))
+        return BlockPull(self.channels, address=self.address, **(arguments | changes))
 
     def sample(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"quire_kv_pull_{name}", labels) or 0.0

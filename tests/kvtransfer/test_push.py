@@ -29,13 +29,13 @@ from quire.kvtransfer.errors import (
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.kvtransfer.push import BlockPush
-from quire.kvtransfer.receiver import KvTransferServicer
+from quire.kvtransfer.push_receiver import KvTransferServicer
+from quire.kvtransfer.push_sender import BlockPush
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
 WAIT_SECONDS = 10.0
-LAYOUT = KvLayout(2, 2, 4, 8, "float16", "model-a")
+LAYOUT = KvLayout(2, 2, 4, 8, "float16", "model-a", "float16", "cpu")
 EPOCH = "epoch-1"
 TICKET = "ticket-1"
 ATTEMPT = 3
@@ -129,17 +129,17 @@ class Receiver:
         """Return a push that is right but for the changes."""
         ticket = pb.Ticket(
             ticket_id=changes.pop("ticket_id", TICKET),
+            address=self.address,
             receiver_epoch=changes.pop("epoch", EPOCH),
             first_block=first_block,
         )
         arguments = {"request_id": "r", "attempt": ATTEMPT, "layout": LAYOUT, "timeout": WAIT_SECONDS}
-        channel = self.channels.get(self.address)
-        return BlockPush(channel, ticket, num_blocks=num_blocks, **(arguments | changes))
+        return BlockPush(self.channels, ticket, num_blocks=num_blocks, **(arguments | changes))
 
     def stream(self) -> Any:
         """Open a stream for messages that a right sender would not send."""
-        stub = kvtransfer_pb2_grpc.KvTransferServiceStub(self.channels.get(self.address))
-        return stub.Push(timeout=WAIT_SECONDS)
+        with self.channels.peer(self.address, EPOCH) as peer:
+            return kvtransfer_pb2_grpc.KvTransferServiceStub(peer).Push(timeout=WAIT_SECONDS)
 
     @property
     def reservation(self) -> MemoryReservation:
@@ -320,13 +320,6 @@ async def test_a_wait_for_credit_counts_while_it_lasts(receiver: Receiver) -> No
         assert (await push.commit(FIRST_TOKEN)).credit_wait_seconds == total == push.credit_wait_seconds
 
 
-async def test_one_channel_for_each_address() -> None:
-    channels = ChannelPool()
-    assert channels.get("127.0.0.1:1") is channels.get("127.0.0.1:1")
-    assert channels.get("127.0.0.1:1") is not channels.get("127.0.0.1:2")
-    await channels.close()
-
-
 # --- overlap and back-pressure ----------------------------------------------------------------------------
 
 
@@ -373,7 +366,13 @@ async def test_the_next_chunk_is_prepared_while_the_last_one_is_on_its_way() -> 
 
     channel: Any = SlowChannel(call)
     push = BlockPush(
-        channel, pb.Ticket(), request_id="r", attempt=0, layout=LAYOUT, num_blocks=2, timeout=WAIT_SECONDS
+        ChannelPool(lambda address, options: channel),
+        pb.Ticket(),
+        request_id="r",
+        attempt=0,
+        layout=LAYOUT,
+        num_blocks=2,
+        timeout=WAIT_SECONDS,
     )
     async with push:
         await asyncio.wait_for(push.send([block(0)]), WAIT_SECONDS)
@@ -659,8 +658,8 @@ async def test_an_address_where_nobody_listens_fails_the_push_at_once() -> None:
     async with running_receiver() as receiver:
         address = receiver.address
     push = BlockPush(
-        channels.get(address),
-        pb.Ticket(),
+        channels,
+        pb.Ticket(address=address),
         request_id="r",
         attempt=0,
         layout=LAYOUT,

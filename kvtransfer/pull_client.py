@@ -1,10 +1,10 @@
-"""The borrowing end of a pull: copies blocks that another worker holds."""
+"""The client of a pull: copies blocks that another worker holds."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from quire.kvtransfer import frame as frames
+from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFailedError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout
@@ -19,30 +20,32 @@ from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
 RELEASE_SECONDS = 0.5
-"""A holder that takes longer to hear of a release is left to the lease's expiry."""
+"""Time limit of the call that releases a lease. If it fails, the lease expires by itself."""
 
 
 class BlockPull:
-    """One pull, as an async context manager: entering pins the blocks, leaving releases them.
+    """One pull, as an async context manager: entering pins the blocks, and leaving releases them.
 
     ::
 
-        async with BlockPull(channel, block_hashes=hashes, ...) as pull:
+        async with BlockPull(channels, block_hashes=hashes, ...) as pull:
             async for frames in pull.frames():    # the first pull.num_blocks of the hashes, checked, in order
                 ...
     """
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channels: ChannelPool,
         *,
+        address: str,
         request_id: str,
         holder_epoch: str,
         layout: KvLayout,
         block_hashes: Sequence[bytes],
         timeout: float,
     ) -> None:
-        self._stub = kvtransfer_pb2_grpc.KvPullServiceStub(channel)
+        self._channels = channels
+        self._address = address
         self._block_hashes = block_hashes
         self._block_bytes = layout.block_bytes
         self._timeout = timeout
@@ -55,16 +58,22 @@ class BlockPull:
         self._lease_id = ""
         self._renewing: asyncio.Task[None] | None = None
         self.num_blocks = 0
-        """Leading blocks that are pinned; known once the pull was entered."""
+        """Number of leading blocks that are pinned; set when the context is entered."""
 
     async def __aenter__(self) -> Self:
-        """Pin.
+        """Pin the leading blocks that the holder still has.
 
         Raises:
             PullFailedError: the holder refused, has restarted, vanished or ran out of time.
         """
-        with _call_errors():
-            pinned = await self._stub.Pin(self._pin, timeout=self._timeout)
+        with ExitStack() as undo:
+            self._peer = undo.enter_context(self._channels.peer(self._address, self._pin.holder_epoch))
+            self._stub = kvtransfer_pb2_grpc.KvPullServiceStub(self._peer)
+            with _call_errors():
+                call = self._stub.Pin(self._pin, timeout=self._timeout)
+                await self._peer.check(call)
+                pinned = await call
+            self._in_use = undo.pop_all()
         if pinned.num_blocks:
             self._lease_id = pinned.lease_id
             self.num_blocks = min(pinned.num_blocks, len(self._block_hashes))
@@ -74,18 +83,19 @@ class BlockPull:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._renewing is None:
-            return
-        self._renewing.cancel()
-        with suppress(grpc.aio.AioRpcError):
-            await self._stub.Release(pb.ReleaseRequest(lease_id=self._lease_id), timeout=RELEASE_SECONDS)
+        with self._in_use:
+            if self._renewing is None:
+                return
+            self._renewing.cancel()
+            with suppress(grpc.aio.AioRpcError):
+                await self._stub.Release(pb.ReleaseRequest(lease_id=self._lease_id), timeout=RELEASE_SECONDS)
 
     async def frames(self, first_block: int = 0) -> AsyncGenerator[list[Frame]]:
-        """Yield the pinned blocks from ``first_block`` on, message by message, each block checked.
+        """Yield the pinned blocks from ``first_block`` on, checked, one list for each message.
 
         Raises:
             DigestMismatchError: a block is not the one that was asked for, or its bytes changed on the way.
-            ProtocolError: blocks came out of order, or not all.
+            ProtocolError: blocks arrived out of order, or some did not arrive.
             PullFailedError: the lease has ended, or the holder vanished or ran out of time.
         """
         due = first_block
@@ -96,8 +106,10 @@ class BlockPull:
             timeout=self._timeout,
         )
         try:
+            with _call_errors():
+                await self._peer.check(call)
             while (message := await _read(call)) is not None:
-                # Digesting megabytes would hold up the event loop.
+                # Checking the digest of megabytes would block the event loop.
                 checked = await asyncio.to_thread(self._check, message, due)
                 due += len(checked)
                 yield checked
@@ -120,7 +132,7 @@ class BlockPull:
         return checked
 
     async def _renew(self, interval: float) -> None:
-        """Keep the lease while the pull lasts; without it the pull's own call says what is wrong."""
+        """Renew the lease while the pull lasts. If renewal fails, the pull's own call reports the error."""
         with suppress(grpc.aio.AioRpcError):
             while True:
                 await asyncio.sleep(interval)

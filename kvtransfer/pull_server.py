@@ -1,4 +1,4 @@
-"""The lending end of a pull: pins blocks and sends copies of them."""
+"""The server of pulls: pins blocks and sends copies of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferError, UnknownLeaseError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout, require_equal
-from quire.kvtransfer.pin import BlockLeases, Lease
+from quire.kvtransfer.leases import BlockLeases, Lease
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
@@ -31,7 +31,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
     async def Pin(
         self, request: pb.PinRequest, context: grpc.aio.ServicerContext[pb.PinRequest, pb.PinResponse]
     ) -> pb.PinResponse:
-        """Hold the leading blocks that are present."""
+        """Pin the leading blocks that are present, under a new lease."""
         try:
             if request.holder_epoch != self._source.epoch:
                 raise StaleEpochError("the holder has restarted: its blocks of before are gone")
@@ -48,7 +48,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
     async def Pull(
         self, request: pb.PullRequest, context: grpc.aio.ServicerContext[pb.PullRequest, pb.PullResponse]
     ) -> AsyncIterator[pb.PullResponse]:
-        """Send copies of pinned blocks, no faster than they are taken."""
+        """Send copies of pinned blocks, no faster than the puller reads them."""
         try:
             async with aclosing(self._copies(request)) as messages:
                 async for message in messages:
@@ -59,7 +59,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
     async def Renew(
         self, request: pb.RenewRequest, context: grpc.aio.ServicerContext[pb.RenewRequest, pb.RenewResponse]
     ) -> pb.RenewResponse:
-        """Keep a lease."""
+        """Extend a lease to its full time from now."""
         try:
             self._leases.renew(request.lease_id)
         except TransferError as error:
@@ -71,7 +71,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         request: pb.ReleaseRequest,
         context: grpc.aio.ServicerContext[pb.ReleaseRequest, pb.ReleaseResponse],
     ) -> pb.ReleaseResponse:
-        """End a lease."""
+        """End a lease and unpin its blocks."""
         self._leases.release(request.lease_id)
         return pb.ReleaseResponse()
 
@@ -83,7 +83,8 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         for start in range(request.first_block, end, self._blocks_per_message):
             indices = range(start, min(end, start + self._blocks_per_message))
             message = await asyncio.to_thread(self._copy, lease, indices)
-            # Blocks that were pinned all the while they were copied are whole; of others nobody knows.
+            # A copy is whole only if its block stayed pinned while it was copied. After the lease has ended,
+            # the block may have been overwritten meanwhile.
             if lease.is_closed:
                 raise UnknownLeaseError("the lease ended while its blocks were copied: pin them again")
             self._metrics.lent(len(indices), len(indices) * self._source.layout.block_bytes)

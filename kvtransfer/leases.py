@@ -1,7 +1,7 @@
-"""Leases on blocks that this worker holds, so that others can copy them.
+"""Leases on blocks that this worker holds, so that other workers can copy them.
 
-A pinned block is neither evicted nor written. A lease that is not renewed ends by itself: a borrower that
-vanished holds nothing for long.
+A pinned block is neither evicted nor written. A lease that is not renewed expires, so a puller that vanished
+does not keep blocks pinned for long.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ SWEEP_SECONDS = 0.25
 
 
 class BlockSource(Protocol):
-    """Where lent blocks come from: the worker's pool."""
+    """The source of the blocks that others pull: the worker's pool."""
 
     layout: KvLayout
     epoch: str
 
     async def pin(self, lease_id: str, block_hashes: Sequence[bytes]) -> Sequence[int]:
-        """Hold the leading blocks that are present, and return their ids.
+        """Pin the leading blocks that are present, and return their ids.
 
         Raises:
             TransferError: the worker is about to stop.
         """
 
     def unpin(self, lease_id: str) -> None:
-        """Hold them no longer, once a ``pin`` that still runs is done; unknown leases are no error."""
+        """Unpin the blocks of a lease, after a ``pin`` that still runs; an unknown lease is no error."""
 
     def read(self, block_id: int) -> bytes:
-        """Copy a pinned block; called in a thread."""
+        """Return a copy of a pinned block's bytes; called in a thread."""
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """Some pinned blocks and until when they are."""
+    """A set of pinned blocks, and the time at which the pins expire."""
 
     lease_id: str
     block_hashes: Sequence[bytes]
@@ -53,11 +53,11 @@ class Lease:
 
 
 class BlockLeases:
-    """All leases of a worker.
+    """Gives, renews and ends all leases on a worker's blocks.
 
     Args:
-        max_blocks: most blocks that may be lent at once; a lease gets what is left.
-        clock: seconds that only go forward.
+        max_blocks: most blocks that may be under lease at a time; a new lease gets at most what is left.
+        clock: returns seconds that never go back.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class BlockLeases:
         self._leases: dict[str, Lease] = {}
 
     async def pin(self, block_hashes: Sequence[bytes]) -> Lease | None:
-        """Lease the leading blocks that are present; None if the first one is not, or no more may be lent."""
+        """Lease the leading blocks that are present; None if the first is absent or no more may be leased."""
         wanted = block_hashes[: self._num_left]
         if not wanted:
             return None
@@ -101,7 +101,7 @@ class BlockLeases:
         """Return a lease that has not ended.
 
         Raises:
-            UnknownLeaseError: it has, or it never began.
+            UnknownLeaseError: the lease has ended or never existed.
         """
         self.sweep()
         if (lease := self._leases.get(lease_id)) is None:
@@ -109,15 +109,15 @@ class BlockLeases:
         return lease
 
     def renew(self, lease_id: str) -> None:
-        """Let a lease last its full time from now on.
+        """Extend a lease to its full time from now.
 
         Raises:
-            UnknownLeaseError: it has ended, or it never began.
+            UnknownLeaseError: the lease has ended or never existed.
         """
         self.find(lease_id).expires_at = self._clock() + self.lease_seconds
 
     def release(self, lease_id: str) -> None:
-        """End a lease; unknown and ended ones are no error."""
+        """End a lease; an unknown lease or one that has ended is no error."""
         if (lease := self._leases.pop(lease_id, None)) is not None:
             lease.is_closed = True
             self._num_left += len(lease.block_ids)
@@ -125,14 +125,14 @@ class BlockLeases:
             self._metrics.leases(len(self._leases))
 
     def sweep(self) -> None:
-        """End the leases whose time is over."""
+        """End the leases that have expired."""
         now = self._clock()
         for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
             self.release(lease.lease_id)
             self._metrics.expired()
 
     async def sweep_forever(self) -> None:
-        """End each lease soon after its time is over."""
+        """End expired leases every ``SWEEP_SECONDS``, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self.sweep()

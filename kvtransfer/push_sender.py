@@ -1,10 +1,10 @@
-"""The sending end: pushes one sequence's blocks to a decode worker while later ones are still computed."""
+"""The client of pushes: sends a sequence's blocks to a decode worker while later ones are still computed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import islice
 from time import perf_counter
 from types import TracebackType
@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from quire.kvtransfer import frame as frames
+from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import ProtocolError, PushFailedError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import KvLayout
@@ -24,13 +25,13 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class PushSummary(NamedTuple):
-    """What a push moved and where its time went.
+    """The amount that a push moved, and how its time was spent.
 
     Attributes:
-        num_saved_bytes: bytes of the blocks that the receiver had already.
-        seconds: from open to the receiver's acknowledgement.
-        credit_wait_seconds: part of it in which blocks were ready and there was no credit.
-        send_seconds: part of it in which a message was being handed to the network.
+        num_saved_bytes: bytes of the blocks that the receiver already had, and that were not sent.
+        seconds: time from open to the receiver's acknowledgement.
+        credit_wait_seconds: the part of that time in which blocks were ready but there was no credit.
+        send_seconds: the part of that time in which a message was being handed to the network.
     """
 
     num_blocks: int
@@ -42,18 +43,18 @@ class PushSummary(NamedTuple):
 
 
 class BlockPush:
-    """One push, as an async context manager; leaving it without ``commit`` takes everything back.
+    """One push, as an async context manager; leaving it without ``commit`` undoes it at the receiver.
 
     ::
 
-        async with BlockPush(channel, ticket, ...) as push:
+        async with BlockPush(channels, ticket, ...) as push:
             await push.send([frame, frame])      # returns when the blocks are on their way
             summary = await push.commit(token)   # returns when the receiver has checked and admitted them
     """
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channels: ChannelPool,
         ticket: pb.Ticket,
         *,
         request_id: str,
@@ -62,7 +63,9 @@ class BlockPush:
         num_blocks: int,
         timeout: float,
     ) -> None:
-        self._stub = kvtransfer_pb2_grpc.KvTransferServiceStub(channel)
+        self._channels = channels
+        self._address = ticket.address
+        self._in_use = ExitStack()
         self._timeout = timeout
         self._block_bytes = layout.block_bytes
         self._blocks_per_message = frames.blocks_per_message(layout.block_bytes)
@@ -77,6 +80,7 @@ class BlockPush:
         )
         self._responses: asyncio.Queue[pb.PushResponse | None] = asyncio.Queue()
         self._refused: pb.PushRefused | None = None
+        self._unproven: grpc.aio.AioRpcError | None = None
         self._num_left = num_blocks - ticket.first_block
         self._num_sent = 0
         self._credit = 0
@@ -86,7 +90,8 @@ class BlockPush:
 
     async def __aenter__(self) -> Self:
         self._start = perf_counter()
-        self._call = self._stub.Push(timeout=self._timeout)
+        self._peer = self._in_use.enter_context(self._channels.peer(self._address, self._open.receiver_epoch))
+        self._call = kvtransfer_pb2_grpc.KvTransferServiceStub(self._peer).Push(timeout=self._timeout)
         self._reading = asyncio.create_task(self._read_responses())
         self._writing = self._start_write(pb.PushRequest(open=self._open))
         return self
@@ -94,16 +99,17 @@ class BlockPush:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A call that has ended ignores this; one that has not is taken back at the receiver.
+        # A call that has ended ignores this; for any other, the receiver discards the push.
         self._call.cancel()
         self._reading.cancel()
         self._writing.cancel()
         await asyncio.gather(self._reading, self._writing, return_exceptions=True)
+        self._in_use.close()
 
     async def send(self, blocks: Iterable[Frame]) -> None:
-        """Send blocks in order; return when the last message is on its way, within the credit.
+        """Send blocks in order, within the credit; return when the last message is on its way.
 
-        ``blocks`` may be lazy: it is read in a thread, no further ahead of the credit than one block.
+        ``blocks`` may be lazy. It is read in a thread, at most one block ahead of the credit.
 
         Raises:
             ProtocolError: there are more blocks than the push was opened for.
@@ -112,7 +118,8 @@ class BlockPush:
         pending = iter(blocks)
         while True:
             count = min(self._blocks_per_message, max(1, self._credit))
-            # Copying and digesting megabytes would hold up the event loop; meanwhile the last message leaves.
+            # Copying and digesting megabytes would block the event loop. The message before is sent
+            # meanwhile.
             message = await asyncio.to_thread(frames.to_proto, islice(pending, count))
             num_blocks = len(message.frames.frames)
             if not num_blocks:
@@ -136,7 +143,7 @@ class BlockPush:
         await self._write(pb.PushRequest(commit=pb.PushCommit(first_token_id=first_token_id)))
         while (await self._response()).WhichOneof("message") != "committed":
             pass
-        # Let the receiver end the call; to cancel it now would show there as an error.
+        # Let the receiver end the call, since it would count a cancellation as an error.
         await self._reading
         return PushSummary(
             num_blocks=self._num_sent,
@@ -149,7 +156,7 @@ class BlockPush:
 
     @property
     def credit_wait_seconds(self) -> float:
-        """How long blocks have been ready without credit until now."""
+        """Seconds for which blocks have so far been ready without credit."""
         waiting = perf_counter() - self._waiting_since if self._waiting_since is not None else 0.0
         return self._credit_wait_seconds + waiting
 
@@ -167,18 +174,24 @@ class BlockPush:
         try:
             await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            # A stream that the receiver has ended refuses writes; its status says why it did.
+            # A stream that the receiver has ended refuses writes; the call's status has the reason.
             raise await self._failure() from error
         self._send_seconds += perf_counter() - start
 
     async def _read_responses(self) -> None:
-        """Queue what the receiver says, and at its end None.
+        """Queue the receiver's messages, and None at the end of the stream.
 
-        It must be read all the time: a call has no status before every message ahead of it was read, so a
-        write that fails would wait for its error as long as a credit lies there.
+        The stream must be read continuously. A call has no status before all its messages have been read, so
+        a failed write would wait for its error as long as an unread credit remains.
         """
+        try:
+            # Check the peer before taking its first credit, so that no block goes to a stranger.
+            await self._peer.check(self._call)
+        except grpc.aio.AioRpcError as error:
+            self._unproven = error
         with suppress(grpc.aio.AioRpcError):
-            # Iteration reads to the end; ``read`` would stop at a failed write and miss the refusal.
+            # Iterate, since that reads to the end; ``read`` would stop at a failed write and miss the
+            # refusal.
             async for response in self._call:
                 if response.WhichOneof("message") == "refused":
                     self._refused = response.refused
@@ -188,7 +201,7 @@ class BlockPush:
     async def _response(self) -> pb.PushResponse:
         response = await self._responses.get()
         if response is None or self._refused is not None:
-            self._responses.put_nowait(None)  # for whoever asks again
+            self._responses.put_nowait(None)  # The next call must see the end too.
             raise await self._failure()
         return response
 
@@ -196,8 +209,11 @@ class BlockPush:
         await asyncio.wait([self._reading])
         if self._refused is not None:
             return PushFailedError(_STATUS_CODES[self._refused.status_code], self._refused.message)
+        if self._unproven is not None:
+            return PushFailedError(self._unproven.code(), self._unproven.details() or "")
         code, details = await self._call.code(), await self._call.details() or ""
         if code is grpc.StatusCode.INTERNAL:
-            # A receiver that fails refuses first: this is gRPC's word for a stream that broke under a write.
+            # A receiver that fails sends a refusal first. Without one, gRPC reports INTERNAL for a stream
+            # that broke during a write.
             code = grpc.StatusCode.UNAVAILABLE
         return PushFailedError(code, details)

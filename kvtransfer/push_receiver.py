@@ -1,4 +1,4 @@
-"""The receiving end: checks every block before it is written, and admits a sequence only when it is whole."""
+"""The server of pushes: checks each block before it is written, and admits only complete sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
 WINDOW_BYTES = 64 << 20
-"""Bytes of one push that may be on their way at once."""
+"""Most bytes of one push that may be in flight."""
 
 
 class Reservation(Protocol):
@@ -29,14 +29,14 @@ class Reservation(Protocol):
         """Write a checked block; raise TransferError if it is not the block that belongs there."""
 
     async def commit(self, first_token_id: int | None) -> None:
-        """Admit the sequence: every block has been written; without a first token it is drawn here."""
+        """Admit the sequence, now that every block is written; without a first token, sample it here."""
 
     def abort(self, reason: str) -> None:
-        """Give the blocks back, unless the sequence was admitted; called at most once."""
+        """Free the blocks, unless the sequence was admitted; called at most once."""
 
 
 class BlockSink(Protocol):
-    """Where received blocks go: the decode worker."""
+    """The destination of received blocks: the decode worker."""
 
     layout: KvLayout
     epoch: str
@@ -64,7 +64,7 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
         request_iterator: AsyncIterator[pb.PushRequest],
         context: grpc.aio.ServicerContext[pb.PushRequest, pb.PushResponse],
     ) -> AsyncIterator[pb.PushResponse]:
-        """Receive one sequence's blocks."""
+        """Receive one sequence's blocks, under flow control, and admit the sequence."""
         try:
             async with aclosing(self._receive(request_iterator)) as responses:
                 async for response in responses:
@@ -78,11 +78,11 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
             refused = pb.PushRefused(status_code=failure.code.value[0], message=str(failure))
             yield pb.PushResponse(refused=refused)
             if failure is not error:
-                raise  # a defect: the server logs it
+                raise  # An unexpected error is a defect, and the server logs it.
             await context.abort(failure.code, str(failure))
 
     async def _receive(self, requests: AsyncIterator[pb.PushRequest]) -> AsyncGenerator[pb.PushResponse]:
-        """Grant credit, write what comes, and admit the sequence when it is whole."""
+        """Grant credit, write the blocks that arrive, and admit the sequence once it is complete."""
         opening = await self._accept(requests)
         reservation = await self._sink.open(opening)
         try:
@@ -138,7 +138,7 @@ async def _next(requests: AsyncIterator[pb.PushRequest]) -> pb.PushRequest:
 
 
 def _as_transfer_error(error: BaseException) -> TransferError:
-    """Name any end of a push but a commit: the call's cancellation is the sender's doing."""
+    """Return the TransferError for a push that ended without a commit; only the sender cancels the call."""
     if isinstance(error, TransferError):
         return error
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
