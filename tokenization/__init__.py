@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, chat template, stop strings; no torch, no transformers."""
+"""Converts text to token ids and back without torch or transformers; chat template and stop strings."""

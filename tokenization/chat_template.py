@@ -15,15 +15,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quire.tokenization.errors import ChatTemplateError
 from quire.tokenization.tokenizer import ModelFiles
 
-# What running a template can raise: Jinja's own errors, and those of the Python expressions in it.
+# Errors that running a template can raise: Jinja's own, and those of its expressions over values of another
+# shape than the template expects.
 _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError),
     *(ArithmeticError, AttributeError, LookupError, RecursionError),
 )
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-# Besides the template's own: what its expressions raise over values of another shape than it expects.
 
 
 class ChatTemplate:
@@ -33,13 +31,13 @@ class ChatTemplate:
         environment = _environment()
         self.source = source
         self.shows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
-        """Whether it reads the tools that a conversation comes with."""
+        """Whether the template reads the tools of a conversation."""
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
     @classmethod
     def load(cls, files: ModelFiles) -> ChatTemplate | None:
-        """Return the template of a model, or None where it has none; a file of its own wins."""
+        """Return a model's template, or None if it has none; ``chat_template.jinja`` takes precedence."""
         source = _source(files)
         if source is None:
             return None
@@ -54,7 +52,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt that asks the assistant for its next message.
 
-        ``arguments`` are further variables of the template; they cannot replace those that it has anyway.
+        ``arguments`` are further variables of the template; they cannot replace the standard ones.
 
         Raises:
             ChatTemplateError: the template refuses the conversation.
@@ -110,7 +108,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Stand in for Jinja's filter, which escapes for HTML."""
+    """Return a value as JSON; replaces Jinja's own filter, which escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,4 +1,4 @@
-"""From generated tokens to the text that is shown, cut before a stop string or behind it."""
+"""Turns generated tokens into the text that is shown, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from quire.tokenization.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class StoppingDecoder:
-    """Turns one sequence's tokens into text, up to a stop string, with it or without.
+    """Turns one sequence's tokens into text, which ends before a stop string or just after it.
 
-    Stop strings count only in the text of tokens after the first ``min_tokens``.
+    Stop strings are recognised only in the text of tokens after the first ``min_tokens``.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class StoppingDecoder:
         self._num_tokens = 0
 
     def step(self, token_id: int) -> Fed:
-        """Take the next token; after a stop no more may be taken."""
+        """Take the next token and return the text that may be shown; do not call it after a stop."""
         self._num_tokens += 1
         return self._feed(self._decoder.step(token_id))
 

@@ -1,26 +1,34 @@
-"""Text to token ids and back, without torch or transformers."""
+"""Converts text to token ids and back, without torch or transformers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
 
-from quire.tokenization.errors import MissingTokenizerError
+from quire.models.source import TOKENIZER_FILES, find_model
+from quire.tokenization.errors import MissingTokenizerError, TooManyTokensError
+from quire.tokenization.text_bound import most_bytes_of_a_token
 
-TOKENIZER_FILES = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-]
 INLINE_ENCODE_CHARS = 2048
 """Texts up to this length are encoded on the event loop (below 1 ms); longer ones in a thread."""
+LONG_TEXT_CHARS = 128 << 10
+"""Texts beyond this length (0.1 s) are encoded in threads of their own and wait only for each other."""
+LONG_TEXTS_AT_ONCE = 2
+INLINE_DECODE_IDS = 1024
+MAX_WAITING_IDS = 8
+"""Most ids whose text an ``IncrementalDecoder`` holds back completely."""
+MAX_WAITING_CHARS = 3
+"""Most characters that it holds back with more ids; each may be one byte of an incomplete character."""
+KEPT_IDS = 12
+"""Newest ids that it keeps then. They have more bytes than the characters held back can have."""
+_REPLACEMENT = "\ufffd"
 
 
 class ModelFiles(NamedTuple):
@@ -28,7 +36,7 @@ class ModelFiles(NamedTuple):
 
     folder: Path
     config: dict[str, Any]
-    """``tokenizer_config.json``; empty where there is none."""
+    """Contents of ``tokenizer_config.json``; empty if there is no such file."""
 
 
 def load_model_files(source: str) -> ModelFiles:
@@ -36,13 +44,9 @@ def load_model_files(source: str) -> ModelFiles:
 
     Raises:
         MissingTokenizerError: the folder holds no ``tokenizer.json``.
+        OSError: there is no such model.
     """
-    folder = Path(source)
-    if not folder.is_dir():
-        # Imported late: it takes long, and a model folder needs no hub.
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(source, allow_patterns=TOKENIZER_FILES))
+    folder = find_model(source, TOKENIZER_FILES)
     if not (folder / "tokenizer.json").is_file():
         raise MissingTokenizerError(
             f"{source} has no tokenizer.json: save one with AutoTokenizer.save_pretrained"
@@ -59,28 +63,62 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._long_texts = ThreadPoolExecutor(LONG_TEXTS_AT_ONCE, thread_name_prefix="long-text")
+        self._most_bytes = most_bytes_of_a_token(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Load ``tokenizer.json`` from a folder."""
         return cls(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text; ``add_special_tokens`` lets the post-processor add its own."""
-        encode = partial(self.encode_batch, [text], add_special_tokens=add_special_tokens)
-        (ids,) = encode() if len(text) <= INLINE_ENCODE_CHARS else await asyncio.to_thread(encode)
-        return ids
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the token ids of a text; ``add_special_tokens`` lets the post-processor add special tokens.
+
+        Raises:
+            TooManyTokensError: there are more than ``max_tokens``.
+        """
+        encode = partial(self._encode, text, add_special_tokens, max_tokens)
+        if len(text) <= INLINE_ENCODE_CHARS:
+            return encode()
+        executor = self._long_texts if len(text) > LONG_TEXT_CHARS else None
+        # If the caller is cancelled while its text waits for a thread, the text is not encoded.
+        return await asyncio.get_running_loop().run_in_executor(executor, encode)
+
+    def most_bytes(self, num_tokens: int) -> int | None:
+        """Return the most bytes that a text of ``num_tokens`` tokens can have; None if there is no bound."""
+        return None if self._most_bytes is None else self._most_bytes * num_tokens
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
+        # The library's encode() holds the GIL, so a thread would not help (measured: 2 MB of text stalled the
+        # loop for 1.8 s); the batched call releases it.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            # Raise before building the list: a list of millions of ids holds the GIL for 50 ms.
+            raise TooManyTokensError(len(encoding), max_tokens)
+        return encoding.ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the ids of several texts; blocks, but lets other threads run."""
-        # The library's encode() holds the GIL, so a thread would not help (measured: 2 MB of text stalled the
-        # loop for 1.8 s); the batched call releases it.
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Return the text of token ids; with many ids it blocks, but lets other threads run."""
+        if len(token_ids) <= INLINE_DECODE_IDS:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # Only the batched call releases the GIL, and a million ids take half a second.
+        [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Return whether ``decode`` uses an id; it ignores skipped special tokens and unknown ids."""
+        if token_id in self._special_ids:
+            return not skip_special_tokens
+        return self._tokenizer.id_to_token(token_id) is not None
 
 
 class IncrementalDecoder:
@@ -88,37 +126,65 @@ class IncrementalDecoder:
 
     ::
 
-        ids   [ ... | context | pending ]       context: ids whose text was returned last
-                                                pending: ids whose text is not yet certain
+        ids    [ ... | window                        ]       window: the newest ids, at most about twenty
+        text          [ shown            | new       ]       new: text that was not returned yet
 
-    The pending text is what decoding ``context + pending`` adds to decoding ``context``: some decoders treat
-    the first token of a list differently. It waits while it ends with U+FFFD, as an incomplete character
-    does. The library's ``DecodeStream`` works alike, but has no flush and fails for good where a decoder
-    revises text it has given before, as byte fallback does for invalid UTF-8.
+    The window begins before the new text, because some decoders treat the first token of a list differently.
+    New text waits while it ends with U+FFFD, as an incomplete character does. After ``MAX_WAITING_IDS`` ids
+    only its end waits, since a character has at most four bytes. The cost of a step therefore does not depend
+    on the number of ids.
+
+    The sum differs from the text of the whole list only if byte fallback decodes invalid UTF-8. It then also
+    replaces valid characters beside the invalid bytes, which may have been returned already.
+
+    The library's ``DecodeStream`` works in the same way, but has no flush, and fails permanently if a decoder
+    revises text that it returned before.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
-        self._num_context = 0
-        self._context_text = ""
+        self._shown = ""
+        self._num_waiting = 0
 
     def step(self, token_id: int) -> str:
         """Take the next id and return the text that became certain."""
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        if text.endswith("\ufffd") or len(text) <= len(self._context_text):
+        if not self._tokenizer.has_text(token_id, skip_special_tokens=self._skip_special_tokens):
             return ""
-        delta = text[len(self._context_text) :]
-        self._window = self._window[self._num_context :]
-        self._num_context = len(self._window)
-        self._context_text = self._decode(self._window)
-        return delta
+        self._window.append(token_id)
+        self._num_waiting += 1
+        new = self._new_text()
+        if new and not new.endswith(_REPLACEMENT):
+            self._keep(self._num_waiting)
+            self._num_waiting = 0
+            return new
+        if self._num_waiting <= MAX_WAITING_IDS:
+            return ""
+        num_certain = max(len(new.rstrip(_REPLACEMENT)), len(new) - MAX_WAITING_CHARS)
+        self._keep(KEPT_IDS)
+        if not self._shown.endswith(new[num_certain:]):
+            # Byte fallback decodes valid characters at the end of a text that is invalid as a whole.
+            num_certain = len(new)
+        self._num_waiting = len(new) - num_certain
+        self._shown = self._shown[: len(self._shown) - self._num_waiting]
+        return new[:num_certain]
 
     def flush(self) -> str:
-        """Return the text that still waits, as the end of the list decodes it."""
-        return self._decode(self._window)[len(self._context_text) :]
+        """Return the text that still waits, decoded as the end of the list."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        text = self._decode(self._window)
+        if text.startswith(self._shown):
+            return text[len(self._shown) :]
+        # Byte fallback has revised text that was shown: the new bytes are invalid, so decode them separately.
+        return self._decode(self._window[-self._num_waiting :]) if self._num_waiting else ""
+
+    def _keep(self, num_ids: int) -> None:
+        """Shorten the window to its newest ids, and regard all of their text as shown."""
+        self._window = self._window[-num_ids:]
+        self._shown = self._decode(self._window)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

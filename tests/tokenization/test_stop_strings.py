@@ -35,6 +35,19 @@ def test_pieces_give_what_the_whole_gives(pieces: list[str], stops: list[str]) -
     assert (shown, is_stopped) == naive("".join(pieces), stops)
 
 
+@pytest.mark.parametrize("stop", ["a" * 255 + "b", "ab" * 128, "b" + "a" * 255])
+@pytest.mark.parametrize("piece", ["a", "ab", "a" * 300])
+def test_long_stop_strings_are_found(stop: str, piece: str) -> None:
+    pieces = [*[piece] * 300, "b" + stop[:-1], stop[-1] + "c"]
+    matcher = StopMatcher([stop, "never"])
+    shown, is_stopped = "", False
+    for each in pieces:
+        if not is_stopped:
+            fed = matcher.feed(each)
+            shown, is_stopped = shown + fed.text, fed.is_stopped
+    assert (shown, is_stopped) == (naive("".join(pieces), [stop]))
+
+
 @pytest.mark.parametrize(
     ("stop", "pieces", "shown"),
     [

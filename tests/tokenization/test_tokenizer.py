@@ -7,25 +7,113 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.errors import ChatTemplateError, MissingTokenizerError
 from quire.tokenization.tokenizer import (
     INLINE_ENCODE_CHARS,
+    KEPT_IDS,
+    MAX_WAITING_IDS,
     IncrementalDecoder,
     ModelFiles,
     Tokenizer,
     load_model_files,
 )
 
+BYTES = {"<unk>": 0, "▁a": 1, "b": 2, "▁": 3, **{f"<0x{byte:02X}>": 4 + byte for byte in range(256)}}
+END = 260
+"""The first id behind those of the vocabulary of ``byte_fallback``: a special token."""
 
-@given(token_ids=st.lists(st.integers(0, 319), max_size=40), skip=st.booleans())
-def test_deltas_sum_up_to_the_whole(tokenizer: Tokenizer, token_ids: list[int], skip: bool) -> None:
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Tokenizer:
+    """Return a tokenizer as Llama 2 has: words with a mark for the space before them, and bytes."""
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=BYTES, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    replace = tokenizers.decoders.Replace("▁", " ")
+    strip = tokenizers.decoders.Strip(" ", 1, 0)
+    fallback, fuse = tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()
+    inner.decoder = tokenizers.decoders.Sequence([replace, fallback, fuse, strip])
+    inner.add_special_tokens(["<end>"])
+    return Tokenizer(inner)
+
+
+def deltas(tokenizer: Tokenizer, token_ids: list[int], *, skip: bool = True) -> list[str]:
+    """Return what each id added, and the end."""
     decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip)
-    text = "".join(decoder.step(token_id) for token_id in token_ids) + decoder.flush()
-    assert text == tokenizer.decode(token_ids, skip_special_tokens=skip)
+    return [*map(decoder.step, token_ids), decoder.flush()]
+
+
+# Bytes above 0x7F are ids 96 to 223 of the byte-level tokenizer: half of the ids are parts of characters.
+byte_level_ids = st.integers(0, 330) | st.integers(96, 223)
+
+
+@settings(deadline=None)
+@given(token_ids=st.lists(byte_level_ids, max_size=80), skip=st.booleans())
+def test_deltas_sum_up_to_the_whole(tokenizer: Tokenizer, token_ids: list[int], skip: bool) -> None:
+    whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
+    assert "".join(deltas(tokenizer, token_ids, skip=skip)) == whole
+
+
+def as_bytes(text: str) -> list[int]:
+    return [4 + byte for byte in text.encode()]
+
+
+# Ids of all kinds; any number of valid bytes; and, between words, the beginning of a character, or bytes
+# that no character begins with.
+pieces = (
+    st.sampled_from([[0], [1], [2], [3], [END], [999]])
+    | st.text(max_size=12).map(as_bytes)
+    | st.lists(st.integers(4 + 0x80, 4 + 0xBF), max_size=40).map(lambda run: [2, *run, 2])
+    | st.characters(min_codepoint=0x80, exclude_categories=["Cs"]).map(lambda c: [2, *as_bytes(c)[:-1], 2])
+)
+
+
+@settings(deadline=None)
+@given(parts=st.lists(pieces, max_size=20), skip=st.booleans())
+def test_deltas_of_byte_fallback_sum_up_to_the_whole(
+    byte_fallback: Tokenizer, parts: list[list[int]], skip: bool
+) -> None:
+    token_ids = [token_id for part in parts for token_id in part]
+    whole = byte_fallback.decode(token_ids, skip_special_tokens=skip)
+    assert "".join(deltas(byte_fallback, token_ids, skip=skip)) == whole
+
+
+@settings(deadline=None)
+@given(token_ids=st.lists(st.integers(1, 3) | st.integers(4 + 0x80, END + 2), max_size=60))
+def test_invalid_bytes_cost_no_word(byte_fallback: Tokenizer, token_ids: list[int]) -> None:
+    def words(text: str) -> list[str]:
+        return [character for character in text if character in " ab"]
+
+    assert words("".join(deltas(byte_fallback, token_ids))) == words(byte_fallback.decode(token_ids))
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(
+    "name", ["a part of a character", "a special token", "no token", "parts of two characters"]
+)
+def test_no_sequence_is_held_back_for_long(tokenizer: Tokenizer, name: str, skip: bool) -> None:
+    part = tokenizer.encode_batch(["€"], add_special_tokens=False)[0]
+    repeated = {
+        "a part of a character": [part[1]],
+        "a special token": [1],
+        "no token": [100_000],
+        "parts of two characters": [part[1], part[2], part[0]],
+    }[name]
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip)
+    ids = (repeated * 3000)[:3000]
+    text = ""
+    for count, token_id in enumerate(ids, start=1):
+        text += decoder.step(token_id)
+        assert len(decoder._window) <= KEPT_IDS + MAX_WAITING_IDS
+        if not count % 100:
+            whole = tokenizer.decode(ids[:count], skip_special_tokens=skip)
+            assert whole.startswith(text)
+            assert len(whole) - len(text) <= MAX_WAITING_IDS
+    assert text + decoder.flush() == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @given(text=st.text(max_size=40))
@@ -37,21 +125,11 @@ async def test_deltas_of_text_hold_whole_characters(tokenizer: Tokenizer, text: 
     assert all("\ufffd" not in delta for delta in deltas) or "\ufffd" in text
 
 
-def test_byte_fallback_and_leading_spaces() -> None:
-    vocab = {"<unk>": 0, "▁a": 1, "b": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
-    )
-    replace = tokenizers.decoders.Replace("▁", " ")
-    strip = tokenizers.decoders.Strip(" ", 1, 0)
-    byte_fallback, fuse = tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()
-    inner.decoder = tokenizers.decoders.Sequence([replace, byte_fallback, fuse, strip])
-    tokenizer = Tokenizer(inner)
-    token_ids = [1, 1, *(3 + byte for byte in "é€".encode()), 2, 1, 3 + 0xE2, 3 + 0x82, 2]
-    decoder = IncrementalDecoder(tokenizer)
-    deltas = [decoder.step(token_id) for token_id in token_ids]
-    assert "".join(deltas) + decoder.flush() == tokenizer.decode(token_ids) == "a aé€b a��b"
-    assert deltas[:4] == ["a", " a", "", "é"]
+def test_byte_fallback_and_leading_spaces(byte_fallback: Tokenizer) -> None:
+    token_ids = [1, 1, *as_bytes("é€"), 2, 1, *as_bytes("€")[:2], 2]
+    found = deltas(byte_fallback, token_ids)
+    assert "".join(found) == byte_fallback.decode(token_ids) == "a aé€b a��b"
+    assert found[:4] == ["a", " a", "", "é"]
 
 
 async def test_long_texts_encode_alike(tokenizer: Tokenizer) -> None:
