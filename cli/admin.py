@@ -1,65 +1,77 @@
-"""``quire admin``: what an operator asks of a running router."""
+"""``quire admin``: commands with which an operator inspects and changes a running router."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quire.cli.failure import fail
-from quire.cli.options import setting
+from quire.cli.failure import connection_problem, fail
+from quire.cli.options import CONNECTION, setting
+from quire.cli.settings import DEFAULT_ADMIN_PORT
+from quire.cli.spread import spread
 
 if TYPE_CHECKING:
     from quire.client.admin import AdminClient, WorkerStatus
 
-DEFAULT_ADDRESS = "127.0.0.1:8503"
-
 app = typer.Typer(help="Operate a running router: its workers, their caches, the logs.", no_args_is_help=True)
-Address = Annotated[str, setting("--admin-address", "host:port of the router's admin port.", "Connection")]
-Cert = Annotated[
-    Path | None, setting("--cluster-cert", "Certificate, if the port is not on the loopback.", "Connection")
-]
-Key = Annotated[Path | None, setting("--cluster-key", "Key of that certificate.", "Connection")]
-Ca = Annotated[Path | None, setting("--cluster-ca", "Authority of the cluster's certificates.", "Connection")]
 
 
-@app.callback()
-def connection(
-    context: typer.Context,
-    address: Address = DEFAULT_ADDRESS,
-    cert: Cert = None,
-    key: Key = None,
-    ca: Ca = None,
-) -> None:
-    """Operate a running router: its workers, their caches, the logs."""
-    context.obj = (address, cert, key, ca)
+@dataclass(frozen=True)
+class AdminConnection:
+    """How the router's admin port is reached."""
+
+    admin_address: Annotated[
+        str, setting("--admin-address", "host:port of the router's admin port.", CONNECTION)
+    ] = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"
+    cluster_cert: Annotated[
+        Path | None, setting("--cluster-cert", "Certificate, if the port is not on the loopback.", CONNECTION)
+    ] = None
+    cluster_key: Annotated[Path | None, setting("--cluster-key", "Key of that certificate.", CONNECTION)] = (
+        None
+    )
+    cluster_ca: Annotated[
+        Path | None, setting("--cluster-ca", "Authority of the cluster's certificates.", CONNECTION)
+    ] = None
 
 
 @contextmanager
-def _router(context: typer.Context) -> Iterator[AdminClient]:
-    from quire.client import QuireError, Tls, Unavailable
+def _router(connection: AdminConnection) -> Iterator[AdminClient]:
+    from quire.client import QuireError, Tls, Unavailable, Unsupported
     from quire.client.admin import AdminClient
 
-    address, cert, key, ca = context.obj
-    tls = Tls(ca=ca, certificate=cert, key=key) if ca else None
+    address = connection.admin_address
+    tls = (
+        Tls(ca=connection.cluster_ca, certificate=connection.cluster_cert, key=connection.cluster_key)
+        if connection.cluster_ca
+        else None
+    )
     try:
         with AdminClient(address, tls=tls) as client:
             yield client
     except Unavailable as error:
         if error.reason != error.code.name:
             fail(error.message)
-        fail(f"no router's admin port answers at {address}: name it with --admin-address")
+        if connection_problem(error.message, address) is None:
+            fail(f"no router's admin port answers at {address}: name it with --admin-address")
+        fail(f"{address} is no admin port, or needs --cluster-ca: name another with --admin-address")
+    except Unsupported as error:
+        if error.reason != error.code.name:
+            fail(error.message)
+        fail(f"{address} is another port than a router's admin port: name that one with --admin-address")
     except QuireError as error:
         fail(error.message)
 
 
 @app.command()
-def workers(context: typer.Context) -> None:
-    """List the workers: state, requests that run and wait, blocks that are used, cached and free."""
-    with _router(context) as router:
+@spread
+def workers(*, connection: AdminConnection) -> None:
+    """List the workers with their state, running and waiting requests, and used, cached and free blocks."""
+    with _router(connection) as router:
         found = router.workers()
     rows: list[tuple[str, ...]] = [
         ("WORKER", "ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "USED", "CACHED", "FREE")
@@ -80,37 +92,43 @@ def _row(worker: WorkerStatus) -> tuple[str, ...]:
 
 
 @app.command()
+@spread
 def drain(
-    context: typer.Context,
+    *,
     worker_id: Annotated[str, typer.Argument(help="Which worker.")],
     undo: Annotated[bool, typer.Option("--undo", help="Use it again.")] = False,
+    connection: AdminConnection,
 ) -> None:
-    """Send nothing new to a worker; what runs there goes on."""
-    with _router(context) as router:
+    """Send no new requests to a worker; its running requests go on. Other routers follow within a second."""
+    with _router(connection) as router:
         router.drain(worker_id, undo=undo)
     typer.echo(f"{worker_id} {'serves again' if undo else 'drains'}")
 
 
 @app.command("clear-cache")
+@spread
 def clear_cache(
-    context: typer.Context,
+    *,
     worker_ids: Annotated[list[str] | None, typer.Argument(help="Which workers; by default all.")] = None,
+    connection: AdminConnection,
 ) -> None:
     """Forget cached KV blocks that no request uses: in the pool, in host memory and on disk."""
-    with _router(context) as router:
+    with _router(connection) as router:
         cleared = router.clear_caches(worker_ids or ())
     for worker_id, num_blocks in sorted(cleared.items()):
         typer.echo(f"{worker_id}: {num_blocks} blocks")
 
 
 @app.command("log-level")
+@spread
 def log_level(
-    context: typer.Context,
+    *,
     level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Argument(help="Least severity of logged events.")
     ],
+    connection: AdminConnection,
 ) -> None:
-    """Log more or less, on the router and its workers."""
-    with _router(context) as router:
+    """Change the log level of the router and its workers."""
+    with _router(connection) as router:
         changed = router.change_log_level(level)
     typer.echo(f"the router and {', '.join(changed) or 'no worker'} log {level}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished answer, the first if there are several, and the timings of all."""
+    """A finished answer (the first if there are several), and the timings of all answers."""
 
     text: str
     usage: Usage
@@ -25,7 +25,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: the tokens after the first, of all answers, by the time they took."""
+        """Decoding speed: the tokens of all answers after the first one, divided by their time."""
         decode_seconds = self.e2e_seconds - self.ttft_seconds
         return (self.usage.completion_tokens - 1) / decode_seconds if decode_seconds > 0 else 0.0
 
@@ -37,7 +37,7 @@ def stream_answer(
     show: Callable[[Delta], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Answer:
-    """Show the steps of an answer, or of several, as they arrive; an interrupt cancels the request.
+    """Show the steps of one or several answers as they arrive; an interrupt cancels the request.
 
     Raises:
         QuireError: the call failed.
@@ -62,7 +62,7 @@ def stream_answer(
 
 
 def format_stats(answer: Answer) -> str:
-    """Return one line about an answer: how fast it was, and where its KV blocks came from."""
+    """Return one line about an answer: its speed, and the origin of its KV blocks."""
     usage = answer.usage
     parts = [
         f"TTFT {answer.ttft_seconds * 1000:.0f} ms",

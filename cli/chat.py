@@ -43,8 +43,8 @@ def chat(
 ) -> None:
     """Talk to the model. From a pipe, each line of stdin is one turn.
 
-    /reset forgets the conversation, /stats tells about the last answer, /quit or Ctrl-D ends.
-    Ctrl-C stops the answer that is being written; at the prompt it ends the chat.
+    /reset forgets the conversation, /stats shows statistics of the last answer, /quit or Ctrl-D ends the
+    chat. Ctrl-C stops the answer that is being written; at the prompt it ends the chat.
     """
     from quire.client import Client
 
@@ -65,7 +65,7 @@ def chat(
     with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
         conversation = Conversation(client, sampling, address, system, with_stats=stats)
         if is_interactive:
-            # Importing it gives input() a line editor with history.
+            # Importing readline gives input() a line editor with history.
             import readline  # noqa: F401
 
             typer.echo(HELP, err=True)

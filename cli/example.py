@@ -21,25 +21,25 @@ NUM_NOTES = 12
 
 
 def ask_example(address: str) -> None:
-    """Ask a question about notes at ``address`` and stream the answer to stdout; a failure is only told.
+    """Ask a question about notes at ``address`` and stream the answer to stdout; a failure is only reported.
 
-    Key and certificates come from the variables of the other verbs, as QUIRE_API_KEY and QUIRE_TLS_CA.
+    Key and certificates come from the same variables as for other commands, such as QUIRE_API_KEY and
+    QUIRE_TLS_CA.
     """
     from quire.client import Client, QuireError
 
     (example,) = notes.held_out(1, NUM_NOTES)
     messages = cast("Sequence[Message]", example.messages)
-    _write(f"\n> {messages[-1]['content']}\n")
     sampling: GenerationOptions = {"max_tokens": 64, "temperature": 0.0}
     try:
+        _write(f"\n> {messages[-1]['content']}\n")
         tls = ClientTls.from_environment().files()
         with Client(address, api_key=os.environ.get(variable("--api-key")), tls=tls) as client:
             answer = stream_answer(client, messages, sampling, lambda delta: _write(delta.text))
+        _write(f"\n  {format_stats(answer)}\n\n")
+        _write(f"Serving at {address}; Ctrl-C ends. Talk to it: quire chat --address {address}\n")
     except (QuireError, OSError, typer.BadParameter) as error:
         typer.echo(f"the example failed: {error}", err=True)
-        return
-    _write(f"\n  {format_stats(answer)}\n\n")
-    _write(f"Serving at {address}; Ctrl-C ends. Talk to it: quire chat --address {address}\n")
 
 
 def _write(text: str) -> None:

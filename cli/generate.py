@@ -1,4 +1,4 @@
-"""``quire generate``: one prompt, one streamed answer, or several at their end."""
+"""``quire generate``: one prompt, with one streamed answer or several complete ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def generate(
     model: options.ServedModel = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
-    """Continue one prompt and stream the answer to stdout; several come whole, each under its number."""
+    """Continue one prompt and stream the answer to stdout; several answers are shown complete, by number."""
     from quire.client import Client, QuireError
 
     text = _read_prompt(prompt)
@@ -97,20 +97,20 @@ def generate(
 
 
 class Answers:
-    """Collects several answers, whose steps come mixed."""
+    """Collects several answers whose steps arrive interleaved."""
 
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
         self._scores: dict[int, float] = {}
 
     def take(self, delta: Delta) -> None:
-        """Take one step of one of them."""
+        """Add one step to its answer."""
         self._texts[delta.index] = self._texts.get(delta.index, "") + delta.text
         if delta.score is not None:
             self._scores[delta.index] = delta.score
 
     def format(self) -> str:
-        """Return all of them, each under its number, and its score if it has one."""
+        """Return all answers as text, each under its number and its score if it has one."""
         return "".join(f"{self._heading(index)}\n{self._texts[index]}\n" for index in sorted(self._texts))
 
     def _heading(self, index: int) -> str:

@@ -1,4 +1,4 @@
-"""``quire health``: asks a process whether it serves."""
+"""``quire health``: asks a process whether it accepts requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from quire.cli import options
-from quire.cli.failure import fail
+from quire.cli.failure import connection_problem, fail
 from quire.cli.spread import spread
 
 
@@ -22,10 +22,10 @@ def health(
     ] = 3.0,
     encryption: options.ClientTls,
 ) -> None:
-    """Ask a router or a worker whether it takes requests; the status is 0 if it does, else 1.
+    """Ask a router or a worker whether it accepts requests; the exit status is 0 if it does, else 1.
 
-    With TLS between router and workers, a worker asks for a certificate of the cluster and is named
-    quire-cluster.
+    With TLS between router and workers, a worker asks for a certificate of the cluster, and the name in its
+    own certificate is quire-cluster.
     """
     import grpc
     from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -40,7 +40,10 @@ def health(
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
-            fail(f"{address} does not answer: {error.code().name}")
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                fail(f"{address} speaks gRPC but tells nothing of its health: is it a server of quire's?")
+            problem = connection_problem(error.details() or "", address)
+            fail(problem or f"{address} does not answer: {error.code().name}")
     if answer.status != HealthCheckResponse.SERVING:
         fail(f"{address} answers, but takes no requests (yet, or no longer)")
     typer.echo("serving")

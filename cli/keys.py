@@ -19,13 +19,16 @@ def new(
         int | None, typer.Option("--tokens-per-minute", help="Of prompts and answers.", min=1)
     ] = None,
     max_requests: Annotated[
-        int | None, typer.Option("--max-requests", help="That may run at once.", min=1)
+        int | None,
+        typer.Option(
+            "--max-requests", help="Requests that may run at once; one with n answers counts n times.", min=1
+        ),
     ] = None,
     max_waiting: Annotated[
         int, typer.Option("--max-waiting", help="That may wait for one of those to end.", min=0)
     ] = 0,
 ) -> None:
-    """Make a key: it is shown once, on stderr; its line for the --api-keys file goes to stdout.
+    """Make an API key. It is shown once, on stderr; its line for the --api-keys file goes to stdout.
 
     quire keys new acme >> api-keys
     """

@@ -1,6 +1,10 @@
-"""The command ``quire``: its verbs and nothing else; each verb imports what it needs when it runs."""
+"""The command ``quire`` and its verbs; each verb imports its modules only when it runs."""
 
 from __future__ import annotations
+
+import os
+import shutil
+from typing import Annotated
 
 import typer
 
@@ -17,24 +21,43 @@ SETTINGS = (
 )
 
 
+MIN_HELP_COLUMNS = 100
+"""Fewest columns of help texts; with fewer, names of options and variables would be truncated."""
+
+
 def version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed_version
 
-    typer.echo(f"quire {installed_version('quire')}")
+    typer.echo(f"quire {installed_version('quire-llm')}")
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        version()
+        raise typer.Exit
+
+
+def quire(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Serve large language models from paged KV blocks, with separate prefill and decode workers."""
 
 
 def make_app() -> typer.Typer:
     """Return the command with all its verbs."""
     app = typer.Typer(
         name="quire",
-        help="Serve large language models from paged KV blocks, with prefill and decode apart.",
         epilog=SETTINGS,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    app.callback(epilog=SETTINGS)(quire)
     app.command(rich_help_panel=SERVE)(processes.serve)
     app.command(rich_help_panel=SERVE)(processes.router)
     app.command(rich_help_panel=SERVE)(processes.prefill)
@@ -55,4 +78,8 @@ def make_app() -> typer.Typer:
 
 def main() -> None:
     """Run the command."""
+    # Without this, gRPC prints lines to stderr that repeat the errors of the commands.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if shutil.get_terminal_size().columns < MIN_HELP_COLUMNS:
+        os.environ.setdefault("TERMINAL_WIDTH", str(MIN_HELP_COLUMNS))
     make_app()()

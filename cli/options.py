@@ -1,4 +1,4 @@
-"""Options that more than one verb has. A setting comes from its flag, then its variable, then the default."""
+"""Options of more than one verb. A setting comes from its flag, else its variable, else the default."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ApiKey = Annotated[
 
 @dataclass(frozen=True)
 class ClientTls:
-    """How a connection to a router or a worker is encrypted."""
+    """The options for an encrypted connection to a router or a worker."""
 
     tls_ca: Annotated[
         Path | None, _file("--tls-ca", "Encrypt, and trust this authority of the server's certificate.")
@@ -61,7 +61,7 @@ class ClientTls:
 
     @classmethod
     def from_environment(cls) -> ClientTls:
-        """Return what the variables of the options say."""
+        """Return the options as the environment variables set them."""
         ca, name, cert, key = (
             os.environ.get(variable(flag))
             for flag in ("--tls-ca", "--tls-name", "--tls-client-cert", "--tls-client-key")
@@ -69,10 +69,10 @@ class ClientTls:
         return cls(_path(ca), name, _path(cert), _path(key))
 
     def files(self) -> Tls | None:
-        """Return what a client takes; without an authority nothing is encrypted.
+        """Return the files for a client; None without an authority, and then nothing is encrypted.
 
         Raises:
-            BadParameter: the options are not complete.
+            BadParameter: the options are incomplete.
         """
         if self.tls_ca is None:
             if self.tls_name or self.tls_client_cert or self.tls_client_key:

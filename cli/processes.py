@@ -1,4 +1,4 @@
-"""The verbs that serve: each reads its settings and hands them to the service."""
+"""The verbs that serve: each reads its settings and passes them to the service."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from quire.cli.failure import start_errors, usage_errors
 from quire.cli.options import setting
 from quire.cli.security import ClusterSecurity, PublicSecurity
 from quire.cli.settings import (
+    DEFAULT_ADMIN_PORT,
     GRACE_SECONDS,
     LIMITS,
+    MAX_PORT,
     MODEL,
     NETWORK,
     PROCESS,
@@ -33,11 +35,12 @@ from quire.cli.settings import (
     SpeculationSettings,
     WorkerSettings,
     WriteBack,
+    check_addresses,
 )
 from quire.cli.spread import spread
 
 if TYPE_CHECKING:
-    from quire.services.worker.app import WorkerConfig
+    from quire.services.worker.config import WorkerConfig
 
 
 @spread
@@ -55,26 +58,38 @@ def serve(
             "Port of the OpenAI-compatible API; 0 takes a free one.",
             NETWORK,
             min=0,
+            max=MAX_PORT,
             show_default="8502 where the extra http is installed",
         ),
     ] = None,
     redis_url: RedisUrl = None,
     metrics_port: MetricsPort = 0,
-    admin_port: AdminPort = 0,
+    admin_port: Annotated[
+        int | None,
+        setting(
+            "--admin-port",
+            "Port for `quire admin`; 0 takes a free one.",
+            NETWORK,
+            min=0,
+            max=MAX_PORT,
+            show_default="8503, or a free one where --port is 0",
+        ),
+    ] = None,
     public: PublicSecurity,
     cluster: ClusterSecurity,
     speculation: SpeculationSettings,
     placing: PlacingSettings,
     slo: SloSettings,
     write_back: WriteBack = False,
+    grace_period: GracePeriod = GRACE_SECONDS,
     otlp_endpoint: OtlpEndpoint = None,
     log_level: LogLevel = "warning",
     example: Annotated[
         bool, typer.Option("--example", help="Once ready, ask one question through the public port.")
     ] = False,
 ) -> None:
-    """Serve a model on this machine: a router, prefill and decode workers, and a Redis of their own."""
-    from quire.services.local_stack import LocalStackConfig, run
+    """Serve a model on this machine, with a router, prefill and decode workers, and their own Redis."""
+    from quire.services.local.stack import LocalStackConfig, run
     from quire.services.router.app import DEFAULT_HTTP_PORT, RouterConfig, has_http
 
     with usage_errors():
@@ -85,13 +100,14 @@ def serve(
             http_port=DEFAULT_HTTP_PORT if http_port is None and has_http() else http_port,
             metrics_port=metrics_port,
             served_model_name=engine.served_model_name,
-            admin_port=admin_port,
+            admin_port=(DEFAULT_ADMIN_PORT if port else 0) if admin_port is None else admin_port,
             api_keys_file=public.api_keys,
             public_tls=public.tls(),
             cluster_tls=cluster_tls,
             placing=placing.config(),
             slo=slo.targets(),
             write_back=write_back,
+            grace_seconds=grace_period,
             otlp_endpoint=otlp_endpoint,
         )
         worker = replace(
@@ -118,13 +134,22 @@ def router(
     port: PublicPort = 8500,
     http_port: Annotated[
         int | None,
-        setting("--http-port", "Port of the OpenAI-compatible API; 0 takes a free one.", NETWORK, min=0),
+        setting(
+            "--http-port",
+            "Port of the OpenAI-compatible API; 0 takes a free one.",
+            NETWORK,
+            min=0,
+            max=MAX_PORT,
+        ),
     ] = None,
     redis_url: RedisUrl = None,
     workers: Annotated[
         list[str] | None,
         setting(
-            "--worker", "host:port of a worker, instead of finding it in Redis; may be repeated.", NETWORK
+            "--worker",
+            "host:port of a worker, instead of finding it in Redis; may be repeated.",
+            NETWORK,
+            callback=check_addresses,
         ),
     ] = None,
     cluster_secret: ClusterSecret = "",
@@ -135,7 +160,10 @@ def router(
     ] = None,
     served_model_name: ServedModelName = None,
     max_requests: Annotated[
-        int, setting("--max-requests", "Most requests under way; more are refused.", LIMITS, min=1)
+        int,
+        setting(
+            "--max-requests", "Most answers under way, n of each request; more are refused.", LIMITS, min=1
+        ),
     ] = 1024,
     request_timeout: Annotated[
         float, setting("--request-timeout", "Longest deadline of a request, in seconds.", LIMITS, min=0.001)
@@ -146,7 +174,7 @@ def router(
         str,
         setting("--admin-host", "Address of the admin port; beyond the loopback it takes mTLS.", NETWORK),
     ] = "127.0.0.1",
-    admin_port: AdminPort = 8503,
+    admin_port: AdminPort = DEFAULT_ADMIN_PORT,
     public: PublicSecurity,
     cluster: ClusterSecurity,
     slo: SloSettings,
@@ -154,11 +182,11 @@ def router(
     otlp_endpoint: OtlpEndpoint = None,
     log_level: LogLevel = "info",
 ) -> None:
-    """Run a router: the public gRPC service in front of the workers."""
+    """Run a router, which offers the public gRPC service in front of the workers."""
     import asyncio
 
-    from quire.services.log import configure_logging
     from quire.services.router.app import RouterConfig, run_router
+    from quire.services.server.log import configure_logging
 
     configure_logging(log_level, role="router")
     with usage_errors():
@@ -191,7 +219,7 @@ def router(
 
 @spread
 def prefill(*, engine: EngineSettings, worker: WorkerSettings, cluster: ClusterSecurity) -> None:
-    """Run a prefill worker: it fills KV blocks and ships them."""
+    """Run a prefill worker, which computes KV blocks of prompts and sends them to decode workers."""
     with usage_errors():
         config = _by_itself(engine.config("prefill"), worker, cluster)
     _run_worker(config)
@@ -205,14 +233,14 @@ def decode(
     worker: WorkerSettings,
     cluster: ClusterSecurity,
 ) -> None:
-    """Run a decode worker: it takes KV blocks and goes on."""
+    """Run a decode worker, which receives KV blocks of prompts and generates the answers."""
     with usage_errors():
         config = _by_itself(_guessing(engine.config("decode"), speculation), worker, cluster)
     _run_worker(config)
 
 
 def _guessing(config: WorkerConfig, speculation: SpeculationSettings) -> WorkerConfig:
-    """Return a worker's configuration with who guesses tokens."""
+    """Return a worker's configuration with its source of draft tokens."""
     return replace(
         config,
         speculation=speculation.speculation,
@@ -238,14 +266,14 @@ def _by_itself(config: WorkerConfig, worker: WorkerSettings, cluster: ClusterSec
 
 
 def _run_worker(config: WorkerConfig) -> None:
-    from quire.services.worker.app import run_worker
+    from quire.services.worker_process import run_worker
 
     with start_errors():
         run_worker(config)
 
 
 def _ask_example(address: str) -> None:
-    """Ask from a thread of its own: the caller may be the event loop that serves the answer."""
+    """Ask the example from a separate thread, since the caller may be the event loop that serves it."""
     from quire.cli.example import ask_example
 
     threading.Thread(target=ask_example, args=(address,), name="example", daemon=True).start()

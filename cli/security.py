@@ -1,4 +1,4 @@
-"""Options of the verbs that serve: who may call, and certificates."""
+"""Security options of the verbs that serve: API keys and certificates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from quire.cli.options import setting
 
 if TYPE_CHECKING:
-    from quire.services.tls import TlsFiles
+    from quire.services.server.tls import TlsFiles
 
 SECURITY = "Security"
 
@@ -20,7 +20,7 @@ def _file(flag: str, help: str) -> Any:
 
 @dataclass(frozen=True)
 class PublicSecurity:
-    """Who may call the public port, and its certificate."""
+    """API keys and certificate of the public port."""
 
     api_keys: Annotated[
         Path | None,
@@ -35,12 +35,12 @@ class PublicSecurity:
     ] = None
 
     def tls(self) -> TlsFiles | None:
-        """Return the files of the public ports.
+        """Return the TLS files of the public ports; None if there are none.
 
         Raises:
-            ValueError: they are not complete.
+            ValueError: the files are incomplete.
         """
-        from quire.services.tls import TlsFiles
+        from quire.services.server.tls import TlsFiles
 
         if self.tls_cert is None and self.tls_key is None and self.tls_client_ca is None:
             return None
@@ -65,12 +65,12 @@ class ClusterSecurity:
     ] = None
 
     def tls(self) -> TlsFiles | None:
-        """Return the files of the connections within the cluster.
+        """Return the TLS files of the connections within the cluster; None if there are none.
 
         Raises:
-            ValueError: they are not complete.
+            ValueError: the files are incomplete.
         """
-        from quire.services.tls import TlsFiles
+        from quire.services.server.tls import TlsFiles
 
         if self.cluster_cert is None and self.cluster_key is None and self.cluster_ca is None:
             return None

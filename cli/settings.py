@@ -1,4 +1,4 @@
-"""The settings of the verbs that serve: names, help, types."""
+"""The settings of the verbs that serve, with their names, types and help."""
 
 from __future__ import annotations
 
@@ -7,34 +7,70 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from quire.cli.failure import is_address
 from quire.cli.options import setting
 from quire.cli.sizes import parse_folder_and_size, parse_size
 
 if TYPE_CHECKING:
-    from quire.services.router.planner import PolicyConfig
+    from quire.routing.planner import PolicyConfig
     from quire.services.router.slo import SloTargets
-    from quire.services.worker.app import WorkerConfig
+    from quire.services.worker.config import WorkerConfig
 
 NETWORK, MODEL, CACHE, LIMITS, PROCESS = "Network", "Model", "KV cache", "Batch limits", "Process"
 ROUTING = "Routing"
 OBSERVABILITY = "Observability"
 
+MAX_PORT = 65535
+DEFAULT_ADMIN_PORT = 8503
+"""Where `quire admin` looks for a router."""
+
+
+def check_redis_url(url: str | None) -> str | None:
+    """Return the URL if it is a URL of Redis.
+
+    Raises:
+        BadParameter: it is not. The message does not repeat the URL, which may contain a password.
+    """
+    if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
+        raise typer.BadParameter("a URL of Redis begins with redis://, rediss:// or unix://")
+    return url
+
+
+def check_addresses(addresses: list[str] | None) -> list[str] | None:
+    """Return the addresses of workers if all of them are valid.
+
+    Raises:
+        BadParameter: an address is not host:port.
+    """
+    for address in addresses or ():
+        if not is_address(address):
+            raise typer.BadParameter(f"{address!r} is not host:port, as 127.0.0.1:9000")
+    return addresses
+
+
 Host = Annotated[str, setting("--host", "Address to listen on.", NETWORK)]
-PublicPort = Annotated[int, setting("--port", "Public gRPC port; 0 takes a free one.", NETWORK, min=0)]
+PublicPort = Annotated[
+    int, setting("--port", "Public gRPC port; 0 takes a free one.", NETWORK, min=0, max=MAX_PORT)
+]
 RedisUrl = Annotated[
-    str | None, setting("--redis-url", "Redis of the prefix index and of membership.", NETWORK)
+    str | None,
+    setting("--redis-url", "Redis of the prefix index and of membership.", NETWORK, callback=check_redis_url),
 ]
 MetricsPort = Annotated[
-    int, setting("--metrics-port", "Port of the Prometheus metrics; 0 takes a free one.", NETWORK, min=0)
+    int,
+    setting(
+        "--metrics-port", "Port of the Prometheus metrics; 0 takes a free one.", NETWORK, min=0, max=MAX_PORT
+    ),
 ]
 AdminPort = Annotated[
-    int, setting("--admin-port", "Port for `quire admin`; 0 takes a free one.", NETWORK, min=0)
+    int, setting("--admin-port", "Port for `quire admin`; 0 takes a free one.", NETWORK, min=0, max=MAX_PORT)
 ]
 ClusterSecret = Annotated[
     str,
     setting(
         "--cluster-secret",
-        "Keys the block hashes; the same for router and workers. Better given by the variable.",
+        "Keys the block hashes and proves who belongs to the cluster; the same for router and workers. "
+        "Better given by the variable.",
         NETWORK,
         show_default=False,
     ),
@@ -50,7 +86,9 @@ WriteBack = Annotated[
 ]
 GracePeriod = Annotated[
     float,
-    setting("--grace-period", "How long requests may go on after SIGTERM, in seconds.", PROCESS, min=0),
+    setting(
+        "--grace-period", "How long requests may go on after SIGTERM or Ctrl-C, in seconds.", PROCESS, min=0
+    ),
 ]
 OtlpEndpoint = Annotated[
     str | None,
@@ -66,12 +104,12 @@ LogLevel = Annotated[
 ]
 
 GRACE_SECONDS = 25.0
-"""Below the 30 s after which Kubernetes kills."""
+"""Default time to finish requests at the end; less than the 30 s after which Kubernetes kills a process."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Of every worker."""
+    """Settings of the engine, which all workers have."""
 
     model: Annotated[
         str | None,
@@ -152,6 +190,15 @@ class EngineSettings:
     max_num_batched_tokens: Annotated[
         int, setting("--max-num-batched-tokens", "Most tokens in a step.", LIMITS, min=1)
     ] = 512
+    max_step_seconds: Annotated[
+        float,
+        setting(
+            "--max-step-seconds",
+            "A worker whose engine hangs in one step for this long ends; see docs/operations.md.",
+            PROCESS,
+            min=1.0,
+        ),
+    ] = 60.0
     threads: Annotated[
         int | None,
         setting("--threads", "CPU threads of a worker; by default its share of the cores.", PROCESS, min=1),
@@ -166,12 +213,12 @@ class EngineSettings:
     ] = False
 
     def config(self, role: Literal["prefill", "decode"]) -> WorkerConfig:
-        """Return a worker's configuration, as far as it is about the engine.
+        """Return a worker's configuration with the engine's settings.
 
         Raises:
             ValueError: settings contradict each other.
         """
-        from quire.services.worker.app import DiskFolder, WorkerConfig
+        from quire.services.worker.config import DiskFolder, WorkerConfig
 
         return WorkerConfig(
             role=role,
@@ -190,6 +237,7 @@ class EngineSettings:
             preemption=self.preemption,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_step_seconds=self.max_step_seconds,
             threads=self.threads,
             vllm_grpc=self.vllm_grpc,
         )
@@ -197,7 +245,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SpeculationSettings:
-    """Of decode workers: a prefill worker draws one token of a request, which nobody can guess."""
+    """Settings of speculation, for decode workers only; a prefill worker samples one token of a request."""
 
     speculation: Annotated[
         Literal["off", "ngram", "draft"],
@@ -218,10 +266,12 @@ class SpeculationSettings:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Of a worker that runs by itself."""
+    """Settings of a worker that runs as a separate process, not under ``quire serve``."""
 
     host: Host = "127.0.0.1"
-    port: Annotated[int, setting("--port", "gRPC port; 0 takes a free one.", NETWORK, min=0)] = 0
+    port: Annotated[
+        int, setting("--port", "gRPC port; 0 takes a free one.", NETWORK, min=0, max=MAX_PORT)
+    ] = 0
     advertise: Annotated[
         str | None,
         setting(
@@ -241,7 +291,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class PlacingSettings:
-    """Who serves a request."""
+    """Settings of the router's choice of workers for a request."""
 
     policy: Annotated[
         Literal["random", "load", "approx", "precise"],
@@ -267,8 +317,8 @@ class PlacingSettings:
 
     def config(self) -> PolicyConfig:
         """Return the planner's configuration."""
-        from quire.services.router.planner import PolicyConfig
-        from quire.services.router.policy import Policy, Pulls
+        from quire.routing.planner import PolicyConfig
+        from quire.routing.policy import Policy, Pulls
 
         return PolicyConfig(
             policy=Policy(self.policy),
@@ -279,7 +329,7 @@ class PlacingSettings:
 
 @dataclass(frozen=True)
 class SloSettings:
-    """When an answer came in time."""
+    """Latency targets, by which answers count as good."""
 
     slo_ttft_ms: Annotated[
         float,

@@ -1,4 +1,4 @@
-"""``quire simulate``: how many workers, and which policy, by a model of the cluster."""
+"""``quire simulate``: compares policies and sizes clusters by simulation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from quire.cli import options
 from quire.cli.failure import describe, fail
 from quire.cli.simulate_options import CalibrationOptions, ClusterOptions, ObjectiveOptions, RequestOptions
 from quire.cli.spread import spread
+from quire.cli.tables import print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,13 +37,11 @@ def simulate(
     api_key: options.ApiKey = None,
     encryption: options.ClientTls,
 ) -> None:
-    """Replay requests on a model of a cluster: compare policies, or find how many workers an objective takes.
+    """Replay requests on a simulated cluster: compare policies, or find how many workers an objective takes.
 
-    Ends with one line of JSON.
+    The last line of the output is JSON.
     """
     import json
-
-    from rich.console import Console
 
     from quire.client import AsyncClient, QuireError
     from quire.simulator.calibration import CalibrationError
@@ -64,7 +63,7 @@ def simulate(
         fail(str(error))
     except QuireError as error:
         fail(describe(error, costs.calibrate or ""))
-    Console().print(_table(trials, slo))
+    print_table(_table(trials, slo))
     kind = "find" if objective.find else "compare"
     typer.echo(json.dumps({"simulate": kind, **_summary(requests, requested.trace_block, slo, trials)}))
 
@@ -167,7 +166,7 @@ def _measured(connect: Callable[[], AsyncClient], num_blocks: int, max_num_seqs:
 
 
 def _progress() -> Any:
-    """Return bars on stderr, so that stdout holds the results alone; silent where nobody watches."""
+    """Return progress bars on stderr, since stdout is for results only; hidden if it is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""The options of ``quire simulate``, and what they stand for."""
+"""The options of ``quire simulate``, and the objects that they describe."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quire.cli.failure import writable
+
 if TYPE_CHECKING:
     from quire.simulator.cluster import ClusterConfig
     from quire.simulator.figures import Slo
@@ -18,7 +20,7 @@ CALIBRATION, REQUESTS, CLUSTER, OBJECTIVE = "Calibration", "Requests", "Cluster"
 
 
 class Shape(StrEnum):
-    """What synthetic requests look like."""
+    """The kind of synthetic requests."""
 
     MOONCAKE = "mooncake"
     CHAT = "chat"
@@ -27,7 +29,7 @@ class Shape(StrEnum):
 
 
 class PolicyName(StrEnum):
-    """What decides who serves a request."""
+    """The policy that chooses the workers for a request."""
 
     RANDOM = "random"
     LOAD = "load"
@@ -41,7 +43,7 @@ def _option(flag: str, help: str, panel: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What everything costs."""
+    """Options of the calibration, which has the costs of all work."""
 
     calibration: Annotated[
         Path | None,
@@ -52,7 +54,10 @@ class CalibrationOptions:
         _option("--calibrate", "Measure the idle cluster there first.", CALIBRATION, metavar="ADDRESS"),
     ] = None
     save_calibration: Annotated[
-        Path | None, _option("--save-calibration", "Write what was measured to this file.", CALIBRATION)
+        Path | None,
+        _option(
+            "--save-calibration", "Write what was measured to this file.", CALIBRATION, callback=writable
+        ),
     ] = None
     num_blocks: Annotated[
         int, _option("--num-blocks", "Blocks of a worker; for --calibrate.", CALIBRATION, min=1)
@@ -64,7 +69,7 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What is replayed."""
+    """Options of the requests to replay."""
 
     trace: Annotated[
         Path | None, _option("--trace", "Replay this file, in the format of Mooncake's traces.", REQUESTS)
@@ -89,7 +94,7 @@ class RequestOptions:
     seed: Annotated[int, _option("--seed", "Same seed, same requests and choices.", REQUESTS)] = 0
 
     def requests(self) -> list[TraceRequest]:
-        """Read or make the requests, and write them where that is wanted.
+        """Return the requests, read or made, and write them to a file if the options say so.
 
         Raises:
             TraceError: the trace is malformed.
@@ -122,7 +127,7 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Who serves."""
+    """Options of the simulated cluster."""
 
     num_prefill: Annotated[int, _option("--prefill", "Prefill workers.", CLUSTER, min=0)] = 2
     num_decode: Annotated[int, _option("--decode", "Decode workers.", CLUSTER, min=1)] = 2
@@ -141,9 +146,9 @@ class ClusterOptions:
     ] = 1024
 
     def configs(self, seed: int) -> dict[str, ClusterConfig]:
-        """Return a cluster for each policy."""
-        from quire.services.router.planner import PolicyConfig
-        from quire.services.router.policy import Policy, Pulls
+        """Return the configuration of a cluster for each policy."""
+        from quire.routing.planner import PolicyConfig
+        from quire.routing.policy import Policy, Pulls
         from quire.simulator.cluster import ClusterConfig
 
         return {
@@ -164,7 +169,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True)
 class ObjectiveOptions:
-    """What must be met."""
+    """Options of the objective that requests must meet."""
 
     find: Annotated[
         bool, _option("--find", "Search for the smallest cluster that meets the objective.", OBJECTIVE)

@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them."""
+"""Parses and formats sizes of memory, such as ``512MiB``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_folder_and_size(text: str) -> tuple[str, int]:
-    """Return folder and bytes of ``/var/cache/quire:20GiB``.
+    """Return the folder and the number of bytes of a text such as ``/var/cache/quire:20GiB``.
 
     Raises:
-        typer.BadParameter: the text is not both.
+        typer.BadParameter: the text is not a folder and a size.
     """
     folder, colon, size = text.rpartition(":")
     if not colon or not folder:

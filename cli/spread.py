@@ -1,4 +1,4 @@
-"""Options that several verbs share, declared once: a verb takes a dataclass, the command line its fields."""
+"""Expands dataclasses into command-line options, so that several verbs share options declared once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, get_type_hints
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return a verb that has, in place of each parameter that is a dataclass, the dataclass' fields.
+    """Return a verb in which each dataclass parameter is replaced by one option for each of its fields.
 
     Raises:
-        TypeError: two parameters have the same name.
+        TypeError: two options have the same name.
     """
     hints = get_type_hints(verb, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}

@@ -1,4 +1,4 @@
-"""What a backend developer imports to speak to ``quire``."""
+"""The Python client of quire: blocking and asyncio clients, their types and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator's program imports: the admin port of one router."""
+"""The client of a router's admin port, for operators' programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.protos import admin_pb2 as pb
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 
 CLUSTER_NAME = "quire-cluster"
-"""DNS name in the certificates of a cluster."""
+"""DNS name in the certificates of a cluster's processes."""
 
 _LEVELS = {
     "debug": pb.LOG_LEVEL_DEBUG,
@@ -28,7 +28,7 @@ _LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker's own account."""
+    """A worker's requests and KV blocks, as the worker reports them."""
 
     num_running: int
     num_waiting: int
@@ -46,13 +46,13 @@ class WorkerStatus:
     address: str
     is_draining: bool
     num_requests: int
-    """Requests that this router has there."""
+    """Number of requests of this router on the worker."""
     load: WorkerLoad | None
     """None if the worker does not answer."""
 
 
 class AdminClient:
-    """Speaks to a router's admin port; every method raises ``QuireError``."""
+    """Calls a router's admin port; each method raises ``QuireError`` if the call fails."""
 
     def __init__(
         self, address: str = "127.0.0.1:8503", *, timeout: float = 10.0, tls: Tls | None = None
@@ -67,25 +67,25 @@ class AdminClient:
         self._stub = AdminServiceStub(self._channel)
 
     def workers(self) -> list[WorkerStatus]:
-        """Return every worker that the router knows, draining ones included."""
+        """Return all workers that the router knows, including draining ones."""
         with typed_errors():
             response = self._stub.ListWorkers(pb.ListWorkersRequest(), timeout=self._timeout)
         return list(map(_to_status, response.workers))
 
     def drain(self, worker_id: str, *, undo: bool = False) -> None:
-        """Make all routers send nothing new to a worker, or use it again."""
+        """Make all routers send no new requests to a worker; with ``undo``, use it again."""
         with typed_errors():
             request = pb.DrainWorkerRequest(worker_id=worker_id, undo=undo)
             self._stub.DrainWorker(request, timeout=self._timeout)
 
     def clear_caches(self, worker_ids: Sequence[str] = ()) -> Mapping[str, int]:
-        """Make workers, or all, forget cached blocks; return how many each forgot."""
+        """Make workers (by default all) forget cached blocks; return the number of blocks by worker."""
         with typed_errors():
             request = pb.ClearWorkerCachesRequest(worker_ids=worker_ids)
             return dict(self._stub.ClearWorkerCaches(request, timeout=self._timeout).num_blocks)
 
     def change_log_level(self, level: Literal["debug", "info", "warning", "error"]) -> list[str]:
-        """Change the log level of the router and its workers; return the workers that did."""
+        """Change the log level of the router and its workers; return the ids of the workers that did so."""
         with typed_errors():
             request = pb.ChangeLogLevelRequest(level=_LEVELS[level])
             return list(self._stub.ChangeLogLevel(request, timeout=self._timeout).worker_ids)

@@ -1,6 +1,6 @@
 """The asyncio client."""
 
-# ruff: noqa: ASYNC109 - the timeout travels with the call as its deadline, which asyncio.timeout would not.
+# ruff: noqa: ASYNC109 - the timeout is sent with the call as its deadline; asyncio.timeout would not send it.
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
 
 class AsyncClient:
-    """Speaks to a router at ``address`` from one event loop; is an async context manager.
+    """Calls a router at ``address`` from one event loop; is an async context manager.
 
-    ``timeout`` is the deadline of a whole call in seconds, a stream's last token included; each call may
-    set its own. ``api_key`` goes with every call, in clear without ``tls``. Every method raises
-    ``QuireError``; cancelling the task cancels the request.
+    ``timeout`` is the deadline of a whole call in seconds, up to the last token of a stream; each call may
+    set its own. ``api_key`` is sent with every call, unencrypted without ``tls``. Each method raises
+    ``QuireError`` if the call fails; cancelling the task cancels the request.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class AsyncClient:
     def stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerationOptions]
     ) -> AsyncGenerator[Delta, None]:
-        """Iterate over the answer as it is generated; the request is sent with the first step.
+        """Iterate over the answer as it is generated; the request is sent when the iteration begins.
 
-        Leaving the loop, or ``aclose()``, cancels the request and frees what it held on the servers.
+        Leaving the loop, or ``aclose()``, cancels the request and frees its resources on the servers.
         """
         request = pb.GenerateStreamRequest(generation=conversion.to_generation(prompt, options))
         return self._deltas(request, self._deadline(timeout))
@@ -77,9 +77,9 @@ class AsyncClient:
     async def batch(
         self, prompts: Sequence[Prompt], *, timeout: float | None = None, **options: Unpack[GenerationOptions]
     ) -> AsyncGenerator[tuple[int, Completion | QuireError], None]:
-        """Iterate over (place of the prompt, its answer or its error), each as soon as it is there.
+        """Iterate over (index of the prompt, its answer or its error), each as soon as it arrives.
 
-        Leaving the loop cancels what still runs.
+        Leaving the loop cancels the prompts that still run.
         """
         call = self._stub.GenerateBatch(
             conversion.to_batch_request(prompts, options),
@@ -94,7 +94,7 @@ class AsyncClient:
             call.cancel()
 
     async def tokenize(self, prompt: str | Sequence[Message], *, timeout: float | None = None) -> list[int]:
-        """Return the token ids of text or of a rendered conversation."""
+        """Return the token ids of a text or of a rendered conversation."""
         request = conversion.to_tokenize_request(prompt)
         with typed_errors():
             return list(

@@ -1,4 +1,4 @@
-"""How a client's channel behaves: message limits, keepalive, retries."""
+"""The options of a client's gRPC channel: message limits, keepalive, retries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 MAX_MESSAGE_BYTES = 16 << 20
 
-# gRPC retries only while nothing of the answer has arrived, so no token is ever drawn twice into one stream.
+# gRPC retries a call only before the first message of its answer, so no stream contains a token twice.
 _SERVICE_CONFIG = {
     "methodConfig": [
         {
@@ -20,7 +20,8 @@ _SERVICE_CONFIG = {
             },
         }
     ],
-    # A router in trouble is not asked four times as often: with half the tokens gone nothing is retried.
+    # A failing router must not get four times the load, so retries stop once half of these tokens are used
+    # up.
     "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
 }
 
@@ -28,15 +29,19 @@ _SERVICE_CONFIG = {
 def channel_options() -> list[tuple[str, int | str]]:
     """Return the options of a channel to a router."""
     return [
-        # The default of 4 MiB refuses a long prompt of token ids.
+        # A long prompt of token ids exceeds the default limit of 4 MiB.
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        # A router whose machine vanished is noticed after 30 s, not when TCP gives up after 15 min.
+        # With these pings a vanished machine is noticed after 30 s; TCP gives up only after 15 min.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        # Without this the core stops its pings after two when no data flows, as in a long prefill.
+        # gRPC also pings to measure bandwidth. This limit, a minute by default, holds while such a ping is
+        # out.
+        ("grpc.http2.ping_timeout_ms", 10_000),
+        # By default gRPC stops after two pings while no data flows, as happens during a long prefill.
         ("grpc.http2.max_pings_without_data", 0),
-        # The default back-off grows to two minutes: a restarted router would stay unreachable as long.
+        # The default back-off grows to two minutes, and a restarted router would be unreachable for that
+        # long.
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ]

@@ -1,4 +1,4 @@
-"""From Python values to messages and back; shared by the sync and the async client."""
+"""Converts Python values to protobuf messages and back, for the sync and the async client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from quire.client.types import (
 )
 from quire.protos import inference_pb2 as pb
 
-# Option of a call: the sub-message of Generation that holds it ("" is Generation itself) and its field there.
+# For each option of a call, the sub-message of Generation that holds it ("" is Generation itself) and its
+# field.
 _FIELDS: Mapping[str, tuple[str, str]] = {
     "temperature": ("sampling", "temperature"),
     "top_p": ("sampling", "top_p"),
@@ -72,7 +73,7 @@ _FINISH_REASONS: Mapping[int, FinishReason] = {
 
 
 def to_generation(prompt: Prompt, options: GenerationOptions) -> pb.Generation:
-    """Return the message of a generation.
+    """Return the message that describes a generation.
 
     Raises:
         InvalidRequest: a value does not fit its field.
@@ -99,7 +100,7 @@ def to_batch_request(prompts: Sequence[Prompt], options: GenerationOptions) -> p
 
 
 def to_outcome(response: pb.GenerateBatchResponse) -> Completion | QuireError:
-    """Return what became of one prompt of a batch."""
+    """Return the answer to one prompt of a batch, or its error."""
     if response.HasField("response"):
         return to_completion(response.response)
     error = response.error
@@ -113,7 +114,7 @@ def to_outcome(response: pb.GenerateBatchResponse) -> Completion | QuireError:
 
 
 def to_tokenize_request(prompt: str | Sequence[Message]) -> pb.TokenizeRequest:
-    """Return the message that asks for the token ids of text or of a conversation."""
+    """Return the message that asks for the token ids of a text or of a conversation."""
     request = pb.TokenizeRequest()
     _set_prompt(request, prompt)
     return request
@@ -127,7 +128,11 @@ def to_detokenize_request(token_ids: Iterable[int]) -> pb.DetokenizeRequest:
 
 
 def to_completion(response: pb.GenerateResponse) -> Completion:
-    """Return a whole answer."""
+    """Return the completion that a response holds.
+
+    Raises:
+        ServerError: the response is incomplete.
+    """
     if not response.choices:
         raise ServerError("the response came without an answer")
     return Completion(
@@ -168,7 +173,7 @@ def to_delta(response: pb.GenerateStreamResponse) -> Delta:
 
 
 def to_model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
-    """Return the served model."""
+    """Return the description of the served model."""
     return ModelInfo(
         model=response.model,
         max_model_len=response.max_model_len,
@@ -186,7 +191,7 @@ def _set_prompt(owner: pb.Generation | pb.TokenizeRequest, prompt: Prompt) -> No
     elif len(prompt) and isinstance(prompt[0], Mapping):
         owner.chat.messages.extend(map(_to_chat_message, cast("Sequence[Message]", prompt)))
     elif isinstance(owner, pb.Generation):
-        # Chosen even when it is empty, so that the server says what is wrong with an empty prompt.
+        # Set the field even if the prompt is empty, so that the server reports the empty prompt.
         owner.token_ids.SetInParent()
         _set(owner.token_ids, "ids", prompt, "prompt")
     else:
@@ -203,7 +208,7 @@ def _to_chat_message(message: Message) -> pb.ChatMessage:
 
 
 def _set(owner: Any, field: str, value: Any, name: str) -> None:
-    """Set a field, scalar or repeated; ``name`` is what the caller knows it by."""
+    """Set a scalar or repeated field; ``name`` is the option's name in error messages."""
     try:
         if field == "json_schema" and isinstance(value, Mapping):
             owner.json_schema = json.dumps(value)

@@ -1,16 +1,16 @@
-"""The errors that a call can raise: catch ``QuireError`` for all, a subclass to act on one.
+"""The errors that a call can raise: catch ``QuireError`` for all of them, or a subclass to act on one.
 
 QuireError
-├── InvalidRequest     a value can never be served: ``field`` names it, ``limit`` its bound
+├── InvalidRequest     a value can never be served: ``field`` names it, ``limit`` is its bound
 ├── Unauthenticated    the API key is missing or unknown
-├── NotFound           the model, or what the request names, is not served here
+├── NotFound           the model, or another object that the request names, is not served here
 ├── Unsupported        the server cannot do this at all, or not in its present state
-├── Overloaded         a queue is full, or a tenant's limit reached: try again in ``retry_after`` seconds
-├── Unavailable        no server answers, or none can take the request now: ``retry_after`` seconds
-├── DeadlineExceeded   the call's ``timeout`` is over
-├── Interrupted        the request was ended half-way, by an abort or a lost hand-off: send it again
-├── Cancelled          the call was cancelled on this side
-└── ServerError        a bug, or bytes that were damaged on the way
+├── Overloaded         a queue is full or a tenant's limit is reached: retry in ``retry_after`` seconds
+├── Unavailable        no server answers or can take the request: retry in ``retry_after`` seconds
+├── DeadlineExceeded   the call's ``timeout`` has passed
+├── Interrupted        the request was ended by an abort or a lost hand-off: send it again
+├── Cancelled          the call was cancelled by the client
+└── ServerError        the server has a bug, or bytes were damaged in transit
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Unauthenticated(QuireError):
 
 
 class NotFound(QuireError):
-    """The model, or what the request names, is not served here."""
+    """The model, or another object that the request names, is not served here."""
 
 
 class Unsupported(QuireError):
@@ -78,23 +78,23 @@ class Overloaded(QuireError):
 
 
 class Unavailable(QuireError):
-    """No server answers, or none can take the request now."""
+    """No server answers, or no server can take the request now."""
 
 
 class DeadlineExceeded(QuireError):
-    """The call's ``timeout`` is over."""
+    """The call's ``timeout`` has passed."""
 
 
 class Interrupted(QuireError):
-    """The request was ended half-way; sending it again is safe."""
+    """The request was ended before it was finished; sending it again is safe."""
 
 
 class Cancelled(QuireError):
-    """The call was cancelled on this side."""
+    """The call was cancelled by the client."""
 
 
 class ServerError(QuireError):
-    """The server met a bug, or bytes were damaged on the way."""
+    """The server has a bug, or bytes were damaged in transit."""
 
 
 _CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {
@@ -113,7 +113,7 @@ _CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {
 
 
 def invalid_request(field: str, problem: str) -> InvalidRequest:
-    """Return the error of a value that is refused before anything is sent."""
+    """Return the error for a value that the client refuses before it sends anything."""
     return InvalidRequest(
         f"{field}: {problem}", code=grpc.StatusCode.INVALID_ARGUMENT, metadata={"field": field}
     )
@@ -122,14 +122,14 @@ def invalid_request(field: str, problem: str) -> InvalidRequest:
 def from_status(
     number: int, message: str, *, reason: str, metadata: Mapping[str, str], retry_after: float | None
 ) -> QuireError:
-    """Return the typed error of a status that came within a message."""
+    """Return the typed error for a status that was part of a message."""
     code = next((code for code in grpc.StatusCode if code.value[0] == number), grpc.StatusCode.UNKNOWN)
     kind = _CLASSES.get(code, ServerError)
     return kind(message, code=code, reason=reason, metadata=metadata, retry_after=retry_after)
 
 
 def from_rpc_error(error: Any) -> QuireError:
-    """Return the typed error of a failed call, sync or async."""
+    """Return the typed error for a failed call, sync or async."""
     code: grpc.StatusCode = error.code()
     info, retry_after = _details(error.trailing_metadata())
     return _CLASSES.get(code, ServerError)(
@@ -143,7 +143,7 @@ def from_rpc_error(error: Any) -> QuireError:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Turn gRPC's errors into ours."""
+    """Turn gRPC's errors into ``QuireError`` inside the context."""
     try:
         yield
     except grpc.RpcError as error:
@@ -151,12 +151,12 @@ def typed_errors() -> Iterator[None]:
 
 
 def _details(trailing_metadata: Any) -> tuple[ErrorInfo, float | None]:
-    """Return the ``ErrorInfo`` that came with a status, empty if none did, and the retry delay in seconds."""
+    """Return the ``ErrorInfo`` of a status, empty if it has none, and the retry delay in seconds or None."""
     info, retry = ErrorInfo(), RetryInfo()
     for key, value in trailing_metadata or ():
         if key == _DETAILS_KEY:
             for detail in _parse_status(value).details:
-                # Unpack tells by its result whether the detail is of that type.
+                # Unpack returns whether the detail has that type.
                 detail.Unpack(info) or detail.Unpack(retry)
     if not retry.HasField("retry_delay"):
         return info, None
@@ -167,5 +167,5 @@ def _parse_status(encoded: bytes) -> Status:
     try:
         return Status.FromString(encoded)
     except DecodeError:
-        # A proxy may damage the details; the status code alone still says what happened.
+        # A proxy may damage the details; the status code still says what happened.
         return Status()

@@ -18,11 +18,11 @@ from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
 
 class Client:
-    """Speaks to a router at ``address``; may be shared by threads, and is a context manager.
+    """Calls a router at ``address``; is safe to share among threads, and is a context manager.
 
-    ``timeout`` is the deadline of a whole call in seconds, a stream's last token included; each call may
-    set its own. ``api_key`` goes with every call, in clear without ``tls``. Every method raises
-    ``QuireError``.
+    ``timeout`` is the deadline of a whole call in seconds, up to the last token of a stream; each call may
+    set its own. ``api_key`` is sent with every call, unencrypted without ``tls``. Each method raises
+    ``QuireError`` if the call fails.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Client:
     def stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerationOptions]
     ) -> Generator[Delta, None, None]:
-        """Iterate over the answer as it is generated; the request is sent with the first step.
+        """Iterate over the answer as it is generated; the request is sent when the iteration begins.
 
-        Leaving the loop, or ``close()``, cancels the request and frees what it held on the servers.
+        Leaving the loop, or ``close()``, cancels the request and frees its resources on the servers.
         """
         request = pb.GenerateStreamRequest(generation=conversion.to_generation(prompt, options))
         return self._deltas(request, self._deadline(timeout))
@@ -75,9 +75,9 @@ class Client:
     def batch(
         self, prompts: Sequence[Prompt], *, timeout: float | None = None, **options: Unpack[GenerationOptions]
     ) -> Generator[tuple[int, Completion | QuireError], None]:
-        """Iterate over (place of the prompt, its answer or its error), each as soon as it is there.
+        """Iterate over (index of the prompt, its answer or its error), each as soon as it arrives.
 
-        Leaving the loop cancels what still runs.
+        Leaving the loop cancels the prompts that still run.
         """
         call = self._stub.GenerateBatch(
             conversion.to_batch_request(prompts, options),
@@ -92,7 +92,7 @@ class Client:
             call.cancel()
 
     def tokenize(self, prompt: str | Sequence[Message], *, timeout: float | None = None) -> list[int]:
-        """Return the token ids of text or of a rendered conversation."""
+        """Return the token ids of a text or of a rendered conversation."""
         request = conversion.to_tokenize_request(prompt)
         with typed_errors():
             return list(

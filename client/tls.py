@@ -1,4 +1,4 @@
-"""How a client proves who it is, and asks the router to."""
+"""TLS and API keys: how a client authenticates itself, and the router to it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import grpc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """An encrypted connection, from PEM files.
+    """The PEM files of an encrypted connection.
 
     Attributes:
-        ca: authority of the router's certificate; by default the public ones.
-        certificate: the client's own, where the router asks for one, with its ``key``.
-        name: in the router's certificate, where the address has another.
+        ca: authority that signed the router's certificate; by default the public authorities.
+        certificate: the client's own certificate, if the router asks for one; it needs its ``key``.
+        name: the name in the router's certificate, if it differs from the address.
     """
 
     ca: Path | str | None = None
@@ -28,20 +28,20 @@ class Tls:
             raise ValueError("a client's certificate and its key go together: give both")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files.
+        """Return gRPC credentials made from the files.
 
         Raises:
-            OSError: one cannot be read.
+            OSError: a file cannot be read.
         """
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
 
     def options(self) -> list[tuple[str, str]]:
-        """Return the options of a channel that go with the credentials."""
+        """Return the channel options that the credentials need."""
         return [] if self.name is None else [("grpc.ssl_target_name_override", self.name)]
 
 
 def bearer(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that carries a key with every call."""
+    """Return the metadata that sends an API key with a call; empty without a key."""
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 

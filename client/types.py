@@ -1,4 +1,4 @@
-"""What goes into a call and what comes out of it."""
+"""The arguments and results of calls."""
 
 from __future__ import annotations
 
@@ -22,75 +22,75 @@ EarlyStopping: TypeAlias = Literal[True, False, "never"]
 
 
 class GenerationOptions(TypedDict, total=False):
-    """The keyword arguments of every generating call. Absent or ``None``: the server's default."""
+    """The keyword arguments of all calls that generate. Absent or ``None`` means the server's default."""
 
     max_tokens: int | None
     """Most tokens to generate; by default up to the model's length."""
     min_tokens: int | None
-    """Fewest tokens before a stop condition counts."""
+    """Fewest tokens to generate before a stop condition applies."""
     temperature: float | None
-    """0 is greedy; default 1."""
+    """Sampling temperature; 0 is greedy; default 1."""
     top_p: float | None
     """Nucleus probability in (0, 1]."""
     top_k: int | None
-    """Keep the k most probable tokens; 0 is off."""
+    """Sample from the k most probable tokens; 0 is off."""
     min_p: float | None
-    """Keep tokens at least this share as probable as the best."""
+    """Sample from tokens with at least this share of the best token's probability."""
     seed: int | None
-    """Same seed, same tokens."""
+    """Seed of sampling: the same seed gives the same tokens."""
     n: int | None
-    """Answers to draw side by side; number i is what a request alone gets with the seed + i."""
+    """Number of answers to sample. Answer i equals that of a separate request with ``seed + i``."""
     best_of: int | None
-    """Draw this many answers; at the end, return the ``n`` with the highest logprobs, the best first."""
+    """Number of answers to sample, of which the ``n`` with the highest logprobs are returned, best first."""
     kv_budget_tokens: int | None
-    """Keep the keys and values of this many tokens once the prompt is computed: an approximation."""
+    """Keep the keys and values of only this many tokens after the prompt; the answer is an approximation."""
     beam_width: int | None
-    """Search for this many most probable answers instead of drawing them."""
+    """Number of answers of a beam search, which replaces sampling."""
     length_penalty: float | None
-    """Of a beam search: an answer's score is its logprob divided by its length to this power; default 1."""
+    """In a beam search, an answer's score is its logprob divided by its length to this power; default 1."""
     early_stopping: EarlyStopping | None
-    """Of a beam search: True ends it with ``beam_width`` answers, False (the default) when the present beams
-    are unlikely to beat them, "never" when they cannot."""
+    """When a beam search ends: True as soon as ``beam_width`` answers are finished, False (the default) when
+    the present beams are unlikely to beat them, "never" when the beams cannot beat them."""
     presence_penalty: float | None
-    """Subtracted from the logits of tokens that the answer has, from -2 to 2."""
+    """Amount to subtract from the logits of tokens that the answer already contains, from -2 to 2."""
     frequency_penalty: float | None
-    """Subtracted from a token's logit for each time that the answer has it, from -2 to 2."""
+    """Amount to subtract from a token's logit for each occurrence in the answer so far, from -2 to 2."""
     repetition_penalty: float | None
-    """Divides the logits of tokens that the prompt or the answer has; above 0, 1 is off."""
+    """Divisor of the logits of tokens that the prompt or the answer contains; above 0; 1 is off."""
     logit_bias: Mapping[int, float] | None
-    """Added to the logits of these token ids, from -100 to 100."""
+    """Amounts to add to the logits of these token ids, from -100 to 100."""
     allowed_token_ids: Sequence[int] | None
-    """The only tokens that may be drawn."""
+    """The only token ids that may be sampled."""
     bad_words: Sequence[str] | None
     """Texts that are never generated."""
     bad_word_token_ids: Sequence[Sequence[int]] | None
-    """Token ids in a row that are never generated."""
+    """Sequences of token ids that are never generated."""
     stop: str | Sequence[str] | None
-    """Stop when the text contains one of these; it is not returned."""
+    """Stop when the text contains one of these strings; the string is not returned."""
     stop_token_ids: Sequence[int] | None
     """Stop after one of these token ids."""
     ignore_eos: bool | None
-    """Go on past the model's end-of-sequence tokens."""
+    """Continue after the model's end-of-sequence tokens."""
     logprobs: int | None
-    """Return this many top logprobs at each position; 0 returns the drawn token's alone."""
+    """Number of top logprobs to return at each position; 0 returns only the sampled token's."""
     json_schema: str | Mapping[str, Any] | None
-    """The answer is a JSON value that this schema accepts."""
+    """JSON schema that accepts the answer, which is a JSON value."""
     regex: str | None
-    """The whole answer matches this regular expression."""
+    """Regular expression that the whole answer matches."""
     grammar: str | None
-    """The answer follows this grammar in Lark's notation."""
+    """Grammar in Lark's notation that the answer follows."""
     prompt_logprobs: int | None
-    """Return this many top logprobs at each position of the prompt; such a prompt uses no prefix cache."""
+    """Number of top logprobs to return at each position of the prompt, which then uses no prefix cache."""
     keep_special_tokens: bool | None
     """Keep special tokens in the returned text."""
     keep_stop_string: bool | None
-    """End the text with the stop string that was found."""
+    """Keep the stop string that was found, at the end of the text."""
     model: str | None
     """Name of the served model; by default the only one."""
     request_id: str | None
     """Name of the request in the server's logs."""
     cache_salt: str | None
-    """Requests with different salts share no KV blocks; by default the tenant's requests all do."""
+    """Requests with different salts share no KV blocks; by default all requests of a tenant may."""
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]
@@ -106,7 +106,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability of a drawn token, and the most probable ones, best first."""
+    """The log-probability of a sampled token, and the most probable tokens, best first."""
 
     logprob: float
     top: tuple[Candidate, ...]
@@ -114,24 +114,24 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of one request, and where its KV blocks came from."""
+    """Counts of one request, and the origin of its KV blocks."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_prompt_tokens: int
-    """Prompt tokens whose KV was not computed for this request."""
+    """Prompt tokens whose keys and values were not computed for this request."""
     blocks_shipped: int
-    """Blocks sent from the prefill to the decode worker."""
+    """Blocks sent from the prefill worker to the decode worker."""
     bytes_shipped: int
     blocks_reused_on_decode: int
-    """Prompt blocks the decode worker already held, so that they were not sent."""
+    """Prompt blocks that were not sent because the decode worker already had them."""
     retries: int
-    """Times the request moved to another worker after a failure."""
+    """Number of times that the request moved to another worker after a failure."""
     blocks_pulled: int = 0
-    """Blocks copied from another worker's cache instead of computed."""
+    """Blocks that were copied from another worker's cache instead of computed."""
     bytes_pulled: int = 0
     accepted_draft_tokens: int = 0
-    """Generated tokens that were guessed and came in one step with the token before them."""
+    """Generated tokens that were accepted draft tokens, so that they needed no step of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,64 +143,64 @@ class Choice:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token if asked for, otherwise empty."""
+    """Logprobs of each token if asked for, otherwise empty."""
     score: float | None = None
-    """A beam search's: the logprob, divided by the length to the power of the length penalty."""
+    """Score in a beam search: the logprob divided by the length to the power of the length penalty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answers to a prompt; ``text`` and the other properties are those of the first."""
+    """The answers to a prompt; ``text`` and the other properties are those of the first answer."""
 
     choices: tuple[Choice, ...]
-    """At least one, in the order of their index; a beam search's are the best first."""
+    """The answers, at least one, in the order of their index; those of a beam search are best first."""
     usage: Usage
-    """Of all answers together."""
+    """Counts of all answers together."""
     request_id: str
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each prompt token but the first, if asked for."""
+    """Logprobs of each prompt token except the first, if asked for."""
 
     @property
     def text(self) -> str:
-        """The generated text."""
+        """The generated text of the first answer."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The generated tokens."""
+        """The generated token ids of the first answer."""
         return self.choices[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why generation stopped."""
+        """The reason why the first answer ended."""
         return self.choices[0].finish_reason
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """One for each token if asked for, otherwise empty."""
+        """Logprobs of each token of the first answer if asked for, otherwise empty."""
         return self.choices[0].logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One step of one streamed answer. A beam search's answers come whole, at its end."""
+    """One step of one streamed answer. Answers of a beam search arrive complete, when it ends."""
 
     text: str
     """New text; may be empty while a character or a stop string is incomplete."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
-    """Set on the answer's last delta alone."""
+    """Reason why the answer ended; set only on its last delta."""
     usage: Usage | None
-    """Set on the request's last delta alone."""
+    """Counts of the request; set only on its last delta."""
     request_id: str
-    """Set on the first delta alone."""
+    """Id of the request; set only on its first delta."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each prompt token but the first, if asked for; on the first delta alone."""
+    """Logprobs of each prompt token except the first, if asked for; set only on the first delta."""
     index: int = 0
-    """Which of the request's answers it is about."""
+    """Index of the answer that this step belongs to."""
     score: float | None = None
-    """A beam search's answer: its score."""
+    """Score of an answer of a beam search."""
 
 
 @dataclass(frozen=True, slots=True)

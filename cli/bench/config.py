@@ -1,4 +1,4 @@
-"""What a bench does."""
+"""The settings of a benchmark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Dataset(StrEnum):
-    """What the prompts are."""
+    """The kind of prompts."""
 
     RANDOM = "random"
     NOTES = "notes"
@@ -15,7 +15,7 @@ class Dataset(StrEnum):
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """The load and the prompts; with a ``rate`` the loop is open, without one it is closed."""
+    """The load and the prompts of a benchmark; the loop is open with a ``rate``, and closed without one."""
 
     rate: float | None = None
     concurrency: int = 8

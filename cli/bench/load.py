@@ -1,4 +1,4 @@
-"""Sends requests, at a rate or at a concurrency, and records what they experience."""
+"""Sends requests at a given rate or concurrency, and records their latencies and outcomes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from quire.cli.bench.workload import BenchRequest
 from quire.client import AsyncClient, QuireError
 
 Send: TypeAlias = Callable[[BenchRequest, float], Awaitable[None]]
-"""Sends a request that is due at a time of ``time.perf_counter``, and keeps its record."""
+"""Sends a request that is due at a time of ``time.perf_counter``, and records its outcome."""
 
 
 def poisson_offsets(rate: float, num_requests: int, rng: random.Random) -> list[float]:
-    """Return when to send each request, in seconds from the begin: exponential gaps, ``rate`` a second."""
+    """Return when to send each request, in seconds from the start: Poisson arrivals, ``rate`` per second."""
     return list(accumulate(rng.expovariate(rate) for _ in range(num_requests)))
 
 
 async def send(client: AsyncClient, request: BenchRequest, due_seconds: float) -> RequestRecord:
-    """Send a request and return what it experienced; a failure is a record too."""
+    """Send a request and return its record; a failed request has a record too."""
     arrivals: list[float] = []
     status, usage = OK, None
     try:
@@ -60,7 +60,7 @@ async def open_loop(requests: Iterable[BenchRequest], offsets: Sequence[float], 
 
 
 async def closed_loop(requests: Iterable[BenchRequest], concurrency: int, send: Send) -> None:
-    """Keep ``concurrency`` requests under way until all are done."""
+    """Keep ``concurrency`` requests in flight until all are done."""
     waiting = iter(requests)
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""How a bench's figures are shown: a table for people, one line of JSON for programs."""
+"""Shows the figures of a benchmark as a table for people and as one line of JSON for programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _add_latency(table: Table, label: str, latency: Distribution | None) -> None
 
 
 def _rounded(figures: dict[str, object]) -> dict[str, object]:
-    """Return figures without the digits that no measurement has."""
+    """Return the figures rounded to the digits that a measurement can have."""
     return {
         key: round(value, 6)
         if isinstance(value, float)

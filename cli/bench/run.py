@@ -1,4 +1,4 @@
-"""Runs a bench: warm-up, load, summary."""
+"""Runs a benchmark: warm-up, load, summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.client import AsyncClient
 
 
 async def run_bench(config: BenchConfig, connect: Callable[[], AsyncClient]) -> Summary:
-    """Put the load on the router that ``connect`` leads to; return what its clients experienced.
+    """Put load on the router that ``connect`` connects to; return the figures that its clients measured.
 
     Raises:
         QuireError: the router does not describe its model, or a warm-up request failed.
@@ -43,14 +43,14 @@ async def _measure(config: BenchConfig, client: AsyncClient, requests: list[Benc
         if config.rate is None:
             await closed_loop(requests, config.concurrency, record)
         else:
-            # Not the generator of the prompts: the same prompts come at any rate.
+            # A separate random generator, so that the prompts are the same at any rate.
             offsets = poisson_offsets(config.rate, len(requests), random.Random(f"arrivals {config.seed}"))
             await open_loop(requests, offsets, record)
         return summarize(records, time.perf_counter() - begin)
 
 
 def _progress() -> Progress:
-    """Return a bar on stderr, so that stdout holds the results alone; silent where nobody watches."""
+    """Return a progress bar on stderr, since stdout is for results only; hidden if it is not a terminal."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),

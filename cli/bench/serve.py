@@ -1,4 +1,4 @@
-"""``quire bench serve``: load on a running router, and what its clients experience."""
+"""``quire bench serve``: puts load on a running router and measures what its clients experience."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import typer
 
 from quire.cli import options
 from quire.cli.bench.config import BenchConfig, Dataset
-from quire.cli.failure import describe, fail
+from quire.cli.failure import describe, fail, writable
 from quire.cli.spread import spread
+from quire.cli.tables import print_table
 
 
 def _load(flag: str, help: str, **more: Any) -> Any:
@@ -54,18 +55,19 @@ def serve(
     temperature: Annotated[float, _prompts("--temperature", "0 is greedy.")] = BenchConfig.temperature,
     seed: Annotated[int, _prompts("--seed", "Same seed, same prompts and arrivals.")] = BenchConfig.seed,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the line of JSON to this file too.")
+        Path | None,
+        typer.Option(
+            "--json", help="Write the line of JSON to this file too.", callback=writable, dir_okay=False
+        ),
     ] = None,
     address: options.Address = options.DEFAULT_ADDRESS,
     api_key: options.ApiKey = None,
     encryption: options.ClientTls,
     timeout: options.Timeout = 300.0,
 ) -> None:
-    """Put load on a running router; print a table of what its clients experience, then one line of JSON."""
+    """Put load on a running router; print a table of what its clients measured, then one line of JSON."""
     import asyncio
     from functools import partial
-
-    from rich.console import Console
 
     from quire.cli.bench.report import to_json, to_table
     from quire.cli.bench.run import run_bench
@@ -92,8 +94,11 @@ def serve(
         raise typer.BadParameter(str(error)) from error
     except QuireError as error:
         fail(describe(error, address))
-    Console().print(to_table(summary))
+    print_table(to_table(summary))
     line = to_json(summary, config)
     if json_file is not None:
         json_file.write_text(line + "\n", encoding="utf-8")
     typer.echo(line)
+    if not summary.num_succeeded:
+        failures = ", ".join(f"{status} {count} times" for status, count in summary.failures.items())
+        fail(f"no request succeeded: {failures}")

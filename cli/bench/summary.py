@@ -1,4 +1,4 @@
-"""From the records of requests to the figures of a bench."""
+"""Computes the figures of a benchmark from the records of its requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ OK = "OK"
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What one request experienced. Times are seconds of one monotonic clock."""
+    """The outcome and timings of one request. Times are seconds of one monotonic clock."""
 
     status: str
-    """``OK``, or the name of the gRPC status that it failed with."""
+    """``OK``, or the name of the gRPC status with which the request failed."""
     start_seconds: float
-    """When it was due, so that a late client counts as latency."""
+    """When the request was due, so that a delay of the client counts as latency."""
     end_seconds: float
     arrivals_seconds: tuple[float, ...] = ()
     """When each message that carried tokens arrived."""
@@ -28,28 +28,28 @@ class RequestRecord:
 
     @property
     def e2e_seconds(self) -> float:
-        """Time of the whole request."""
+        """Seconds that the whole request took."""
         return self.end_seconds - self.start_seconds
 
     @property
     def ttft_seconds(self) -> float:
-        """Time to the first token."""
+        """Seconds to the first token."""
         return self.arrivals_seconds[0] - self.start_seconds
 
     @property
     def tpot_seconds(self) -> float:
-        """Mean time of each token after the first."""
+        """Mean seconds of each token after the first."""
         return (self.arrivals_seconds[-1] - self.arrivals_seconds[0]) / (self.output_tokens - 1)
 
     @property
     def itl_seconds(self) -> list[float]:
-        """Gaps between the messages."""
+        """Seconds between consecutive messages."""
         return [later - earlier for earlier, later in pairwise(self.arrivals_seconds)]
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A latency in milliseconds."""
+    """The distribution of a latency in milliseconds."""
 
     mean: float
     p50: float
@@ -67,12 +67,12 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a bench; tokens and latencies are those of the requests that succeeded."""
+    """The figures of a benchmark; tokens and latencies are those of the requests that succeeded."""
 
     num_requests: int
     num_succeeded: int
     failures: Mapping[str, int]
-    """Failed requests by gRPC status."""
+    """Number of failed requests by gRPC status."""
     duration_seconds: float
     prompt_tokens: int
     cached_prompt_tokens: int
@@ -80,9 +80,9 @@ class Summary:
     requests_per_second: float
     output_tokens_per_second: float
     total_tokens_per_second: float
-    """Prompt and output tokens."""
+    """Prompt and output tokens per second."""
     cached_token_ratio: float
-    """Share of the prompt tokens whose KV was not computed for the request."""
+    """Share of the prompt tokens whose keys and values were not computed for the request."""
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
@@ -90,7 +90,7 @@ class Summary:
 
 
 def summarize(records: Sequence[RequestRecord], duration_seconds: float) -> Summary:
-    """Return the figures of requests that took ``duration_seconds`` all together."""
+    """Return the figures of requests that together took ``duration_seconds``."""
     succeeded = [record for record in records if record.status == OK]
     answered = [record for record in succeeded if record.arrivals_seconds]
     prompt_tokens = sum(record.prompt_tokens for record in succeeded)

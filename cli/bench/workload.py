@@ -1,4 +1,4 @@
-"""The requests that a bench sends."""
+"""The requests that a benchmark sends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BenchRequest(NamedTuple):
 
 
 def make_requests(config: BenchConfig, model: ModelInfo) -> list[BenchRequest]:
-    """Return the warm-up requests, then those to be measured.
+    """Return the warm-up requests, followed by those to measure.
 
     Raises:
         ValueError: prompt and answer do not fit the model.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from quire.services import errors as service_errors
+from quire.services.server import errors as service_errors
 
 Quire = Callable[..., Result]
 
@@ -47,6 +47,39 @@ def test_failures_are_counted_by_status(quire: Quire, fake_generation: Any) -> N
     figures = json.loads(result.stdout.splitlines()[-1])
     assert figures["failures"] == {"RESOURCE_EXHAUSTED": 3}
     assert figures["num_succeeded"] == 5
+
+
+def test_no_success_is_a_failure(quire: Quire, fake_generation: Any) -> None:
+    fake_generation.errors = [service_errors.ResourceExhausted("full")] * 3
+    result = quire(
+        *("bench", "serve", "--address", fake_generation.address, "--num-requests", "3"),
+        *("--num-warmups", "0", "--input-len", "8"),
+    )
+    assert json.loads(result.stdout.splitlines()[-1])["num_succeeded"] == 0
+    assert result.exit_code == 1
+    assert result.stderr.endswith("no request succeeded: RESOURCE_EXHAUSTED 3 times\n")
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_load(
+    quire: Quire, fake_generation: Any, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "missing" / "bench.json")
+    result = quire("bench", "serve", "--address", fake_generation.address, "--json", file)
+    assert (result.exit_code, fake_generation.requests) == (2, [])
+    assert "cannot write" in result.stderr
+
+
+@pytest.mark.parametrize("columns", ["20", "40"])
+def test_the_table_is_not_cut(
+    quire: Quire, fake_generation: Any, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    result = quire(
+        *("bench", "serve", "--address", fake_generation.address, "--num-requests", "2"),
+        *("--num-warmups", "0", "--input-len", "8"),
+    )
+    assert "Output token throughput (tok/s)" in result.stdout
+    assert "…" not in result.stdout
 
 
 def test_prompts_that_do_not_fit_are_a_usage_error(quire: Quire, fake_generation: Any) -> None:

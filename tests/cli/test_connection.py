@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 import grpc
@@ -14,7 +19,7 @@ from typer.testing import Result
 
 from quire.cli.example import ask_example
 from quire.protos.inference_pb2_grpc import add_GenerationServiceServicer_to_server
-from quire.services.tls import TlsFiles, server_credentials
+from quire.services.server.tls import TlsFiles, server_credentials
 
 Quire = Callable[..., Result]
 NAME = "quire.example"
@@ -139,3 +144,88 @@ def test_the_example_takes_the_variables(
         monkeypatch.setenv("QUIRE_" + flag.removeprefix("--").replace("-", "_").upper(), value)
     ask_example(secured.address)
     assert "Blue is é🙂." in capsys.readouterr().out
+
+
+def test_an_example_that_nobody_reads_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake_generation: Any
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        ask_example(fake_generation.address)
+        monkeypatch.undo()
+        with suppress(BrokenPipeError):
+            closed.close()
+    assert capsys.readouterr().err == "the example failed: [Errno 32] Broken pipe\n"
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_an_answer_that_nobody_reads_ends_in_silence(
+    command: list[str], fake_generation: Any, verb: str
+) -> None:
+    with subprocess.Popen(
+        [*command, *arguments(verb, fake_generation.address)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        _, problem = process.communicate("Hi\n", timeout=30)
+    assert (process.returncode, problem) == (1, "")
+
+
+@pytest.fixture
+def http_address() -> Iterator[str]:
+    """Serve HTTP/1.1."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("verb", ["health", "generate", "chat", "bench"])
+def test_a_port_of_http_is_told(quire: Quire, http_address: str, verb: str) -> None:
+    result = quire(*arguments(verb, http_address), stdin="Hi\n")
+    assert result.exit_code == 1
+    assert f"{http_address} does not speak gRPC: is it the port of the HTTP API" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["health", "generate"])
+def test_a_port_that_is_encrypted_is_told(quire: Quire, secured: Secured, verb: str) -> None:
+    result = quire(*arguments(verb, secured.address))
+    assert (result.exit_code, result.stderr[:6]) == (1, "error:")
+    assert "name the authority with --tls-ca" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["health", "generate"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "http://127.0.0.1:8500"])
+def test_an_address_that_is_none_is_told(quire: Quire, verb: str, address: str) -> None:
+    result = quire(*arguments(verb, address))
+    assert result.exit_code == 1
+    assert "give host:port, as 127.0.0.1:8500" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["health", "generate"])
+def test_a_server_of_something_else_is_told(quire: Quire, verb: str) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        server = grpc.server(executor)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        result = quire(*arguments(verb, f"127.0.0.1:{port}"))
+        server.stop(None).wait()
+    assert result.exit_code == 1
+    assert f"127.0.0.1:{port} speaks gRPC but" in result.stderr
+
+
+def test_grpc_itself_says_nothing(command: list[str], http_address: str) -> None:
+    done = subprocess.run(
+        [*command, "health", http_address, "--timeout", "5"], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)

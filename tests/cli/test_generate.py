@@ -11,7 +11,7 @@ from typer.testing import Result
 from quire.cli.answer import Answer, format_stats
 from quire.client import Usage
 from quire.protos import inference_pb2 as pb
-from quire.services import errors as service_errors
+from quire.services.server import errors as service_errors
 
 Quire = Callable[..., Result]
 

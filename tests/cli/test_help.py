@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,3 +91,28 @@ def test_no_arguments_show_help(quire: Quire) -> None:
 
 def test_an_unknown_option_is_a_usage_error(quire: Quire) -> None:
     assert quire("serve", "--beam-width", "3").exit_code == 2
+
+
+def test_the_version_is_that_of_the_distribution(quire: Quire) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    assert quire("version").output == f"quire {project['version']}\n"
+
+
+@pytest.mark.parametrize("columns", [None, "60"])
+@pytest.mark.parametrize("verb", ["serve", "router", "prefill", "decode", "generate", "simulate"])
+def test_help_is_not_cut_where_there_is_little_room(
+    verb: str, columns: str | None, command: list[str]
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    if columns is not None:
+        environment["COLUMNS"] = columns
+    run = subprocess.run(
+        [*command, verb, "--help"], capture_output=True, text=True, timeout=30, check=True, env=environment
+    )
+    assert "…" not in run.stdout
+
+
+def test_the_version_is_an_option_too(quire: Quire) -> None:
+    assert quire("--version").stdout == quire("version").stdout != ""

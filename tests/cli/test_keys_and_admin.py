@@ -100,9 +100,15 @@ def test_drain_clear_and_log_level_ask_for_what_they_say(quire: Quire, admin: Fa
 def test_what_goes_wrong_is_told(quire: Quire, admin: FakeAdmin) -> None:
     lost = quire("admin", "drain", "lost")
     assert (lost.exit_code, lost.stderr) == (1, "error: no worker 'lost'\n")
-    nobody = quire("admin", "--admin-address", "127.0.0.1:1", "workers")
+    nobody = quire("admin", "workers", "--admin-address", "127.0.0.1:1")
     assert nobody.exit_code == 1
     assert "no router's admin port answers at 127.0.0.1:1" in nobody.stderr
+
+
+def test_another_port_than_the_admin_port_is_told(quire: Quire, fake_generation: Any) -> None:
+    result = quire("admin", "workers", "--admin-address", fake_generation.address)
+    assert result.exit_code == 1
+    assert "is another port than a router's admin port" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -142,4 +148,4 @@ def test_a_connection_that_is_not_encrypted_as_asked_is_told(
     options = ["--address", fake_generation.address, "--tls-ca", str(tmp_path / "ca.pem")]
     result = quire("generate", "hello", *options)
     assert result.exit_code == 1
-    assert f"no TLS with {fake_generation.address}" in result.stderr
+    assert f"{fake_generation.address} speaks no TLS" in result.stderr

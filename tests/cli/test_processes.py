@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,12 @@ import typer
 from typer.testing import Result
 
 from quire.cli.sizes import format_size, parse_size
-from quire.services import local_stack
+from quire.routing.planner import PolicyConfig
+from quire.routing.policy import Policy, Pulls
+from quire.services import worker_process
+from quire.services.local import stack as local_stack
 from quire.services.router import app
-from quire.services.router.planner import PolicyConfig
-from quire.services.router.policy import Policy, Pulls
-from quire.services.worker import app as worker_app
+from quire.services.worker.config import DiskFolder, WorkerConfig
 
 Quire = Callable[..., Result]
 
@@ -101,8 +104,8 @@ def test_serve_asks_an_example_once_ready(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_gets_its_settings(quire: Quire, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-    configs: list[worker_app.WorkerConfig] = []
-    monkeypatch.setattr(worker_app, "run_worker", configs.append)
+    configs: list[WorkerConfig] = []
+    monkeypatch.setattr(worker_process, "run_worker", configs.append)
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "hush-hush")
     result = quire(role, "some/model", "--kv-memory", "64MiB", "--dtype", "float32", "--port", "7100")
     assert result.exit_code == 0, result.output
@@ -122,8 +125,8 @@ def test_prefill_workers_guess_nothing(quire: Quire, guess: list[str]) -> None:
 
 
 def test_decode_workers_and_stacks_guess(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: list[worker_app.WorkerConfig] = []
-    monkeypatch.setattr(worker_app, "run_worker", configs.append)
+    configs: list[WorkerConfig] = []
+    monkeypatch.setattr(worker_process, "run_worker", configs.append)
     monkeypatch.setattr(local_stack, "run", lambda config, on_ready: configs.append(config.worker))
     for verb in ("decode", "serve"):
         quire(verb, "--speculation", "ngram", "--num-speculative-tokens", "2", "--block-size", "8")
@@ -132,11 +135,11 @@ def test_decode_workers_and_stacks_guess(quire: Quire, monkeypatch: pytest.Monke
 
 
 def test_workers_of_a_stack_differ_in_what_is_theirs(tmp_path: Path) -> None:
-    template = worker_app.WorkerConfig(
+    template = WorkerConfig(
         role="decode",
         model="m",
         host_cache_bytes=1,
-        disk_cache=worker_app.DiskFolder(str(tmp_path), 9),
+        disk_cache=DiskFolder(str(tmp_path), 9),
     )
     config = local_stack.LocalStackConfig(
         num_prefill=1, num_decode=2, router=app.RouterConfig(metrics_port=7000), worker=template
@@ -160,10 +163,10 @@ def test_settings_that_contradict_each_other_are_a_usage_error(quire: Quire) -> 
 
 
 def test_a_start_that_fails_is_told_in_one_line(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_worker(config: worker_app.WorkerConfig) -> None:
+    def run_worker(config: WorkerConfig) -> None:
         raise OSError("cannot listen on 127.0.0.1:80")
 
-    monkeypatch.setattr(worker_app, "run_worker", run_worker)
+    monkeypatch.setattr(worker_process, "run_worker", run_worker)
     result = quire("decode")
     assert (result.exit_code, result.stderr) == (1, "error: cannot listen on 127.0.0.1:80\n")
 
@@ -210,6 +213,15 @@ def test_serve_has_http_where_its_packages_are(quire: Quire, monkeypatch: pytest
     assert ports == [8502, 0, None]
 
 
+def test_admin_finds_a_stack_on_its_usual_ports(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int | None] = []
+    monkeypatch.setattr(local_stack, "run", lambda config, on_ready: ports.append(config.router.admin_port))
+    quire("serve")
+    quire("serve", "--port", "0")
+    quire("serve", "--port", "0", "--admin-port", "9000")
+    assert ports == [8503, 0, 9000]
+
+
 def test_a_routers_default_ports_differ(quire: Quire, router_configs: list[app.RouterConfig]) -> None:
     quire("router", "--http-port", str(app.DEFAULT_HTTP_PORT))
     [config] = router_configs
@@ -223,4 +235,56 @@ def test_a_router_without_the_packages_says_what_to_install(
     monkeypatch.setattr(app, "has_http", lambda: False)
     result = quire("router", "--port", "0", "--metrics-port", "0", "--http-port", "0")
     assert result.exit_code == 1
-    assert "pip install 'quire[http]'" in result.stderr
+    assert "pip install 'quire-llm[http]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--port", "65536"], "65535"),
+        (["--redis-url", "localhost:6379"], "begins with redis://"),
+        (["--worker", "worker"], "'worker' is not host:port"),
+        (["--worker", "worker:99999"], "'worker:99999' is not host:port"),
+    ],
+)
+def test_a_setting_that_cannot_be_right_is_a_usage_error(
+    quire: Quire, router_configs: list[app.RouterConfig], arguments: list[str], problem: str
+) -> None:
+    result = quire("router", *arguments)
+    assert (result.exit_code, router_configs) == (2, [])
+    assert problem in result.stderr
+
+
+def test_the_grace_period_is_a_setting_of_serve(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[local_stack.LocalStackConfig] = []
+    monkeypatch.setattr(local_stack, "run", lambda config, on_ready: served.append(config))
+    quire("serve")
+    quire("serve", "--grace-period", "3")
+    assert [config.router.grace_seconds for config in served] == [25, 3]
+
+
+@pytest.mark.parametrize(
+    ("program", "end"),
+    [
+        ("import sys; sys.exit(3)", "ended with exit code 3"),
+        ("import time; time.sleep(60)", "was killed by SIGKILL"),
+    ],
+)
+def test_the_end_of_a_process_is_told(program: str, end: str) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=exec, args=(program,))
+    process.start()
+    if "sleep" in program:
+        process.kill()
+    multiprocessing.connection.wait([process.sentinel])
+    assert local_stack._end(process) == end
+
+
+def test_a_model_that_is_missing_is_told_in_a_line(command: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*command, "decode", str(tmp_path / "missing")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == f"error: cannot load the model {tmp_path / 'missing'}: there is no folder {tmp_path / 'missing'}\n"
+    )

@@ -33,6 +33,12 @@ def test_policies_are_compared_and_drawn(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_table_is_not_cut() -> None:
+    done = CliRunner().invoke(make_app(), ["simulate", *SMALL, "--policy", "load"], env={"COLUMNS": "40"})
+    assert "TTFT ≤ 2 s, TPOT ≤ 100 ms" in done.stdout
+    assert "…" not in done.stdout
+
+
 def test_requests_can_be_kept_and_replayed(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     made = results(*SMALL, "--policy", "precise", "--save-trace", trace)
