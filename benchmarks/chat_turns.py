@@ -2,9 +2,10 @@
 
     python -m quire.benchmarks.chat_turns [--chats 20]
 
-Two prefill and two decode workers of the demo model; chance decides who serves a turn, so that what a turn
-needs is mostly elsewhere. Beside each turn stands the oracle, the full blocks that any worker holds, and the
-time of a prompt of the same length that nobody has seen. All answers are checked. One JSON line last.
+Two prefill and two decode workers serve the demo model. The workers of a turn are chosen at random, so the
+blocks that it needs are mostly on other workers. Each turn is compared with the oracle, which counts the full
+blocks that any worker holds, and with the time of an uncached prompt of the same length. All answers are
+checked. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from rich.table import Table
 
 from quire.client import AsyncClient, Message, Usage
 from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
-from quire.services.local_stack import LocalStackConfig, local_stack
+from quire.routing.planner import PolicyConfig
+from quire.routing.policy import Policy, Pulls
+from quire.services.local.stack import LocalStackConfig, local_stack
 from quire.services.router.app import RouterConfig
-from quire.services.router.planner import PolicyConfig
-from quire.services.router.policy import Policy, Pulls
 
 RESULTS = Path("benchmarks/results")
 NUM_TURNS, NUM_FACTS, MAX_TOKENS, BLOCK_TOKENS = 4, 100, 16, 16
 PAUSE_SECONDS = 0.2
-"""Between turns: nobody answers faster, and the index has time to hear of the last block."""
+"""Pause between turns: no user answers faster, and the last block reaches the index in this time."""
 
 
 def main() -> None:
-    """Measure the turns under pulls by measurement and pulls always."""
+    """Measure the turns with pulls always, by measured speed, and never."""
     parser = argparse.ArgumentParser(prog="python -m quire.benchmarks.chat_turns", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--chats", type=int, default=20)

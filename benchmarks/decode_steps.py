@@ -120,7 +120,7 @@ def time_steps(engine: Engine, batch: int, context: int) -> StepTime:
 
 
 def floor_seconds(engine: Engine, batch: int, context: int, bandwidth: float) -> float:
-    """Return how long a device that copies ``bandwidth`` bytes a second takes to read what a step reads."""
+    """Return the seconds that reading a step's bytes takes at ``bandwidth`` bytes per second."""
     weights = sum(each.numel() * each.element_size() for each in engine.model.module.parameters())
     kv_bytes = engine.memory.shape.block_bytes // BLOCK_SIZE * (context + NUM_STEPS // 2) * batch
     return float(weights + kv_bytes) / bandwidth
@@ -161,7 +161,7 @@ def measure(
                     "floor_ms": round(floor * 1e3, 4),
                 }
         except RuntimeError as error:
-            # What one way cannot do must not end the table.
+            # A failure of one way must not end the table.
             print(f"  {way.name} cannot: {str(error).splitlines()[0]}", file=sys.stderr)
             for request_id in list(engine.groups):
                 engine.abort(request_id)

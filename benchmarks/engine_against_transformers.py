@@ -119,7 +119,7 @@ def make_100m_model(folder: str) -> str:
 def timed(
     run: Callable[[list[list[int]]], Any], prompts: list[list[int]], warm_up: list[list[int]]
 ) -> tuple[float, Any]:
-    """Return the seconds and the result of a run over the prompts, after one over others."""
+    """Return the seconds and the result of a run over the prompts, after a warm-up run over other prompts."""
     run(warm_up)
     start = time.perf_counter()
     result = run(prompts)

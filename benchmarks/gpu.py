@@ -1,4 +1,4 @@
-"""All that a GPU has to show, in one command: that it is right, and how fast kernels, steps and stack are.
+"""Checks and measures quire on a GPU in one command: tests, and the speed of kernels, steps and the stack.
 
     python -m quire.benchmarks.gpu [tests] [kernels] [steps] [compiled] [stack] [--out benchmarks/results/gpu]
 
@@ -36,23 +36,23 @@ TESTS = (
     "tests/engine/test_token_equality.py",
 )
 SECONDS = 540
-"""Most time of a process that a part starts."""
+"""Time limit of each process that a part starts."""
 
 LARGE = 64 * 1024
-"""Tokens of a decode step from which the memory, and not the launch, should be what limits."""
+"""Tokens of a decode step from which memory bandwidth, not kernel launches, should be the limit."""
 
 LOADS = (1, 16, 64)
-"""Requests under way."""
+"""Numbers of requests in flight."""
 INPUT_TOKENS, OUTPUT_TOKENS = 1024, 128
-"""Of a request."""
+"""Tokens of each request's prompt and answer."""
 STACK_KV_BYTES = 8 << 30
-"""Blocks of each worker: both are on one GPU, and a worker alone would take most of it."""
+"""Block pool of each worker. Both share one GPU, and by default one worker would take most of its memory."""
 
 Part = Callable[[Path], dict[str, Any]]
 
 
 class Goal(NamedTuple):
-    """What was reached beside what was wanted; both are ratios."""
+    """The ratio that was reached, and the ratio that is the goal."""
 
     name: str
     reached: float
@@ -61,7 +61,7 @@ class Goal(NamedTuple):
 
     @property
     def is_met(self) -> bool:
-        """Whether the goal is reached; a number that is missing reaches none."""
+        """Whether the goal is reached; a missing number does not reach it."""
         return self.reached <= self.wanted if self.is_most else self.reached >= self.wanted
 
     def __str__(self) -> str:
@@ -70,16 +70,17 @@ class Goal(NamedTuple):
 
 
 class PartFailedError(Exception):
-    """A part did not come to its end; the message says why."""
+    """A part failed or took too long; the message says why."""
 
 
 def run_module(name: str, *arguments: str) -> dict[str, Any]:
     """Run a benchmark, show what it prints, and return the JSON of its last line.
 
-    In a process of its own: one that fails on the device would take the device from those after it.
+    It runs in a separate process, because a failure on the device would make the device unusable for later
+    parts.
 
     Raises:
-        PartFailedError: it failed, or took too long.
+        PartFailedError: the benchmark failed or took too long.
     """
     return json.loads(_run([sys.executable, "-m", name, *arguments]).splitlines()[-1])  # type: ignore[no-any-return]
 
@@ -132,9 +133,9 @@ def measure_stack(
     model: str, dtype: str, kv_bytes: int, loads: Sequence[int], input_len: int = INPUT_TOKENS
 ) -> dict[str, Any]:
     """Return what the clients of one prefill and one decode worker experience under each load."""
-    from quire.services.local_stack import LocalStackConfig, local_stack
+    from quire.services.local.stack import LocalStackConfig, local_stack
     from quire.services.router.app import RouterConfig
-    from quire.services.worker.app import WorkerConfig
+    from quire.services.worker.config import WorkerConfig
 
     worker = WorkerConfig(
         role="decode",

@@ -1,4 +1,4 @@
-"""The prefix index with a million blocks, beside the design that comes to mind first.
+"""Measures the prefix index with a million blocks, and compares it with the obvious design.
 
     python -m quire.benchmarks.index [--blocks 1000000] [--lookups 1000]
 
@@ -40,7 +40,7 @@ from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import PUBLISH_BLOCKS, RedisIndex, WorkerLease, publisher_client
 from quire.kvindex.strided_index import StridedIndex
-from quire.services.redis_process import RedisProcess
+from quire.services.local.redis_process import RedisProcess
 
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 4096
@@ -77,14 +77,14 @@ class Latency(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What publishing so many entries took."""
+    """The time and memory that publishing a number of entries took."""
 
     entries_per_second: float
     bytes_per_block: float
 
 
 class Stopwatch:
-    """Seconds of the block it is around."""
+    """The seconds that a ``with`` block took."""
 
     seconds = 0.0
 
@@ -106,7 +106,7 @@ def make_prompts(num_blocks: int, seed: int) -> list[Prompt]:
 
 
 def holders(number: int) -> tuple[int, int]:
-    """Return who holds all of a prompt, and who holds half."""
+    """Return the worker that holds all blocks of a prompt, and the worker that holds the first half."""
     return number % NUM_WORKERS, (number + 1) % NUM_WORKERS
 
 
@@ -126,7 +126,7 @@ async def timed(call: Callable[[int], Awaitable[object]], repeats: int) -> Laten
 
 
 async def loaded(admin: Redis, num_blocks: int, load: Callable[[], Awaitable[int]]) -> Load:
-    """Return what a load that answers with its number of entries takes in time and memory."""
+    """Return the time and memory of a load, which returns its number of entries."""
     before = (await admin.info("memory"))["used_memory"]
     with stopwatch() as watch:
         num_entries = await load()

@@ -250,7 +250,8 @@ def main() -> None:
                 print(format_row(f"{arch} {name}", resources), flush=True)
     limits = ", ".join(f"{arch} {size // KIB} KiB" for arch, size in SHARED_BYTES.items())
     print(f"ceiling: no spills; shared memory of a program: {limits}")
-    print(json.dumps({"benchmark": "kernel_resources", "misfits": misfits, "kernels": results}))
+    summary = {"benchmark": "kernel_resources", "triton": triton.__version__, "misfits": misfits}
+    print(json.dumps(summary | {"kernels": results}))
     sys.exit(1 if misfits else 0)
 
 

@@ -28,7 +28,7 @@ MAX_CHECKED_TOKENS = 20_000
 
 
 class Shape(NamedTuple):
-    """A batch: sequences of ``cached + new`` tokens of which ``new`` are computed, and the ratio to reach."""
+    """A batch of sequences with ``cached`` tokens and ``new`` tokens to compute, and the ratio to reach."""
 
     num_seqs: int
     cached: int

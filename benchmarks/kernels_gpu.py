@@ -1,4 +1,4 @@
-"""What the GPU kernels reach of the machine, beside contiguous attention and other paged kernels.
+"""Compares the GPU kernels with the limits of the device, contiguous attention and other paged kernels.
 
     python -m quire.benchmarks.kernels_gpu [--heads 32] [--kv-heads 8] [--head-dim 128] [--block-size 16]
 
@@ -32,7 +32,7 @@ BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 4096, 32768)
 PROMPTS = ((1, 2048), (8, 2048), (1, 16384))
 NUM_COPIES = 5
-"""Of all keys and values, at once: blocks, blocks of 8 bits, and those in a row for the others."""
+"""Copies of all keys and values in memory: 16-bit blocks, 8-bit blocks, and contiguous for the others."""
 
 Output = torch.Tensor
 Attention = Callable[[], Output]
@@ -146,7 +146,7 @@ def ours(model: Model, step: Step) -> Iterator[Contender]:
 
 
 def contiguous(model: Model, step: Step) -> Iterator[Contender]:
-    """Yield torch's flash kernel on keys and values that lie in a row: what paging could cost at least."""
+    """Yield torch's flash kernel on contiguous keys and values, which shows the cost of paging."""
     query, keys, values = step.contiguous()
     is_prefill = step.new_tokens == step.seq_len
 
@@ -211,7 +211,7 @@ SOURCES = (ours, contiguous, flashinfer, flex)
 
 
 def contenders(model: Model, step: Step) -> Iterator[Measurable]:
-    """Yield all implementations that are here."""
+    """Yield all implementations that can be imported and run."""
     for source in SOURCES:
         try:
             for name, run, kv_bytes in source(model, step):
@@ -244,7 +244,7 @@ def copy_bandwidth() -> float:
 
 
 def check(step: Step, first: Output, other: Output, name: str) -> None:
-    """Raise unless two implementations agree: a wrong kernel is not fast."""
+    """Raise an error unless two implementations agree, since the speed of a wrong kernel means nothing."""
     if other.dim() == 4:
         other = other.transpose(1, 2).flatten(0, 1)
     error = (first.float() - other.float()).norm() / first.float().norm()

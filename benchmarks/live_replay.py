@@ -14,13 +14,13 @@ import grpc
 from quire.client import AsyncClient, QuireError
 from quire.protos import inference_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
-from quire.services.local_stack import RunningStack
+from quire.services.local.stack import RunningStack
 from quire.simulator.calibrate import PullSpeed
 from quire.simulator.trace import TraceRequest
 
 
 class LiveOutcome(NamedTuple):
-    """What a request experienced."""
+    """The outcome and latencies of one request."""
 
     request: TraceRequest
     ttft_seconds: float
@@ -28,11 +28,11 @@ class LiveOutcome(NamedTuple):
     cached_tokens: int
     pulled_bytes: int
     error: str
-    """Name of the gRPC status; empty for none."""
+    """Name of the gRPC status; empty without an error."""
 
 
 def prompt_of(request: TraceRequest, block_tokens: int, vocabulary: Sequence[int]) -> list[int]:
-    """Return tokens that are equal where the block ids are."""
+    """Return the tokens of a request's prompt; equal block ids give equal tokens."""
     tokens: list[int] = []
     for block_id in request.block_ids:
         tokens += Random(block_id).choices(vocabulary, k=block_tokens)
@@ -88,7 +88,7 @@ async def workers(stack: RunningStack) -> AsyncIterator[dict[str, WorkerServiceS
     """Yield a stub of each worker."""
     channels = {name: grpc.aio.insecure_channel(w.address) for name, w in stack.ready.items()}
     try:
-        yield {name: WorkerServiceStub(channel) for name, channel in channels.items()}
+        yield {name: WorkerServiceStub(stack.peer(name, channel)) for name, channel in channels.items()}
     finally:
         for channel in channels.values():
             await channel.close(grace=None)

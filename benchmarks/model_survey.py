@@ -28,7 +28,7 @@ from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 
 MAX_PARAMETERS = 30_000_000
-PROMPT_TOKENS, NEW_TOKENS = 50, 24
+PROMPT_TOKENS, NEW_TOKENS = 90, 24
 
 SIZES = {
     "vocab_size": 320,
@@ -39,7 +39,10 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
-    "sliding_window": 24,
+    # Longer than the prompts of the check at load, shorter than the prompts of the survey.
+    "sliding_window": 48,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
     "pad_token_id": 0,
     "bos_token_id": 0,
     "eos_token_id": 1,

@@ -45,7 +45,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def recency(memory: KvMemory, block_ids: list[int]) -> list[float]:
-    """Let a block matter the more, the later it is."""
+    """Return a score for each block that increases with its position."""
     return list(map(float, range(len(block_ids))))
 
 
@@ -61,13 +61,13 @@ class Example(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """How the answers came out.
+    """The results of one method at one budget.
 
     Attributes:
-        method: how blocks were chosen.
-        budget: of KV tokens; None keeps all.
-        right: answers that were exactly right.
-        held_bytes: of a request's blocks, at each step of its decoding.
+        method: how the blocks to evict were chosen.
+        budget: most KV tokens of a request; None keeps all.
+        right: number of answers that were exactly right.
+        held_bytes: bytes of a request's blocks, at each step of its decoding.
     """
 
     method: str

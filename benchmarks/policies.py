@@ -2,11 +2,11 @@
 
     python -m quire.benchmarks.policies [--seconds 6]
 
-Two prefill and two decode workers of the demo model on this machine, and a router for each policy in front
-of them. Prompts with shared prefixes, chats, and prompts that share nothing come at a low and at a high rate;
-for each, the policies take turns, over and over, with prompts that no other has sent, so that what else the
-machine does meets all of them alike. Beside the cached share stands the oracle's, an endless cache on one
-worker. Refused requests are counted, not hidden. Prints a table and one JSON line last.
+Two prefill and two decode workers serve the demo model on this machine, with one router for each policy.
+Prompts with shared prefixes, chats, and prompts that share nothing arrive at a low and at a high rate. For
+each of these loads the policies take turns repeatedly, each with its own prompts, so that other work on the
+machine affects all of them equally. The cached share is compared with the oracle's, which is an unlimited
+cache on one worker. Refused requests are counted. Prints a table, and one JSON line last.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from quire.benchmarks.live_replay import LiveOutcome, replay_live
-from quire.services.local_stack import LocalStackConfig, local_stack
-from quire.services.redis_process import RedisProcess
+from quire.routing.planner import PolicyConfig
+from quire.routing.policy import Policy, Pulls
+from quire.services.local.redis_process import RedisProcess
+from quire.services.local.stack import LocalStackConfig, local_stack
 from quire.services.router.app import RouterConfig, router
-from quire.services.router.planner import PolicyConfig
-from quire.services.router.policy import Policy, Pulls
 from quire.simulator.figures import quantile
 from quire.simulator.trace import reusable_share
 from quire.simulator.workload import Workload, make_requests
@@ -126,7 +126,7 @@ async def _measure(base: RouterConfig, seconds: float, rounds: int) -> list[dict
                 oracles.append(reusable_share(requests, BLOCK_TOKENS))
                 names = list(addresses)
                 for name in names[number % len(names) :] + names[: number % len(names)]:
-                    # Blocks that another has sent must not help this one.
+                    # Blocks from another policy's requests must not help this one.
                     first_id = next(fresh) * 10**6
                     own = [r._replace(block_ids=tuple(b + first_id for b in r.block_ids)) for r in requests]
                     outcomes[name] += await replay_live(addresses[name], own, BLOCK_TOKENS)

@@ -22,11 +22,11 @@ from rich.table import Table
 
 from quire.benchmarks.live_replay import LiveOutcome, measure_pulls, replay_live
 from quire.client import AsyncClient
-from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.routing.planner import PolicyConfig
+from quire.routing.policy import Policy, Pulls
+from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
 from quire.services.router.app import RouterConfig
-from quire.services.router.planner import PolicyConfig
-from quire.services.router.policy import Policy, Pulls
-from quire.services.worker.app import WorkerConfig
+from quire.services.worker.config import WorkerConfig
 from quire.simulator.calibrate import calibrate
 from quire.simulator.calibration import Calibration, write_calibration
 from quire.simulator.cluster import ClusterConfig, Outcome, replay

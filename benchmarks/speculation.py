@@ -1,23 +1,23 @@
-"""What guessing tokens brings: acceptance and output tokens per second, beside not guessing.
+"""Measures speculation: acceptance and output tokens per second, compared with decoding without it.
 
     python -m quire.benchmarks.speculation
     python -m quire.benchmarks.speculation --model random-100m
 
-Three kinds of text. ``answers``: the demo model's answers to questions, which repeat a note of the prompt.
-``recital``: it goes on with a text that states a few notes again and again. ``random``: any model goes on
-with random tokens, the demo model at temperature 1, others greedily. Five ways: none, by n-grams, by n-grams
-with all guesses always, by a draft model, and by an oracle that knows the answer, which is the ceiling: every
-guess is right and costs nothing. Each way must give the same tokens. ``none again`` shows how far two
-measurements of the same differ. The last line is JSON.
+There are three kinds of text. ``answers`` are the demo model's answers to questions, which repeat a note of
+the prompt. In ``recital`` it continues a text that states a few notes repeatedly. In ``random`` any model
+continues random tokens, the demo model at temperature 1, others greedily. There are five ways: none, n-grams,
+n-grams that always use all draft tokens, a draft model, and an oracle that knows the answer. The oracle is
+the ceiling, since all its draft tokens are right and cost nothing. Each way must give the same tokens. ``none
+again`` shows how far two measurements of the same way differ. The last line is JSON.
 
-The draft model is the model's own first layers, since there is no smaller one to download. ``random-100m``
-has random weights, of which no part would guess another: what its later layers add is made small, until the
-first ones guess it about as well as drafts guess their models elsewhere. So its acceptance is made, and its
-times are measured.
+The draft model consists of the model's own first layers, since there is no smaller model to download.
+``random-100m`` has random weights, whose first layers would not predict the later ones. The contribution of
+the later layers is therefore scaled down until the first layers predict the model about as well as draft
+models usually do. Its acceptance is thus artificial, and its times are measured.
 
-The prompts are in the prefix cache, but not in the draft model's. Times are sums over rounds with other
-prompts, in which the ways take turns; a round before them teaches what guesses cost and bring. On a machine
-that others use, ``--clock cpu`` with one thread counts the time of the processor instead.
+The prompts are in the prefix cache, but not in the draft model's. Times are sums over rounds with different
+prompts, in which the ways take turns; a round before them measures the costs and the acceptance of draft
+tokens. On a shared machine, ``--clock cpu`` with one thread counts processor time instead.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What runs took, how many tokens they drew, and which, and the guesses."""
+    """The time of runs, the number of sampled tokens, the tokens themselves, and the draft tokens."""
 
     seconds: float
     num_tokens: int
@@ -93,7 +93,7 @@ class Outcome:
 
 
 class Oracle:
-    """Guesses what will come, since it has been told ``outputs``, one of each request."""
+    """Proposes exactly the tokens that will follow, which it knows from ``outputs``, one for each request."""
 
     def __init__(self) -> None:
         self.outputs: Outputs = []
@@ -107,7 +107,7 @@ class Oracle:
 
 
 class Always(Speculator):
-    """Takes every guess to be worth its time."""
+    """A speculator that always uses all draft tokens."""
 
     def stepped(self, num_tokens: int, num_drawn: int, forward_seconds: float, seconds: float) -> None:
         """Learn nothing from what steps cost."""
@@ -167,7 +167,7 @@ class Bench:
     """Runs one model in every way.
 
     Args:
-        num_guesses: most guesses for a sequence in a step.
+        num_guesses: most draft tokens for a sequence in a step.
     """
 
     def __init__(self, model: LoadedModel, draft: LoadedModel, num_guesses: int, clock: Clock) -> None:
@@ -176,10 +176,10 @@ class Bench:
         self._draft_memory = KvMemory(draft.kv_shape(BLOCK_SIZE), NUM_BLOCKS, CPU)
 
     def measure(self, text: Text, batch: int, num_rounds: int) -> dict[str, Outcome]:
-        """Return what each way did in all rounds but a first; all must draw the same tokens.
+        """Return each way's outcome over all rounds except the first; all ways must sample the same tokens.
 
         Raises:
-            RuntimeError: one did not.
+            RuntimeError: a way sampled different tokens.
         """
         oracle = Oracle()
         speculators = {way: self._speculator(way, oracle) for way in WAYS}
@@ -229,7 +229,7 @@ class Bench:
         return Outcome(seconds, sum(map(len, outputs)), outputs, counts)
 
     def _cache(self, engine: Engine, prompts: list[list[int]]) -> None:
-        """Fill the prefix cache, so that decoding is what is timed."""
+        """Fill the prefix cache, so that only decoding is timed."""
         for index, prompt in enumerate(prompts):
             engine.add(Sequence(f"cache-{index}", prompt[:], len(prompt), SamplingParams(max_tokens=1), b""))
         while not engine.is_idle:

@@ -66,7 +66,7 @@ class Setup(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What one setup did; times in milliseconds."""
+    """The results of one setup; times in milliseconds."""
 
     name: str
     hit_share: float
@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A row, and the tokens that were drawn."""
+    """A row, and the tokens that were sampled."""
 
     row: Row
     tokens: list[list[int]]
@@ -130,7 +130,7 @@ def converse(model: LoadedModel, setup: Setup, folder: Path, num_conversations: 
             if turn:
                 ttfts.append(ttft)
                 num_cached += cached
-                # The last token of an answer is drawn and never computed.
+                # The last token of an answer is sampled, but its keys and values are never computed.
                 num_possible += (num_before - 1) // BLOCK_SIZE * BLOCK_SIZE
     engine.check_conservation()
     promoted = loaded = 0

@@ -40,11 +40,11 @@ from quire.kvtransfer.frame import MESSAGE_BYTES, Frame
 from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.malloc import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.kvtransfer.push import BlockPush
-from quire.kvtransfer.receiver import KvTransferServicer
+from quire.kvtransfer.push_receiver import KvTransferServicer
+from quire.kvtransfer.push_sender import BlockPush
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
-from quire.services.tls import CLUSTER_NAME, ClusterTls, Connect, TlsFiles, server_credentials
+from quire.services.server.tls import CLUSTER_NAME, ClusterTls, Connect, TlsFiles, server_credentials
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -59,11 +59,11 @@ WAYS: tuple[Way, ...] = get_args(Way)
 
 
 def layout(num_layers: int) -> KvLayout:
-    return KvLayout(num_layers, 8, 16, 128, "float16", "benchmark")
+    return KvLayout(num_layers, 8, 16, 128, "float16", "benchmark", "float16", "cpu")
 
 
 class MemorySink:
-    """A receiver that copies blocks into memory, over and over the same window of it."""
+    """A receiver that copies all blocks into the same window of memory, repeatedly."""
 
     epoch = EPOCH
 
@@ -106,14 +106,14 @@ def write_certificate(folder: Path) -> TlsFiles:
 
 
 def credentials(way: Way, files: TlsFiles) -> grpc.ServerCredentials | None:
-    """Return what the receiving end of a connection needs."""
+    """Return the credentials of the receiving end of a connection."""
     if way == "clear":
         return None
     return server_credentials(files if way == "mutual TLS" else replace(files, authority=None))
 
 
 def connect(way: Way, files: TlsFiles) -> Connect:
-    """Return what opens the sending end of a connection."""
+    """Return the function that opens the sending end of a connection."""
     if way == "clear":
         return grpc.aio.insecure_channel
     if way == "mutual TLS":
@@ -135,7 +135,7 @@ class Receiver(NamedTuple):
 
 
 def receive(ready: Connection, files: TlsFiles) -> None:
-    """Be the receiving process, until the other end of ``ready`` is closed."""
+    """Run the receiving process until the other end of ``ready`` is closed."""
     keep_freed_buffers()
     asyncio.run(_receive(ready, files))
 
@@ -167,7 +167,7 @@ async def _receive(ready: Connection, files: TlsFiles) -> None:
 
 
 def _drain(listener: socket.socket) -> None:
-    """Take one connection: swallow each round of bytes, whose length comes first, and acknowledge it."""
+    """Accept one connection; read each round of bytes, which begins with its length, and acknowledge it."""
     buffer = bytearray(MESSAGE_BYTES)
     connection, _ = listener.accept()
     with connection:
@@ -216,7 +216,7 @@ async def push(
     num_blocks = num_bytes // kv_layout.block_bytes
     ticket = pb.Ticket(ticket_id="benchmark", address=address, receiver_epoch=EPOCH)
     async with BlockPush(
-        channels.get(address),
+        channels,
         ticket,
         request_id="benchmark",
         attempt=attempt,

@@ -1,4 +1,4 @@
-"""Writes what is made from code: the dashboards' JSON and docs/metrics.md.
+"""Writes the files that are generated from code: the dashboards' JSON and docs/metrics.md.
 
 python -m quire.observability.build
 """
@@ -17,14 +17,14 @@ DASHBOARDS = ROOT / "observability" / "grafana" / "dashboards"
 
 
 class BuiltFile(NamedTuple):
-    """A file and what it must say."""
+    """A generated file and its text."""
 
     path: Path
     text: str
 
 
 def built_files() -> Iterator[BuiltFile]:
-    """Yield every file that is made from code."""
+    """Yield all files that are generated from code."""
     for board in BOARDS:
         yield BuiltFile(DASHBOARDS / f"{board.uid}.json", board.to_json())
     yield BuiltFile(ROOT / "docs" / "metrics.md", metrics_page())

@@ -24,10 +24,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A picture of some expressions.
+    """A chart of one or more expressions.
 
     Attributes:
-        description: what it shows and by which formula, for whoever hovers over it.
+        description: what the chart shows and by which formula; Grafana shows it on hovering.
         unit: Grafana's name of the values' unit.
         kind: "timeseries", "stat" or "heatmap"; a heatmap's target gives buckets by ``le``.
         is_stacked: whether the series add up.
@@ -43,7 +43,7 @@ class Panel:
     height: int = 8
 
     def to_json(self, panel_id: int, x: int, y: int) -> dict[str, Any]:
-        """Return Grafana's form of it."""
+        """Return the panel in Grafana's JSON form."""
         return {
             "id": panel_id,
             "type": self.kind,
@@ -102,7 +102,7 @@ class Row:
 
 
 class Expression(NamedTuple):
-    """One expression of a board and where it is."""
+    """One expression of a board, and its place in the board."""
 
     board: str
     panel: str
@@ -114,7 +114,7 @@ class Board:
     """A dashboard.
 
     Attributes:
-        uid: its name in addresses, and its file's.
+        uid: the board's name in URLs and in its file's name.
         instances_of: an expression whose ``instance`` label the board can be narrowed to; empty for none.
     """
 

@@ -1,11 +1,11 @@
-"""A loaded stack under a real Prometheus, in which everything happens that dashboards and alerts speak of.
+"""Puts load on a stack under a real Prometheus, so that everything happens that dashboards and alerts show.
 
     python -m quire.observability.live           # every expression, and which are empty or not numbers
     python -m quire.observability.live --images  # pictures of the dashboards too, into docs/images/
 
 Two prefill and two decode workers with few blocks serve the demo model: requests wait for blocks, are
-preempted, copy prefixes from peers, are cancelled, and lose a prefill worker on the way. Blocks move to
-host memory and disk and back, tokens are guessed, and some requests come over HTTP.
+preempted, copy prefixes from peers, are cancelled, and lose a prefill worker during the run. Blocks move to
+host memory and disk and back, draft tokens are verified, and some requests come over HTTP.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from quire.observability.load import put_load
 from quire.observability.ports import free_ports
 from quire.observability.prometheus import PrometheusClient, Series, find_prometheus, running_prometheus
 from quire.observability.references import references
-from quire.services.local_stack import LocalStackConfig, local_stack
+from quire.services.local.stack import LocalStackConfig, local_stack
 from quire.services.router.app import RouterConfig
 from quire.services.router.slo import SloTargets
-from quire.services.worker.app import DiskFolder, WorkerConfig
+from quire.services.worker.config import DiskFolder, WorkerConfig
 
 SCRAPE_SECONDS = 1.0
 WINDOW_SECONDS = 10
-"""What stands for Grafana's $__rate_interval."""
+"""Value that replaces Grafana's $__rate_interval."""
 NUM_WORKERS = 4
 HOST_CACHE_BYTES = 1 << 20
 DISK_CACHE_BYTES = 64 << 20
@@ -41,19 +41,19 @@ SECONDS = 60.0
 
 
 class LiveRun(NamedTuple):
-    """A Prometheus that has watched a load, and when that was."""
+    """A Prometheus that has scraped the stack under load, and the times of the load."""
 
     prometheus: PrometheusClient
     start: float
     end: float
 
     def series(self, expression: str, step: float = SCRAPE_SECONDS) -> list[Series]:
-        """Return what a dashboard would show of the load."""
+        """Return the series that a dashboard would show for the time of the load."""
         return self.prometheus.query_range(with_variables(expression), self.start, self.end, step)
 
 
 class Finding(NamedTuple):
-    """What is wrong with an expression."""
+    """An expression and the problem with it."""
 
     expression: Expression
     problem: str
@@ -80,14 +80,14 @@ def findings(run: LiveRun) -> Iterator[Finding]:
 
 
 def never_above_zero(run: LiveRun) -> Iterator[Expression]:
-    """Yield the expressions of what has not happened."""
+    """Yield the expressions of events that did not happen."""
     for expression in expressions():
         if not any(value > 0 for series in run.series(expression.expression) for value in series.values):
             yield expression
 
 
 def absent_series(run: LiveRun) -> list[str]:
-    """Return the series that alert rules ask for and nobody reports."""
+    """Return the series that alert rules use but no process reports."""
     asked = {s.text for rule in run.prometheus.rules() for s in references(rule["query"]).selectors}
     return [text for text in sorted(asked) if not run.prometheus.query(text)]
 

@@ -1,4 +1,4 @@
-"""What a live run goes through: load, clients that leave, HTTP, bad requests, pulls, the loss of a worker."""
+"""The load of a live run: requests, clients that leave, HTTP, bad requests, pulls, the loss of a worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import grpc
 from quire.client import AsyncClient, InvalidRequest
 from quire.protos import inference_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
-from quire.services.local_stack import RunningStack
+from quire.services.local.stack import RunningStack
 
 CALL_SECONDS = 60.0
 PULLED_TOKENS = 256
@@ -34,7 +34,7 @@ LONG_ANSWERS = ["--input-len", "96", "--output-len", "192", "--concurrency", "12
 
 
 async def put_load(stack: RunningStack, seconds: float) -> None:
-    """Go through it again and again for about ``seconds``; lose a prefill worker in the middle."""
+    """Repeat the load for about ``seconds``; lose a prefill worker in the middle."""
     begin = time.monotonic()
     has_lost = False
     number = 0
@@ -82,7 +82,7 @@ async def _ask_for_nothing(address: str) -> None:
 
 
 def _ask_over_http(address: str) -> None:
-    """Ask what can be answered, and what cannot: there is no such model."""
+    """Send requests that can be answered, and one for a model that does not exist."""
     for model in ("demo", "nobody"):
         body = {"model": model, "prompt": "hello", "max_tokens": 8}
         headers = {"content-type": "application/json"}
@@ -92,11 +92,11 @@ def _ask_over_http(address: str) -> None:
 
 
 async def _pull(stack: RunningStack, number: int) -> None:
-    """Let a decode worker copy what a prefill worker has computed, as the router has it done now and then."""
+    """Let a decode worker copy blocks that a prefill worker has computed, as the router sometimes does."""
     prompt = Random(number).choices(range(10, 200), k=PULLED_TOKENS)
     names = ("prefill-0", "decode-0")
     channels = [grpc.aio.insecure_channel(stack.ready[name].address) for name in names]
-    prefill, decode = map(WorkerServiceStub, channels)
+    prefill, decode = map(WorkerServiceStub, map(stack.peer, names, channels))
     try:
         sequence = _sequence(f"live-prefill-{number}", prompt)
         request = worker_pb2.PrefillRequest(sequence=sequence)

@@ -1,11 +1,11 @@
-"""docs/metrics.md, written from the code that registers the metrics."""
+"""Generates docs/metrics.md from the code that registers the metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from quire.observability.registries import DescribedMetric, described, router_registry, worker_registry
-from quire.services.phases import Phase
+from quire.services.server.phases import Phase
 
 _HEAD = """\
 # Metrics

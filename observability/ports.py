@@ -1,4 +1,4 @@
-"""Ports in a row, for processes that must be told theirs."""
+"""Finds consecutive free ports, for processes that need their ports as settings."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 from random import SystemRandom
 
 FIRST_PORT, LAST_PORT = 10_000, 32_000
-"""Below those that Linux gives to whoever asks for any: none is taken by chance once it was found free."""
+"""Range below the ports that Linux assigns dynamically, so that a port found free is not taken by chance."""
 
 
 def free_ports(count: int) -> int:
-    """Return the first of some loopback ports in a row that are free now."""
+    """Return the first of ``count`` consecutive loopback ports that are free now."""
     random = SystemRandom()
     while True:
         first = random.randrange(FIRST_PORT, LAST_PORT - count)

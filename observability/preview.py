@@ -1,4 +1,4 @@
-"""Pictures of the dashboards, drawn from a Prometheus: what Grafana would show, without one."""
+"""Draws pictures of the dashboards from the data of a Prometheus, without Grafana."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.observability.prometheus import Series
 
 WIDTH_INCHES = 12.0
 INCHES = 0.29
-"""Of one unit of a panel's height."""
+"""Inches for one unit of a panel's height."""
 HEADING_INCHES = 0.3
 DPI = 96
 NUM_COLORS = 96
@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
     @property
     def inches(self) -> float:
-        """Its height."""
+        """Height of the line in inches."""
         return self.panels[0].height * INCHES + (HEADING_INCHES if self.heading else 0.0)
 
 
@@ -106,7 +106,7 @@ def _draw_panel(axes: Any, panel: Panel, run: LiveRun) -> None:
 
 
 def _name(axes: Any, drawn: Sequence[tuple[str, Series]]) -> None:
-    """Put the names of the series below; what is always 0 needs none unless nothing else is there."""
+    """Put the legend below the chart; series that are always 0 are left out unless there are no others."""
     named = [legend for legend, series in drawn if legend and any(series.values)]
     named = named or [legend for legend, _ in drawn if legend]
     handles, labels = axes.get_legend_handles_labels()
@@ -125,7 +125,7 @@ def _name(axes: Any, drawn: Sequence[tuple[str, Series]]) -> None:
 
 
 def _draw_stat(axes: Any, panel: Panel, series: Series) -> None:
-    """Draw the last value, above how it came there."""
+    """Draw the last value above a line of the values over time."""
     axes.set_axis_off()
     axes.fill_between(series.times, series.values, alpha=0.25)
     axes.set_ylim(0, (axes.dataLim.ymax * 2.5) or 1.0)

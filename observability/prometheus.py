@@ -1,4 +1,4 @@
-"""A Prometheus of our own: started on the loopback, asked over HTTP, ended with its context."""
+"""Runs a Prometheus on the loopback inside a context, and queries it over HTTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Series(NamedTuple):
 
 
 class PrometheusClient:
-    """Asks a Prometheus at ``http://host:port``."""
+    """Queries a Prometheus at ``http://host:port``."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -62,7 +62,7 @@ class PrometheusClient:
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def is_ready(self) -> bool:
-        """Whether it answers."""
+        """Return whether Prometheus answers."""
         try:
             with urlopen(f"{self._url}/-/ready", timeout=HTTP_SECONDS):
                 return True

@@ -1,6 +1,7 @@
-"""The few forms of PromQL that boards are made of.
+"""Builds the few forms of PromQL expressions that the boards use.
 
-A quotient or a quantile of nothing is NaN; comparing it drops it, so that a panel has a gap instead.
+A quotient or a quantile without observations is NaN. A comparison drops it, so that a panel shows a gap
+instead.
 """
 
 from __future__ import annotations

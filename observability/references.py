@@ -1,4 +1,4 @@
-"""Which series and labels an expression of PromQL speaks of, found without a server."""
+"""Finds the series and labels that a PromQL expression refers to, without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Selector(NamedTuple):
 
 
 class References(NamedTuple):
-    """What an expression speaks of: series, and labels that it groups or joins by."""
+    """The series that an expression refers to, and the labels that it groups or joins by."""
 
     selectors: tuple[Selector, ...]
     grouping: frozenset[str]

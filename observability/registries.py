@@ -1,4 +1,4 @@
-"""The metrics of a router and of a worker, as their processes register them, without running any."""
+"""The metrics of a router and of a worker, as their processes register them, without running a process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quire.kvindex.instrumented_index import IndexMetrics, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_metrics import PullMetrics
-from quire.services.grpc_server import GrpcMetrics
-from quire.services.loop_lag import LoopLagMetrics
 from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.write_back import WriteBackMetrics
+from quire.services.server.grpc_server import GrpcMetrics
+from quire.services.server.loop_lag import LoopLagMetrics
 from quire.services.worker.metrics import (
     CacheInfo,
     EngineCollector,
@@ -34,11 +34,11 @@ SUFFIXES = {
     "histogram": ("_bucket", "_count", "_sum"),
     "gauge": ("",),
 }
-"""What the names of a metric's series end with, by type."""
+"""The endings of the names of a metric's series, by type."""
 
 
 class DescribedMetric(NamedTuple):
-    """A metric as its code declares it; ``values`` are those that a label has before anything happens."""
+    """A metric as its code declares it; ``values`` are the values of a label before any event."""
 
     name: str
     kind: str
@@ -52,7 +52,7 @@ class DescribedMetric(NamedTuple):
 
     @property
     def shown_name(self) -> str:
-        """The name that one looks for."""
+        """The name of the metric that the documentation shows."""
         return self.name if self.kind == "histogram" else self.series[0]
 
 
@@ -70,7 +70,7 @@ class RecordingRegistry(CollectorRegistry):
 
 
 def router_registry() -> RecordingRegistry:
-    """Return what a router with everything switched on reports."""
+    """Return the metrics of a router with all features switched on."""
     registry = RecordingRegistry()
     RouterMetrics(registry)
     IndexMetrics(registry, CircuitBreaker())
@@ -81,7 +81,7 @@ def router_registry() -> RecordingRegistry:
 
 
 def worker_registry() -> RecordingRegistry:
-    """Return what a worker that publishes reports."""
+    """Return the metrics of a worker that publishes to an index."""
     registry = RecordingRegistry()
     counts = (PreemptionCounts(0, 0), SpeculationCounts(0, 0))
     idle = EngineSnapshot(0, 0, 0, 0, 0, BlockCounts(1, 0, 0), 0, 0.0, *counts)

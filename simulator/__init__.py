@@ -1,1 +1,1 @@
-"""A discrete-event model of a cluster that places requests with the router's own code."""
+"""A discrete-event simulation of a cluster, which places requests with the router's own code."""

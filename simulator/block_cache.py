@@ -1,4 +1,4 @@
-"""The blocks that a simulated worker keeps, and what it tells the index of them."""
+"""The cached blocks of a simulated worker, and their publication to the index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def now(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine that never waits, as those of the index in memory."""
+    """Run a coroutine that never waits, such as those of the in-memory index, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -23,7 +23,7 @@ def now(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 class BlockCache:
-    """Blocks in the order of their last use; children go before their parents, as in a worker's pool."""
+    """Blocks in the order of their last use; children are evicted before parents, as in a worker's pool."""
 
     def __init__(self, worker_id: str, role: str, num_blocks: int, store: MemoryStore) -> None:
         self._num_blocks = num_blocks
@@ -32,14 +32,14 @@ class BlockCache:
         now(self._lease.join(WorkerRecord(worker_id, role, worker_id, worker_id, "")))
 
     def num_held(self, block_hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks are here."""
+        """Return how many leading blocks are in this cache."""
         for index, each in enumerate(block_hashes):
             if each not in self._blocks:
                 return index
         return len(block_hashes)
 
     def store(self, block_hashes: Sequence[bytes], num_kept: int = 0) -> list[bytes]:
-        """Keep blocks, evict what has no room beside ``num_kept`` others; return those to be published."""
+        """Cache blocks, and evict blocks until they and ``num_kept`` others fit; return those to publish."""
         new = [each for each in block_hashes if each not in self._blocks]
         for each in reversed(block_hashes):
             self._blocks[each] = None
@@ -50,5 +50,5 @@ class BlockCache:
         return new
 
     def publish(self, block_hashes: Sequence[bytes]) -> None:
-        """Tell the index of blocks, unless they are gone already."""
+        """Publish those of the blocks that have not been evicted."""
         now(self._lease.publish([each for each in block_hashes if each in self._blocks]))

@@ -15,17 +15,17 @@ from quire.simulator.calibration import Calibration, CalibrationError, Point
 
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BATCHES = (1, 2, 4, 8, 16, 32)
-"""Sequences that each decode worker gets."""
+"""Numbers of sequences per decode worker at which step times are measured."""
 REPEATS = 5
 DECODE_PROMPT_TOKENS, DECODE_TOKENS = 64, 48
 RESERVED_TOKENS = 32
-"""Of the model's length, for an answer."""
+"""Tokens of the model's length that are reserved for an answer."""
 
 OnStep = Callable[[str], None]
 
 
 class PullSpeed(NamedTuple):
-    """What copying blocks from one worker to another takes."""
+    """The time that copying blocks from one worker to another takes."""
 
     bytes_per_second: float
     round_trip_seconds: float
@@ -47,18 +47,18 @@ async def calibrate(
     seed: int | None = None,
     on_step: OnStep = lambda step: None,
 ) -> Calibration:
-    """Measure an idle cluster.
+    """Measure an idle cluster and return its costs.
 
     Args:
         connect: opens a client of the cluster.
-        num_blocks: of a worker; the public API does not tell.
-        max_num_seqs: of a worker.
-        pull_speed: measured elsewhere, if at all.
-        seed: of the prompts; by default none has been seen before.
+        num_blocks: blocks of a worker's pool, which the public API does not report.
+        max_num_seqs: most sequences that a worker decodes together.
+        pull_speed: speed of pulls, measured by other means; None if unknown.
+        seed: seed of the prompts; by default each run sends prompts that were not sent before.
 
     Raises:
         QuireError: the cluster does not answer.
-        CalibrationError: what it answered cannot be used.
+        CalibrationError: the measurements cannot be used.
     """
     async with connect() as client:
         model = await client.model_info()
@@ -95,19 +95,19 @@ async def calibrate(
 
 
 def _rising(points: Iterable[Point]) -> tuple[Point, ...]:
-    """Return points without the dips that only noise makes: more work takes no less time."""
+    """Return the points with each time at least that of less work; a decrease can only be noise."""
     amounts, seconds = zip(*points, strict=True)
     return tuple(zip(amounts, accumulate(seconds, max), strict=True))
 
 
 def _intercept(points: Sequence[Point]) -> float:
-    """Return the time of a prompt without tokens, as the two shortest ones tell."""
+    """Return the time of a prompt without tokens, extrapolated from the two shortest prompts."""
     (x0, y0), (x1, y1) = points[:2]
     return min(max(0.0, y0 - x0 * (y1 - y0) / (x1 - x0)), 0.95 * min(y for _, y in points))
 
 
 class _Probe:
-    """Sends prompts that nobody holds anything of."""
+    """Sends random prompts, no block of which is cached on any worker."""
 
     def __init__(self, client: AsyncClient, model: ModelInfo, rng: Random) -> None:
         self._client = client
@@ -125,11 +125,11 @@ class _Probe:
         return _Timed(tuple(arrivals), block_bytes)
 
     async def step_seconds(self, num_sequences: int) -> float:
-        """Return the median time of a token while so many sequences decode."""
+        """Return the median time of a token while ``num_sequences`` decode together."""
         sent: list[Awaitable[_Timed]] = [
             self.send(DECODE_PROMPT_TOKENS, DECODE_TOKENS) for _ in range(num_sequences)
         ]
         timed = await asyncio.gather(*sent)
-        # While the first are at it the last are still prefilled: the later half is decoding alone.
+        # While the first sequences decode, the last are still prefilled, so only the later half counts.
         half = DECODE_TOKENS // 2
         return median((t.arrivals[-1] - t.arrivals[half]) / (len(t.arrivals) - 1 - half) for t in timed)

@@ -1,4 +1,4 @@
-"""What a cluster's work takes, as measured on a real one."""
+"""The costs of a cluster's work, as measured on a real cluster."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Calibration:
         block_bytes: bytes of a block.
         num_blocks: blocks of a worker's pool.
         max_num_seqs: most sequences that a worker decodes together.
-        prefill: (tokens, seconds) of prompts computed alone, without what every request takes.
-        decode_step: (sequences, seconds) of a step.
-        overhead_seconds: what every request takes until its first token besides computing.
-        handoff_seconds: between the first token and the second, besides a step.
-        pull_bytes_per_second: speed of a pull; None: not measured, and nothing is pulled.
-        pull_round_trip_seconds: what a pull takes besides.
+        prefill: (tokens, seconds) of prompts, each computed by itself, without ``overhead_seconds``.
+        decode_step: (sequences, seconds) of a decode step.
+        overhead_seconds: time of each request until its first token, without the computation.
+        handoff_seconds: time between the first token and the second, without the decode step.
+        pull_bytes_per_second: speed of a pull; None if it was not measured, and then nothing is pulled.
+        pull_round_trip_seconds: time of a pull in addition to that of its bytes.
     """
 
     block_tokens: int
@@ -52,15 +52,15 @@ class Calibration:
                 raise CalibrationError(f"{name} must be in ascending order; got {points}")
 
     def prefill_seconds(self, num_tokens: int, cached_tokens: int = 0) -> float:
-        """Return what the rest of a prompt takes: later tokens cost more, for they attend to more."""
+        """Return the time of a prompt's uncached rest; later tokens cost more because they attend to more."""
         return max(0.0, interpolate(self.prefill, num_tokens) - interpolate(self.prefill, cached_tokens))
 
     def step_seconds(self, num_sequences: int) -> float:
-        """Return what a decode step takes."""
+        """Return the time of a decode step of ``num_sequences``."""
         return interpolate(self.decode_step, num_sequences, origin=self.decode_step[0][1])
 
     def scaled_blocks(self, block_tokens: int) -> Calibration:
-        """Return the same costs with blocks of another size, that of a trace's."""
+        """Return the same costs for blocks of ``block_tokens`` tokens, as a trace has them."""
         factor = block_tokens / self.block_tokens
         return replace(
             self,
@@ -71,7 +71,7 @@ class Calibration:
 
 
 def interpolate(points: Sequence[Point], x: float, origin: float = 0.0) -> float:
-    """Return the value at x: linear between the points, from (0, origin), beyond the last as before it."""
+    """Return the value at x, linear between (0, origin) and the points, and extended beyond the last two."""
     line = [(0.0, origin), *points]
     index = min(max(1, bisect_left(line, (x, float("-inf")))), len(line) - 1)
     (x0, y0), (x1, y1) = line[index - 1], line[index]
@@ -95,7 +95,7 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def demo_calibration() -> Calibration:
-    """Return what was measured of the bundled demo model, on four shared cores of a CPU."""
+    """Return the calibration that was measured with the bundled demo model on four shared CPU cores."""
     return load_calibration(Path(__file__).with_name("demo.json"))
 
 

@@ -1,4 +1,4 @@
-"""How many workers an objective takes."""
+"""Finds the number of workers that an objective needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.simulator.trace import TraceRequest
 
 
 class Trial(NamedTuple):
-    """A cluster that was tried."""
+    """A cluster that was simulated, and its figures."""
 
     num_prefill: int
     num_decode: int
@@ -34,14 +34,14 @@ def smallest_cluster(
 ) -> Trial:
     """Return the cluster with the fewest workers that meets an objective.
 
-    Of one number of workers the balanced split is tried first, then those further from it.
+    For each number of workers the balanced split is tried first, then less balanced ones.
 
     Args:
-        config: its pool sizes do not matter.
-        max_workers: 2 at least.
+        config: the cluster; its numbers of workers are ignored.
+        max_workers: most workers to try, at least 2.
 
     Raises:
-        NotWithinReach: not even ``max_workers`` suffice.
+        NotWithinReach: even ``max_workers`` do not suffice.
     """
     tried: list[Trial] = []
 
@@ -55,7 +55,7 @@ def smallest_cluster(
                 return tried[-1]
         return None
 
-    # Doubling finds a sum that suffices, halving the least one.
+    # Doubling finds a number that suffices; bisection then finds the smallest.
     too_few, enough = 1, min(2, max_workers)
     while (result := first_good(enough)) is None:
         if enough >= max_workers:
@@ -76,7 +76,7 @@ def smallest_cluster(
 
 
 def _splits(total: int) -> Iterator[int]:
-    """Yield numbers of prefill workers: some splits of a sum, evenly over it, the middle first."""
+    """Yield numbers of prefill workers for a total: evenly spaced splits, the balanced one first."""
     num_splits = min(total - 1, 9)
     splits = {max(1, min(total - 1, round(total * (i + 1) / (num_splits + 1)))) for i in range(num_splits)}
     yield from sorted(splits, key=lambda split: abs(split - total / 2))

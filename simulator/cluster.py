@@ -1,8 +1,9 @@
-"""Replays requests on a simulated cluster; the router's planner places them."""
+"""Replays requests on a simulated cluster, in which the router's planner places them."""
 
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -10,26 +11,26 @@ from random import Random
 from typing import Any, NamedTuple
 
 from quire.kvindex.memory_index import MemoryIndex, MemoryStore
-from quire.services.router.planner import Planner, PolicyConfig, Prompt, PullOutcome, WorkerState
-from quire.services.router.policy import Blocks, Policy, Pulls
+from quire.routing.planner import Planner, PolicyConfig, Prompt, PullOutcome, WorkerState
+from quire.routing.policy import Blocks, Policy, Pulls
 from quire.simulator.block_cache import BlockCache, now
 from quire.simulator.calibration import Calibration
 from quire.simulator.servers import DecodeServer, Job, Server
 from quire.simulator.trace import TraceRequest
 
 PUBLISH_SECONDS = 0.01
-"""Between a block's computation and its entry in the index."""
+"""Time between the computation of a block and its entry in the index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """What is simulated."""
+    """The cluster to simulate."""
 
     num_prefill: int
     num_decode: int
     placing: PolicyConfig = field(default_factory=PolicyConfig)
     max_requests: int = 1024
-    """More are refused."""
+    """Most requests in the cluster at a time; further ones are refused."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -41,33 +42,33 @@ class ClusterConfig:
 
 
 class Outcome(NamedTuple):
-    """What a request experienced; times in seconds."""
+    """The latencies and cache hits of one request; times in seconds."""
 
     request: TraceRequest
     ttft_seconds: float
     tpot_seconds: float
-    """Mean of the tokens after the first; 0 where there is none."""
+    """Mean time of each token after the first; 0 if there is none."""
     cached_tokens: int
-    """Held or pulled."""
+    """Prompt tokens that the worker had cached or pulled."""
     pulled_bytes: float
     is_local: bool
-    """The decode worker computed the prompt."""
+    """Whether the decode worker computed the prompt."""
 
 
 class Replay(NamedTuple):
-    """What all requests experienced."""
+    """The outcomes of all requests of one run."""
 
     outcomes: Sequence[Outcome]
     num_rejected: int
     seconds: float
-    """From the first arrival to the last token."""
+    """Time from the first arrival to the last token."""
     prefill_busy_share: float
-    """Of the prefill workers' time."""
+    """Share of the time in which a prefill worker was busy, on average."""
     decode_busy_share: float
 
 
 class Simulation:
-    """One replay: a heap of events, and time jumps from one to the next."""
+    """Simulates one replay: takes events from a heap and advances the time to each of them."""
 
     def __init__(self, config: ClusterConfig, calibration: Calibration) -> None:
         self.now = 0.0
@@ -110,7 +111,7 @@ class Simulation:
         self._outcomes: list[Outcome] = []
 
     def run(self, requests: Iterable[TraceRequest], on_arrival: Callable[[], None] = lambda: None) -> Replay:
-        """Replay requests, in the order of their arrival."""
+        """Replay requests, in the order of their arrival, and return their outcomes."""
         first = None
         for request in requests:
             first = request.arrival_seconds if first is None else first
@@ -133,7 +134,7 @@ class Simulation:
         )
 
     def at(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something at a time."""
+        """Schedule an action for a simulated time in seconds."""
         heapq.heappush(self._events, (seconds, next(self._names), action, arguments))
 
     # --- the life of a request ----------------------------------------------------------------------------
@@ -151,7 +152,8 @@ class Simulation:
             holdings = now(self._index.look_up(hashes))
             held = {holding.worker.worker_id: holding.num_blocks * block_tokens for holding in holdings}
         placement = self._planner.place(
-            Prompt(request.input_tokens, hashes, held),
+            # A trace does not contain the limit on the length of the answer.
+            Prompt(request.input_tokens, hashes, held, max_output_tokens=sys.maxsize),
             _states(self._prefill.values(), self._calibration),
             _states(self._decode.values(), self._calibration),
         )
@@ -160,7 +162,7 @@ class Simulation:
         computing, decoding = self._servers[placement.computing], self._servers[placement.decode.worker_id]
         self._num_open += 1
         computing.owed_tokens += placement.owed_tokens
-        decoding.kept_tokens += request.input_tokens
+        decoding.kept_tokens += placement.kept_tokens
         for server in {computing, decoding}:
             server.num_requests += 1
         self.at(self.now + self._calibration.overhead_seconds, self._call, job)
@@ -211,7 +213,8 @@ class Simulation:
     def _finished(self, job: Job) -> None:
         request, server = job.request, self._decode[job.placement.decode.worker_id]
         self._num_open -= 1
-        server.kept_tokens -= request.input_tokens
+        server.kept_tokens -= job.placement.kept_tokens
+        self._planner.answered(request.output_tokens)
         server.num_requests -= 1
         num_further = request.output_tokens - 1
         self._outcomes.append(
@@ -237,7 +240,7 @@ def replay(
     requests: Iterable[TraceRequest],
     on_arrival: Callable[[], None] = lambda: None,
 ) -> Replay:
-    """Replay requests on a cluster; the calibration's blocks must be the trace's."""
+    """Replay requests on a cluster; calibration and trace must have the same block size."""
     return Simulation(config, calibration).run(requests, on_arrival)
 
 

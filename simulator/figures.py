@@ -1,4 +1,4 @@
-"""From what simulated requests experienced to the figures of a run."""
+"""Computes the figures of a run from the outcomes of simulated requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from quire.simulator.cluster import Replay
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What requests must experience.
+    """The objective that requests must meet.
 
     Attributes:
         ttft_seconds: longest time to the first token.
-        tpot_seconds: longest mean time of a further token.
-        share: of the requests, refused ones included.
+        tpot_seconds: longest mean time of each further token.
+        share: share of the requests that must meet both limits; refused requests count as missing them.
     """
 
     ttft_seconds: float
@@ -37,14 +37,14 @@ class Figures:
     tpot_p50_seconds: float
     tpot_p90_seconds: float
     cached_share: float
-    """Of the input tokens."""
+    """Share of the input tokens that were cached."""
     local_share: float
-    """Of the requests, those whose prompt the decode worker computed."""
+    """Share of the requests whose prompt the decode worker computed."""
     pulled_bytes: float
     prefill_busy_share: float
     decode_busy_share: float
     slo_share: float
-    """Of all requests, those within the objective."""
+    """Share of all requests that met the objective."""
 
 
 def figures(replay: Replay, slo: Slo) -> Figures:
@@ -75,7 +75,7 @@ def figures(replay: Replay, slo: Slo) -> Figures:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest value that ``share`` of the sorted values do not exceed; 0 of none."""
+    """Return the smallest value that ``share`` of the sorted values do not exceed; 0 if there are none."""
     if not ordered:
         return 0.0
     return ordered[min(len(ordered) - 1, max(0, -(-int(share * len(ordered) * 1e6) // 10**6) - 1))]

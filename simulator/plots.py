@@ -1,4 +1,4 @@
-"""Pictures of simulated runs."""
+"""Plots of simulated runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.simulator.cluster import Outcome
 
 
 def plot_policies(replays: Mapping[str, Sequence[Outcome]], path: Path) -> None:
-    """Draw, for each policy, which share of the requests had their first token by when."""
+    """Plot, for each policy, the cumulative distribution of the time to the first token."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, outcomes in replays.items():

@@ -9,29 +9,29 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
-from quire.services.router.planner import Placement
+from quire.routing.planner import Placement
 from quire.simulator.block_cache import BlockCache
 from quire.simulator.calibration import Calibration
 from quire.simulator.trace import TraceRequest
 
 
 class Timeline(Protocol):
-    """Time, and what happens in it."""
+    """The simulated time, and the schedule of events."""
 
     now: float
 
     def at(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something at a time."""
+        """Schedule an action for a simulated time in seconds."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way."""
+    """A request in the simulated cluster."""
 
     request: TraceRequest
     block_hashes: Sequence[bytes]
-    """Of its full blocks."""
+    """Hashes of the input's full blocks."""
     placement: Placement
     called_at: float = 0.0
     cached_tokens: int = 0
@@ -44,7 +44,7 @@ class Job:
 class Server:
     """A worker: its cache, its queue of prompts, and the router's account of it.
 
-    Prompts are computed one after another; of several in one batch, the last waits as long.
+    Prompts are computed one after another. In a real batch of several prompts, the last takes as long.
     """
 
     worker_id: str
@@ -60,7 +60,7 @@ class Server:
     _is_computing: bool = False
 
     def compute(self, job: Job) -> None:
-        """Queue a prompt."""
+        """Queue a prompt; ``on_computed`` is called when it is computed."""
         self._queue.append(job)
         if not self._is_computing:
             self._next()
@@ -86,18 +86,19 @@ class Server:
         self._next()
 
     def _stall(self) -> None:
-        """Hear that prompts are about to be computed."""
+        """React to the beginning of prompt computation."""
 
     def _resume(self) -> None:
-        """Hear that no prompt is left."""
+        """React to the end of prompt computation, when the queue is empty."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeServer(Server):
     """A worker that decodes its sequences together, one token of each in a step.
 
-    Progress is counted in tokens that a sequence would have had since the beginning: all advance alike, so a
-    sequence ends when the count reaches its begin plus its tokens. Prompts that it computes itself stall it.
+    Progress is the number of tokens that a sequence would have had since the beginning. All sequences advance
+    equally, so a sequence ends when the progress reaches its value at the sequence's start plus the
+    sequence's tokens. Decoding stops while the worker computes prompts itself.
     """
 
     on_finished: Callable[[Job], None] = lambda job: None
@@ -110,14 +111,14 @@ class DecodeServer(Server):
     _version: int = 0
 
     def decode(self, job: Job) -> None:
-        """Take a sequence whose prompt is computed, as soon as there is room."""
+        """Queue a sequence whose prompt is computed; it starts as soon as there is room."""
         self._advance()
         self._waiting.append(job)
         self._admit()
         self._expect()
 
     def num_blocks(self, job: Job) -> int:
-        """Return the blocks of a whole sequence."""
+        """Return the number of blocks that the whole sequence needs."""
         num_tokens = job.request.input_tokens + job.request.output_tokens
         return -(-num_tokens // self.calibration.block_tokens)
 
@@ -133,7 +134,7 @@ class DecodeServer(Server):
             heapq.heappush(self._active, (end, next(self._names), job))
 
     def _advance(self) -> None:
-        """Bring the count to the present."""
+        """Update the progress to the present time."""
         elapsed = self.timeline.now - self._updated_at
         if self._active and not self._is_computing:
             self._progress += elapsed / self.calibration.step_seconds(len(self._active))
@@ -141,7 +142,7 @@ class DecodeServer(Server):
         self._updated_at = self.timeline.now
 
     def _expect(self) -> None:
-        """Wake up when the next sequence ends, unless something happens before."""
+        """Schedule the end of the next sequence; a change before then makes the event stale."""
         self._version += 1
         if self._active and not self._is_computing:
             num_left = max(0.0, self._active[0][0] - self._progress)
@@ -153,7 +154,7 @@ class DecodeServer(Server):
             return
         self._advance()
         end, _, job = heapq.heappop(self._active)
-        # Rounding must not leave a remainder that never ends.
+        # Rounding errors must not leave the progress below the end.
         self._progress = max(self._progress, end)
         self.kept_blocks -= self.num_blocks(job)
         self.on_finished(job)

@@ -1,7 +1,8 @@
 """Requests to replay, in the format of the published Mooncake traces.
 
-One JSON object a line: ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens, and
-``hash_ids``, one for each block of the input; equal ids mean equal tokens, here and in all blocks before.
+Each line is a JSON object with ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in
+tokens, and ``hash_ids``, one for each block of the input. Equal ids mean equal tokens in this block and in
+all blocks before it.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ class TraceError(ValueError):
 
 
 class TraceRequest(NamedTuple):
-    """A request."""
+    """A request of a trace."""
 
     arrival_seconds: float
     input_tokens: int
     output_tokens: int
     block_ids: tuple[int, ...]
-    """Names of the input's blocks; the last may be a part of a block."""
+    """Ids of the input's blocks; the last block may be partial."""
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
     """Return the requests of a file in the order of their arrival.
 
     Raises:
-        TraceError: a line is no request.
+        TraceError: a line is not a request.
     """
     requests = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -76,12 +77,12 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 def scaled(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
-    """Return the same requests arriving ``factor`` times as fast."""
+    """Return the same requests, arriving at ``factor`` times the rate."""
     return [request._replace(arrival_seconds=request.arrival_seconds / factor) for request in requests]
 
 
 def reusable_share(requests: Sequence[TraceRequest], block_tokens: int) -> float:
-    """Return which share of the input tokens an endless cache on one worker would hold."""
+    """Return the share of the input tokens that an unlimited cache on one worker would hit."""
     seen: set[int] = set()
     num_reused = 0
     for request in requests:

@@ -1,4 +1,4 @@
-"""Synthetic requests: the shape of production traffic, and the simple shapes that explain it."""
+"""Synthetic requests: one workload shaped like production traffic, and simple ones that explain it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.simulator.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 
 class Workload(StrEnum):
-    """What requests look like."""
+    """The kind of synthetic requests."""
 
     MOONCAKE = "mooncake"
     CHAT = "chat"
@@ -22,15 +22,15 @@ class Workload(StrEnum):
 
 
 MOONCAKE_RATE = 23_608 / 3600
-"""Requests a second of the published trace."""
+"""Requests per second in the published trace."""
 MOONCAKE_INPUT_TOKENS = 7590
 MOONCAKE_OUTPUT_TOKENS = 182
-"""Means of the published trace; half of its input tokens can be reused."""
+"""Mean token counts of the published trace; half of its input tokens can be reused."""
 
 _CONTINUED_SHARE = 0.5
-"""Of Mooncake's requests, taken to continue an earlier one: with it half of the tokens can be reused."""
+"""Share of Mooncake's requests that continue an earlier one; with it, half of the tokens can be reused."""
 _FIRST_TOKENS, _ADDED_TOKENS = 5000, 2200
-"""Means of a first request's length and of what a further one adds: with these the lengths' mean is right."""
+"""Mean length of a first request, and mean length that a continuation adds; they give the trace's mean."""
 _MAX_INPUT_TOKENS = 120_000
 _OPEN_SESSIONS = 2000
 
@@ -51,13 +51,13 @@ def make_requests(
     block_tokens: int = TRACE_BLOCK_TOKENS,
     chat_gap_seconds: float = CHAT_GAP_SECONDS,
 ) -> list[TraceRequest]:
-    """Return requests with Poisson arrivals, ``rate`` a second.
+    """Return requests with Poisson arrivals, ``rate`` per second on average.
 
     Args:
-        input_tokens: of a prompt; of a chat, what each turn adds; Mooncake has its own.
-        shared_tokens: of a shared prefix.
-        output_tokens: of an answer; Mooncake has its own.
-        block_tokens: tokens that one block id stands for.
+        input_tokens: tokens of a prompt, or that each turn of a chat adds; Mooncake has its own lengths.
+        shared_tokens: tokens of a shared prefix.
+        output_tokens: tokens of an answer; Mooncake has its own lengths.
+        block_tokens: number of tokens that one block id represents.
     """
     rng = Random(f"{workload} {seed}")
     fresh = count(1)
@@ -96,13 +96,13 @@ def _lognormal(rng: Random, mean: float, sigma: float) -> int:
 def _extended(
     block_ids: list[int], old_tokens: int, new_tokens: int, blocks: Blocks, block_tokens: int
 ) -> list[int]:
-    """Return the blocks of a longer input: the full ones stay, a part of a block becomes another block."""
+    """Return the blocks of a longer input: full blocks stay, and a partial block becomes another one."""
     num_full = old_tokens // block_tokens
     return block_ids[:num_full] + blocks(new_tokens - num_full * block_tokens)
 
 
 def _mooncake(rng: Random, rate: float, blocks: Blocks, block_tokens: int) -> Iterator[TraceRequest]:
-    """Yield requests of which many continue an earlier one, the recent ones rather than the old."""
+    """Yield requests, many of which continue an earlier request, more often a recent one than an old one."""
     system = blocks(1)
     sessions: deque[tuple[list[int], int]] = deque(maxlen=_OPEN_SESSIONS)
     for arrival in _arrivals(rng, rate):
@@ -127,7 +127,7 @@ def _chats(
     output_tokens: int,
     gap_seconds: float,
 ) -> Iterator[TraceRequest]:
-    """Yield the turns of chats, each with all before it in its prompt."""
+    """Yield the turns of chats; the prompt of each turn contains all turns before it."""
     for begin in _arrivals(rng, rate / CHAT_TURNS):
         ids: list[int] = []
         arrival, num_tokens = begin, 0

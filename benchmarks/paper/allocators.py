@@ -15,9 +15,9 @@ from quire.benchmarks.paper.workload import Request
 
 
 class BuddyAllocator:
-    """Hands out runs of 2^k slots, split off larger ones and merged with their buddies when freed.
+    """Allocates runs of 2^k slots, which are split off larger runs and merged with their buddies when freed.
 
-    The pool need not be a power of two: it is cut into the powers of two of its binary digits.
+    The pool need not be a power of two: it is split into the powers of two of its binary digits.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -32,7 +32,7 @@ class BuddyAllocator:
 
     @property
     def num_free(self) -> int:
-        """Slots in no run, wherever they are."""
+        """Number of slots that are in no allocated run."""
         return sum(len(starts) << order for order, starts in self._free.items())
 
     def allocate(self, num_slots: int) -> int | None:
@@ -129,7 +129,7 @@ class StaticBatch:
         return True
 
     def close(self) -> None:
-        """Begin to run the batch: nobody joins until all have ended."""
+        """Begin to run the batch, which no request joins until all in it have ended."""
         self._is_closed = bool(self.reserved)
 
     def finish(self, index: int) -> None:

@@ -69,11 +69,11 @@ class Load(NamedTuple):
 
 
 EMPTY = Load(SlotUse(0, 0, 0, 0), 0, 0)
-"""Of no steps."""
+"""The sums over no steps."""
 
 
 def is_steady(num_ended: int, num_requests: int) -> bool:
-    """Whether a run that began with all requests at once has lost the traces of its beginning."""
+    """Return whether a run in which all requests wait from the start has reached its steady state."""
     return num_ended >= num_requests / 4
 
 

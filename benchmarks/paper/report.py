@@ -1,4 +1,4 @@
-"""What an experiment hands back, and how it is shown: a table, a picture, raw numbers."""
+"""The result of an experiment, and its output as a table, a picture and raw numbers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Result:
     """The outcome of one experiment.
 
     Attributes:
-        name: of its files.
-        columns: of the table; what the paper has stands in columns of its own.
+        name: name of the result's files.
+        columns: columns of the table; the paper's numbers have separate columns.
         notes: what a reader of the table must know.
         draw: draws the picture.
         raw: every number measured.

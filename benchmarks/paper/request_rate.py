@@ -1,15 +1,15 @@
 """Requests a second at a bound on latency: paged memory against contiguous (the paper's figure 12).
 
-Every system runs on the same engine, kernels and demo model; the baselines differ in one thing alone. A
-request is given to the engine when the baseline's allocator has placed it, oldest first, so no more requests
-run at once than the allocator could hold in the pool's bytes. Beneath, a baseline's engine has twice the
-blocks, so that its own paging never interferes. This favours the baselines: they get chunked prefill and the
-paged kernels, FasterTransformer also a batch that shrinks as requests end.
+All systems run on the same engine, kernels and demo model; the baselines differ in only one thing. A request
+is given to the engine when the baseline's allocator has placed it, oldest first, so at most as many requests
+run as the allocator could hold in the pool's bytes. The engine of a baseline has twice the blocks, so that
+its own paging never interferes. This favours the baselines: they get chunked prefill and the paged kernels,
+and FasterTransformer also gets a batch that shrinks as requests end.
 
 The clock is discrete: it advances by the measured seconds of each engine step and jumps to the next arrival
 when nothing runs. Arrivals are Poisson. Lengths are ShareGPT-like at a quarter, as are the longest length and
 the pool, so as many requests fit as with the paper's OPT-13B. Latency is normalized as in the paper: seconds
-from arrival to end by output tokens, averaged over requests. The bound is ten times that of a request alone.
+from arrival to end by output tokens, averaged over requests. The bound is ten times that of a single request.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LENGTHS = SHAREGPT.scaled(SCALE)
 NUM_SLOTS = 3920
 MAX_NUM_SEQS = 256
 BOUND = 10
-"""Times the normalized latency of a request alone."""
+"""Bound on the normalized latency, as a multiple of that of a single request."""
 PAPER = {"Orca (Max)": "2.7x to 8x", "Orca (Oracle)": "1.7x to 2.7x", "FasterTransformer": "up to 22x"}
-"""Times the baseline's rate that vLLM sustains at similar latencies, section 6.2."""
+"""Rate that vLLM sustains at similar latencies, as a multiple of the baseline's (section 6.2)."""
 
 
 class Paged:
@@ -47,7 +47,7 @@ class Paged:
     reserved: Mapping[int, int] = {}
 
     def place(self, index: int, request: Request) -> bool:
-        """Admit."""
+        """Admit the request."""
         return True
 
     def close(self) -> None:

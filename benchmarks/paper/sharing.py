@@ -1,8 +1,8 @@
 """KV memory saved by sharing blocks within a request (the paper's figure 15).
 
-Of 1 - (blocks in use / blocks if each sequence had its own), over all steps of a run of the real engine and
-the demo model. The use is read in the middle of a step, when shared blocks that are about to be written have
-been copied. Requests share nothing with one another.
+The saving is 1 - (blocks in use / blocks if each sequence had its own), over all steps of a run of the real
+engine and the demo model. The use is read in the middle of a step, when shared blocks that are about to be
+written have been copied. Different requests share nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SharingRunner(ModelRunner):
 
     @property
     def percent_saved(self) -> float:
-        """Blocks that sharing saved, of those without sharing."""
+        """Percentage of blocks that sharing saved."""
         return 100 * (1 - self.num_used / self.num_unshared)
 
 

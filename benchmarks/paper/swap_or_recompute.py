@@ -24,7 +24,7 @@ NUM_TOKENS = 512
 
 
 class Cost(NamedTuple):
-    """Milliseconds, the least of several: what else the machine does only adds."""
+    """Milliseconds, the least of several runs, since other work on the machine only adds time."""
 
     swap_out: float
     swap_in: float

@@ -1,7 +1,8 @@
 """Requests with the lengths of the paper's two data sets, and when they arrive.
 
-The paper publishes the means alone: ShareGPT 161 input and 338 output tokens, Alpaca 19 and 58. Lengths are
-drawn log-normal here, with those means after the cut at the model's maximum; the widths are assumptions.
+The paper publishes only the means: ShareGPT 161 input and 338 output tokens, Alpaca 19 and 58. Lengths are
+sampled from log-normal distributions, with those means after truncation at the model's maximum; the widths
+are assumptions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A data set as two log-normal distributions, cut at the maximal length.
+    """A data set as two log-normal distributions, truncated at the maximal length.
 
     Attributes:
         means: mean input and output tokens.

@@ -1,4 +1,4 @@
-"""The dashboards in the order in which one asks: are users served well, and if not, where is the time?"""
+"""All dashboards, in the order of an analysis: first the service that users get, then where the time goes."""
 
 from __future__ import annotations
 

@@ -65,12 +65,12 @@ def heatmap(title: str, description: str, histogram: str, unit: str) -> Panel:
 
 
 def side_by_side(number: int, panels: Sequence[Panel]) -> Sequence[Panel]:
-    """Return panels of the width of which ``number`` fill a line."""
+    """Return the panels with a width such that ``number`` of them fill a line."""
     return [replace(panel, width=WIDTH // number) for panel in panels]
 
 
 def busy_panel() -> Panel:
-    """Return the panel by which the ratio of prefill to decode workers is judged."""
+    """Return the panel that shows whether the ratio of prefill to decode workers is right."""
     busy = rate(f"{STEP}_sum", by="job")
     return line(
         "Busy: prefill against decode",

@@ -1,4 +1,4 @@
-"""What users get."""
+"""The first board: the service that users get."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLO = "quire_slo_requests_total"
 
 
 def slo_board() -> Board:
-    """Return the first board: what users get."""
+    """Return the first board, which shows the service that users get."""
     met = rate(SLO, 'ttft="met",tpot="met"')
     return Board(
         uid="quire-slo",

@@ -1,4 +1,4 @@
-"""Blocks on the move."""
+"""The board of block transfers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.observability.promql import quotient, rate, total
 
 
 def transfer_board() -> Board:
-    """Return the board of blocks on the move."""
+    """Return the board of block transfers."""
     size, saved = "quire_kv_transfer_bytes_total", "quire_kv_transfer_saved_bytes_total"
     push, wait = "quire_kv_transfer_seconds", "quire_kv_credit_wait_seconds"
     sent = rate(size, 'direction="sent"')

@@ -5,14 +5,14 @@ from __future__ import annotations
 from quire.observability.boards.panels import PHASE, TTFT, heatmap, line, side_by_side
 from quire.observability.dashboard import Board, Panel, Row, Target
 from quire.observability.promql import quantile, quotient, rate, share_of_all
-from quire.services.phases import HAND_OVER, PROMPT_PHASES, ROUTER_PHASES, Phase
+from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, ROUTER_PHASES, Phase
 
 BEFORE_FIRST_TOKEN = "|".join((*ROUTER_PHASES, *PROMPT_PHASES))
 AFTER_FIRST_TOKEN = "|".join(HAND_OVER)
 
 
 def _share(phase: Phase, count: str) -> Target:
-    """Return what a phase takes of each of the counted requests; a target of its own keeps the order."""
+    """Return a phase's time for each counted request; each phase is a separate target to keep the order."""
     seconds = rate(f"{PHASE}_sum", f'phase="{phase}"')
     return Target(quotient(seconds, count), phase)
 

@@ -12,7 +12,7 @@ from quire.observability.registries import (
     router_registry,
     worker_registry,
 )
-from quire.services.phases import Phase
+from quire.services.server.phases import Phase
 
 
 def test_a_metric_is_described_as_it_was_declared() -> None:

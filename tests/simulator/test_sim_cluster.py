@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from quire.services.router.planner import PolicyConfig
-from quire.services.router.policy import Policy, Pulls
+from quire.routing.planner import PolicyConfig
+from quire.routing.policy import Policy, Pulls
 from quire.simulator.calibration import Calibration
 from quire.simulator.capacity import NotWithinReach, smallest_cluster
 from quire.simulator.cluster import ClusterConfig, Replay, replay
