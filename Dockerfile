@@ -11,8 +11,13 @@ ENV PYTHONUNBUFFERED=1 \
 
 FROM python AS wheel
 WORKDIR /src
+COPY pyproject.toml ./
+COPY requirements ./requirements
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python requirements/locked.py build >build.txt \
+    && pip install --no-deps --require-hashes --requirement build.txt
 COPY . .
-RUN --mount=type=cache,target=/root/.cache/pip pip wheel --no-deps --wheel-dir /wheels .
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
 
 # What is installed before the project changes less often than the project, and stays in the builder's cache.
@@ -20,16 +25,21 @@ FROM python AS requirements
 ARG ROUTER_EXTRAS="http tracing"
 ARG WORKER_EXTRAS="worker structured vllm-grpc"
 WORKDIR /requirements
-COPY pyproject.toml deploy/requirements.py ./
-RUN python requirements.py pyproject.toml ${ROUTER_EXTRAS} >router.txt \
-    && python requirements.py pyproject.toml ${ROUTER_EXTRAS} ${WORKER_EXTRAS} >worker.txt
+COPY pyproject.toml ./
+COPY requirements ./requirements
+RUN python requirements/locked.py ${ROUTER_EXTRAS} >router.txt \
+    && python requirements/locked.py ${ROUTER_EXTRAS} ${WORKER_EXTRAS} >worker.txt
 
 
 FROM python AS base
 # Whoever runs in here may write to the cache alone: compiled kernels, and models of the hub.
 RUN groupadd --gid 10001 quire \
     && useradd --uid 10001 --gid quire --home-dir /var/cache/quire --shell /usr/sbin/nologin quire \
-    && install --directory --owner quire --group quire /var/cache/quire
+    && install --directory --owner quire --group quire /var/cache/quire \
+    # Volumes of compose.yaml take their owner from these.
+    && for name in router worker redis grafana; do \
+        install --directory --owner quire --group quire "/run/quire/$name"; \
+    done
 ENV HF_HOME=/var/cache/quire/huggingface \
     NUMBA_CACHE_DIR=/var/cache/quire/numba \
     TRITON_CACHE_DIR=/var/cache/quire/triton \
@@ -41,7 +51,7 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=2m CMD quire health "127.
 FROM base AS router-requirements
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=requirements,source=/requirements,target=/requirements \
-    pip install --requirement /requirements/router.txt
+    pip install --no-deps --require-hashes --requirement /requirements/router.txt
 
 
 FROM router-requirements AS worker-requirements
@@ -58,9 +68,11 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps ${TORCH_INDEX_URL:+--extra-index-url} ${TORCH_INDEX_URL:+"${TORCH_INDEX_URL}"} "${TORCH}" \
     && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch" \
     && rm -rf include test && find bin -type f ! -name torch_shm_manager -delete
+# The second command installs what a build for CUDA needs beside it; a build for the CPU needs nothing.
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=requirements,source=/requirements,target=/requirements \
-    pip install --requirement /requirements/worker.txt
+    pip install --no-deps --require-hashes --requirement /requirements/worker.txt \
+    && pip install torch
 
 
 FROM worker-requirements AS worker

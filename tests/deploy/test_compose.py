@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ TEXT = (ROOT / "compose.yaml").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 GPU: dict[str, Any] = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text(encoding="utf-8"))
-RUNNING = [name for name, service in SERVICES.items() if "profiles" not in service]
+ONCE = [name for name, service in SERVICES.items() if service["restart"] == "no"]
+RUNNING = [name for name in SERVICES if name not in ONCE]
 INSIDE = ["prefill", "decode", "redis"]
 VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}")
 
@@ -59,8 +62,9 @@ def test_a_service_tells_its_health_and_comes_back(name: str) -> None:
     assert service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
     assert service["restart"] == "unless-stopped"
     assert service["init"] is True
-    for waited_for in service.get("depends_on", {}).values():
-        assert waited_for == {"condition": "service_healthy"}
+    for name, waited_for in service.get("depends_on", {}).items():
+        condition = "service_completed_successfully" if name in ONCE else "service_healthy"
+        assert waited_for == {"condition": condition}
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -108,6 +112,90 @@ def test_workers_do_not_see_the_secrets_of_the_router() -> None:
     assert see("./secrets:/secrets:ro") == {"router"}
     assert see("./certificates:/certificates:ro") == {"router", "prefill", "decode"}
 
+    assert see("router-secrets:/run/quire:ro,nocopy") == {"router"}
+    assert see("worker-secrets:/run/quire:ro,nocopy") == {"prefill", "decode"}
+    assert see("redis-secrets:/run/quire:ro,nocopy") == {"redis"}
+    assert see("grafana-secrets:/run/quire:ro,nocopy") == {"grafana"}
+
+
+def test_only_what_makes_the_secrets_gives_their_volumes_an_owner() -> None:
+    """Docker copies an image's folder with its owner into an empty volume when it creates a container.
+
+    It creates all containers before the secrets are made, and in the readers' image the path belongs to root.
+    """
+    for name, service in SERVICES.items():
+        for volume in service.get("volumes", []):
+            if "-secrets:" in volume:
+                options = volume.split(":")[2:]
+                assert options == ([] if name == "secrets" else ["ro,nocopy"]), f"{name}: {volume}"
+
+
+def test_nothing_has_a_password_that_is_written_here() -> None:
+    """All of them come from the volumes, and only what makes them takes them from .env."""
+    for name, service in SERVICES.items():
+        given = [
+            variable
+            for variable in service.get("environment", {})
+            if re.search("PASSWORD$|SECRET$|AUTH$|REDIS_URL$", variable)
+        ]
+        assert bool(given) == (name == "secrets")
+        assert all(default(service["environment"][variable]) == "" for variable in given)
+        assert not re.search(r"redis://\S*:\S*@", str(service))
+
+
+def make_secrets(folder: Path, **variables: str) -> dict[str, str]:
+    """Run what makes the secrets in a folder; return them by file."""
+    for name in ("router", "worker", "redis", "grafana"):
+        (folder / name).mkdir(exist_ok=True)
+    script = ROOT / "deploy" / "compose" / "make-secrets.sh"
+    environment = {"PATH": os.environ["PATH"], **variables}
+    subprocess.run(["sh", script, folder], env=environment, check=True, timeout=30)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o444}
+    return {str(path.relative_to(folder)): path.read_text() for path in files}
+
+
+def test_secrets_are_drawn_once_and_are_equal_where_they_must_be(tmp_path: Path) -> None:
+    made = make_secrets(tmp_path)
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in made.values())
+    assert made["router/cluster-secret"] == made["worker/cluster-secret"]
+    assert made["router/redis-password"] == made["redis/router-password"]
+    assert made["worker/redis-password"] == made["redis/worker-password"]
+    assert len(made) == 8
+    assert len(set(made.values())) == 5
+    assert make_secrets(tmp_path) == made, "a second start keeps them"
+    chosen = make_secrets(tmp_path, REDIS_WORKER_PASSWORD="mine")
+    assert chosen == {**made, "worker/redis-password": "mine", "redis/worker-password": "mine"}
+
+
+def test_quire_starts_with_the_secrets_of_its_volume(tmp_path: Path) -> None:
+    folder, shown = tmp_path / "secrets", tmp_path / "bin"
+    folder.mkdir()
+    shown.mkdir()
+    (folder / "cluster-secret").write_text("s3cret")
+    (folder / "redis-password").write_text("pass")
+    (shown / "quire").write_text('#!/bin/sh\necho "$QUIRE_CLUSTER_SECRET $QUIRE_REDIS_URL $*"\n')
+    (shown / "quire").chmod(0o755)
+    done = subprocess.run(
+        ["sh", ROOT / "deploy" / "compose" / "quire.sh", "decode"],
+        env={"PATH": f"{shown}:{os.environ['PATH']}", "SECRETS": str(folder), "REDIS_USER": "quire-worker"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert done.stdout == "s3cret redis://quire-worker:pass@redis:6379/0 decode\n"
+
+
+def test_the_image_has_the_folders_whose_owner_the_volumes_take() -> None:
+    mounted = {
+        volume.split(":")[1].rpartition("/")[2]
+        for volume in SERVICES["secrets"]["volumes"]
+        if "-secrets:" in volume
+    }
+    (names,) = re.findall(r"for name in ([\w ]+); do", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    assert set(names.split()) == mounted
+
 
 def test_volumes_and_networks_are_declared() -> None:
     for service in SERVICES.values():
@@ -123,7 +211,7 @@ def test_every_variable_is_in_the_example_with_its_default() -> None:
     used: dict[str, str] = dict(VARIABLE.findall(TEXT))
     assert used.keys() | {match[0] for match in VARIABLE.findall(str(GPU))} == listed.keys()
     for name, value in used.items():
-        has_own_meaning = "CHANGEME" in listed[name] or name in (
+        has_own_meaning = name in (
             "QUIRE_MODEL",
             "QUIRE_MODELS",
             "QUIRE_KV_MEMORY",

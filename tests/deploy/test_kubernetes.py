@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from quire.cli.main import make_app
-from quire.services.worker.app import WorkerConfig
+from quire.services.worker.config import WorkerConfig
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "deploy" / "kubernetes" / "base"
@@ -182,6 +182,23 @@ def test_settings_are_those_of_the_commands(folder: Path) -> None:
     for name in OURS:
         (reference,) = container(name)["envFrom"]
         assert reference["configMapRef"]["name"] == ("router" if name == "router" else "workers")
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_no_pod_starts_without_the_cluster_secret_and_the_passwords(name: str) -> None:
+    needed = {
+        variable["name"]: variable
+        for variable in container(name)["env"]
+        if re.search("PASSWORD$|SECRET$", variable["name"])
+    }
+    assert ("QUIRE_CLUSTER_SECRET" in needed) == (name in OURS)
+    assert any("PASSWORD" in variable for variable in needed)
+    for variable in needed.values():
+        reference = variable["valueFrom"]["secretKeyRef"]
+        assert reference["name"] == "quire"
+        assert not reference.get("optional", False)
+    assert not re.search(r"redis://\S*:(?!\$\()\S*@", str(container(name)))
+    assert of_kind("Secret") == [], "a password that is written here is known to everybody"
 
 
 @pytest.mark.parametrize("name", OURS)
