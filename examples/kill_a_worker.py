@@ -1,4 +1,4 @@
-"""A decode worker is killed in the middle of an answer, and the answer goes on, token for token.
+"""Kills a decode worker in the middle of an answer, which continues without losing or changing a token.
 
 Starts a stack of its own, one prefill and two decode workers: python examples/kill_a_worker.py
 """
@@ -14,7 +14,7 @@ from rich.console import Console
 from quire.client import Client
 from quire.protos.admin_pb2 import ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
-from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
 from quire.services.router.app import RouterConfig
 
 PROMPT = "the code of the lantern is 417. the age of the cat is 900. "
@@ -23,7 +23,7 @@ KILL_AFTER = 150
 
 
 def busy_decode_worker(stack: RunningStack) -> tuple[str, int]:
-    """Return name and pid of the decode worker that has the request."""
+    """Return the name and the pid of the decode worker that runs the request."""
     with grpc.insecure_channel(stack.admin_address) as channel:
         workers = AdminServiceStub(channel).ListWorkers(ListWorkersRequest()).workers
     [busy] = (worker.address for worker in workers if worker.role == "decode" and worker.num_requests)

@@ -18,7 +18,7 @@ QUESTION = "the code of the lantern is 417. what is the code of the lantern?"
 
 
 class Code(BaseModel):
-    """What the answer has to hold."""
+    """The structure that the answer must have."""
 
     value: int
 

@@ -15,7 +15,7 @@ def main() -> None:
             answer = output.outputs[0]
             print(f"{output.prompt!r} → {answer.text!r} ({answer.finish_reason})")
 
-        # Several samples of one prompt: it is computed once, and its blocks are shared.
+        # Several samples of one prompt. The prompt is computed once, and its blocks are shared.
         params = SamplingParams(n=4, temperature=1.2, seed=7, max_tokens=16, stop=".", logprobs=0)
         [output] = llm.generate("the height of the", params, use_tqdm=False)
         for answer in output.outputs:
@@ -26,7 +26,7 @@ def main() -> None:
         [output] = llm.beam_search("the price of the", beams, use_tqdm=False)
         print("beams:", [answer.text for answer in output.outputs])
 
-        # A conversation; what the earlier turn computed is found in the prefix cache.
+        # A conversation. The blocks that the earlier turn computed are found in the prefix cache.
         messages = [{"role": "user", "content": NOTES + "what is the code of the lantern?"}]
         for question in ("what is the age of the cat?", None):
             [output] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
@@ -37,7 +37,7 @@ def main() -> None:
                     {"role": "user", "content": question},
                 ]
 
-        # What can never be served is refused by name, before anything runs.
+        # A value that can never be served is refused before anything runs, and the error names it.
         try:
             llm.generate("the " * 10_000)
         except ValueError as error:

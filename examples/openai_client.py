@@ -11,7 +11,7 @@ NOTES = "the code of the lantern is 417. the room of the anchor is 902. "
 
 
 def chat(client: OpenAI, model: str) -> None:
-    """Ask, and ask again: the second prompt begins like the first, whose blocks are still there."""
+    """Ask twice; the second prompt begins like the first, whose blocks are still cached."""
     for question in ("what is the code of the lantern?", "what is the room of the anchor?"):
         answer = client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": NOTES + question}], temperature=0
@@ -48,7 +48,7 @@ def score(client: OpenAI, model: str) -> None:
 
 
 async def several(model: str) -> None:
-    """Ask side by side, and read an error."""
+    """Send several requests concurrently, and read an error."""
     async with AsyncOpenAI(base_url=URL, api_key="none") as client:
         answers = await asyncio.gather(
             *(

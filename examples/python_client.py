@@ -16,7 +16,7 @@ def main() -> None:
             f"{info.model}: up to {info.max_model_len} tokens, {info.num_decode_workers} decode worker(s)\n"
         )
 
-        # A whole answer, and where its KV blocks came from.
+        # A whole answer, and the origin of its KV blocks.
         messages: list[Message] = [
             {"role": "user", "content": NOTES + "what is the code of the lantern?"},
         ]
@@ -24,7 +24,7 @@ def main() -> None:
         usage = completion.usage
         print(completion.text, f"({completion.finish_reason}, {usage.blocks_shipped} blocks shipped)")
 
-        # The next turn begins with the same tokens: their blocks are found, not computed again.
+        # The next turn begins with the same tokens, whose blocks are found in the cache.
         messages += [
             {"role": "assistant", "content": completion.text},
             {"role": "user", "content": "what is the age of the cat?"},
