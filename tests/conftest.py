@@ -1,21 +1,38 @@
-"""A tiny tokenizer."""
+"""A tiny tokenizer, the settings of the property tests, and signal handlers as Python sets them."""
 
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tokenizers
+from hypothesis import settings
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from quire.tokenization.tokenizer import Tokenizer
+
+# A busy machine makes an example slow, which is no defect.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 VOCAB_SIZE = 320
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
 <|{{ message.role }}|>{{ message.content | trim }}{{ eos_token }}
 {% endfor %}
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt, and undo what a command that runs in this process sets."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

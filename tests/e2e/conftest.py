@@ -19,10 +19,10 @@ from quire.client import AsyncClient
 from quire.models.random_model import make_random_model
 from quire.protos import worker_pb2 as pb
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
-from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.routing.planner import PolicyConfig
+from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
 from quire.services.router.app import RouterConfig
-from quire.services.router.planner import PolicyConfig
-from quire.services.worker.app import WorkerConfig
+from quire.services.worker.config import WorkerConfig
 
 # Threads that spin beside the workers' would slow both down many times over.
 torch.set_num_threads(1)
@@ -114,7 +114,10 @@ async def connected(stack: RunningStack) -> AsyncIterator[tuple[AsyncClient, dic
     async with AsyncClient(stack.address) as client:
         channels = {name: grpc.aio.insecure_channel(w.address) for name, w in stack.ready.items()}
         try:
-            yield client, {name: WorkerServiceStub(channel) for name, channel in channels.items()}
+            yield (
+                client,
+                {name: WorkerServiceStub(stack.peer(name, channel)) for name, channel in channels.items()},
+            )
         finally:
             for channel in channels.values():
                 await channel.close()

@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.kvindex import guarded_index
 from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
 from quire.protos import worker_pb2
-from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
-from quire.services.redis_process import RedisProcess
+from quire.routing.planner import PolicyConfig
+from quire.routing.policy import Policy, Pulls
+from quire.services.local.redis_process import RedisProcess
+from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
 from quire.services.router.app import RouterConfig, router
-from quire.services.router.planner import PolicyConfig
-from quire.services.router.policy import Policy, Pulls
 
 NUM_CHATS, NUM_TURNS, NUM_FACTS = 4, 4, 20
 MAX_TOKENS = 16

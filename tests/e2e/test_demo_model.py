@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire.models.bundled import demo_model_path
 from quire.models.notes import HELD_OUT_SEEDS, Example, held_out, question, sample_notes, text
-from quire.services.local_stack import LocalStackConfig, RunningStack, local_stack
+from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
 from quire.services.router.app import RouterConfig
 
 NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 200, 20, 16

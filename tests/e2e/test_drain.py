@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.client import AsyncClient
-from quire.services.local_stack import RunningStack
-from quire.services.redis_process import RedisProcess
+from quire.services.local.redis_process import RedisProcess
+from quire.services.local.stack import RunningStack
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}

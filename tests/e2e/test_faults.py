@@ -15,8 +15,8 @@ import pytest
 from quire.client import AsyncClient, InvalidRequest, NotFound, QuireError
 from quire.kvindex.redis_index import RedisIndex, reader_client
 from quire.protos import worker_pb2
-from quire.services.local_stack import RunningStack
-from quire.services.redis_process import RedisProcess
+from quire.services.local.redis_process import RedisProcess
+from quire.services.local.stack import RunningStack
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}

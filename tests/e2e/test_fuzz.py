@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from quire.protos import admin_pb2, inference_pb2, kvtransfer_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
-from quire.services.local_stack import RunningStack
+from quire.services.local.stack import RunningStack
 
 CALL_SECONDS = 1.0
 PATIENCE_SECONDS = 20.0
@@ -218,11 +218,14 @@ def address(stack: RunningStack, process: str) -> str:
     return stack.ready[process].address
 
 
-async def outcome(where: str, method: MethodDescriptor, requests: list[bytes]) -> grpc.StatusCode:
-    """Return how a call with these requests ends."""
+async def outcome(
+    stack: RunningStack, process: str, method: MethodDescriptor, requests: list[bytes]
+) -> grpc.StatusCode:
+    """Return how a call with these requests ends; workers get their calls from a member of the cluster."""
     path = f"/{method.containing_service.full_name}/{method.name}"
-    async with grpc.aio.insecure_channel(where) as channel:
-        call = channel.stream_stream(path)(iter(requests), timeout=CALL_SECONDS)
+    async with grpc.aio.insecure_channel(address(stack, process)) as channel:
+        callee = stack.peer(process, channel) if process in stack.ready else channel
+        call = callee.stream_stream(path)(iter(requests), timeout=CALL_SECONDS)
         async with asyncio.timeout(CALL_SECONDS + PATIENCE_SECONDS):
             try:
                 async for _ in call:
@@ -250,7 +253,7 @@ def test_slightly_wrong_messages_meet_no_defect(
     method: MethodDescriptor,
 ) -> None:
     valid = valid_requests(method, info)
-    unchanged = asyncio.run(outcome(address(stack, process), method, [m.SerializeToString() for m in valid]))
+    unchanged = asyncio.run(outcome(stack, process, method, [m.SerializeToString() for m in valid]))
     assert unchanged in (grpc.StatusCode.OK, *_REFUSALS.get(method.name, ())), "the pattern itself is refused"
 
     @settings(
@@ -264,7 +267,7 @@ def test_slightly_wrong_messages_meet_no_defect(
     @given(st.tuples(*map(variants, valid)))
     def call(requests: tuple[Message, ...]) -> None:
         encoded = [each.SerializeToString() for each in requests]
-        code = asyncio.run(outcome(address(stack, process), method, encoded))
+        code = asyncio.run(outcome(stack, process, method, encoded))
         assert code not in _DEFECTS, requests
 
     call()
@@ -282,9 +285,7 @@ def test_random_messages_meet_no_defect(stack: RunningStack, process: str, metho
     )
     @given(st.lists(messages(method.input_type), min_size=1, max_size=3 if method.client_streaming else 1))
     def call(requests: list[Message]) -> None:
-        code = asyncio.run(
-            outcome(address(stack, process), method, [each.SerializeToString() for each in requests])
-        )
+        code = asyncio.run(outcome(stack, process, method, [each.SerializeToString() for each in requests]))
         assert code not in _DEFECTS, requests
 
     call()
@@ -295,7 +296,7 @@ def test_random_bytes_meet_no_defect(stack: RunningStack, process: str, method: 
     @settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(st.lists(st.binary(max_size=200), max_size=3 if method.client_streaming else 1))
     def call(requests: list[bytes]) -> None:
-        assert asyncio.run(outcome(address(stack, process), method, requests)) not in _DEFECTS
+        assert asyncio.run(outcome(stack, process, method, requests)) not in _DEFECTS
 
     call()
 

@@ -22,8 +22,8 @@ import pytest
 from quire.client import AsyncClient, InvalidRequest, Unauthenticated
 from quire.protos import inference_pb2
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
-from quire.services.local_stack import RunningStack
-from quire.services.redis_process import RedisProcess
+from quire.services.local.redis_process import RedisProcess
+from quire.services.local.stack import RunningStack
 from quire.services.router.tenants import Tenant, new_key
 
 NUM_IDLE = 1000
@@ -202,9 +202,9 @@ def _processes(parent: int) -> list[str]:
 
 
 def test_settings_do_not_print_secrets() -> None:
-    from quire.services.local_stack import LocalStackConfig
+    from quire.services.local.stack import LocalStackConfig
     from quire.services.router.app import RouterConfig
-    from quire.services.worker.app import WorkerConfig
+    from quire.services.worker.config import WorkerConfig
 
     url = "redis://user:hidden-word@host"
     configs = (

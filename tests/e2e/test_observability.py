@@ -27,7 +27,7 @@ from quire.observability.registries import (
 )
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
-from quire.services.local_stack import RunningStack
+from quire.services.local.stack import RunningStack
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2, worker_pb2
 from quire.protos import kvtransfer_pb2 as pb
@@ -18,7 +19,9 @@ from quire.protos.kvtransfer_pb2_grpc import (
     KvPullServiceStub,
     add_KvPullServiceServicer_to_server,
 )
-from quire.services.local_stack import RunningStack
+from quire.services.local.stack import RunningStack
+from quire.services.server.cluster_proof import RequireProof
+from quire.services.server.grpc_server import Service, grpc_server
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 WAIT_SECONDS = 20.0
@@ -122,7 +125,7 @@ async def test_a_restarted_or_absent_peer_is_done_without(
         stale = await holding(cluster, workers, "prefill-0", epoch="of before")
         response = await prefill(workers["prefill-1"], prompt[:200], pull_from=stale)
         assert first_token(response) == expected("llama", prompt[:200])[0]
-        assert (response.pulled.num_blocks, response.pulled.failure) == (0, "aborted")
+        assert (response.pulled.num_blocks, response.pulled.failure) == (0, "unavailable")
         absent = await holding(cluster, workers, "prefill-0", address="127.0.0.1:1")
         response = await prefill(workers["prefill-1"], prompt, pull_from=absent)
         assert first_token(response) == expected("llama", prompt)[0]
@@ -155,15 +158,20 @@ class Relay(KvPullServiceServicer):
 
 
 @asynccontextmanager
-async def relayed(address: str, fault: Callable[[pb.BlockFrame, Any], Any]) -> AsyncIterator[str]:
-    """Run a relay to a worker; yield its address."""
-    server = grpc.aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    async with grpc.aio.insecure_channel(address) as channel:
-        add_KvPullServiceServicer_to_server(Relay(KvPullServiceStub(channel), fault), server)
-        await server.start()
-        yield f"127.0.0.1:{port}"
-        await server.stop(None)
+async def relayed(
+    cluster: RunningStack, name: str, fault: Callable[[pb.BlockFrame, Any], Any], *, knows_secret: bool = True
+) -> AsyncIterator[str]:
+    """Run a relay to a worker; yield its address. With the secret it is taken for a worker itself."""
+    owner = cluster.ready[name]
+    guard = RequireProof(cluster.caller.secret, owner.epoch, lambda: server.address)
+    async with grpc.aio.insecure_channel(owner.address) as channel:
+        relay = Relay(KvPullServiceStub(cluster.peer(name, channel)), fault)
+        service = Service(add_KvPullServiceServicer_to_server, relay, "quire.v1.KvPullService")
+        guards = [guard] if knows_secret else []
+        async with grpc_server(
+            [service], registry=CollectorRegistry(), grace_seconds=0, interceptors=guards
+        ) as server:
+            yield server.address
 
 
 async def corrupt(frame: pb.BlockFrame, context: Any) -> None:
@@ -197,7 +205,7 @@ async def test_a_pull_that_fails_midway_keeps_what_was_right(
     async with e2e.connected(cluster) as (_, workers):
         prompt = e2e.make_prompt(LENGTH, seed=seed)
         await prefill(workers["prefill-0"], prompt)
-        async with relayed(cluster.ready["prefill-0"].address, fault) as address:
+        async with relayed(cluster, "prefill-0", fault) as address:
             source = await holding(cluster, workers, "prefill-0", address=address, timeout_ms=1000)
             response = await prefill(workers["prefill-1"], prompt, pull_from=source)
             assert first_token(response) == expected("llama", prompt)[0]
@@ -205,6 +213,26 @@ async def test_a_pull_that_fails_midway_keeps_what_was_right(
             assert response.pulled.num_blocks == 3
             assert response.num_cached_tokens == 3 * 16
             await e2e.quiet(workers)
+
+
+async def test_nothing_is_taken_from_a_stranger_who_passes_pulls_on(
+    cluster: RunningStack, expected: Any, e2e: Any
+) -> None:
+    asked: list[int] = []
+
+    async def ask(frame: pb.BlockFrame, context: Any) -> None:
+        asked.append(frame.index)
+
+    async with e2e.connected(cluster) as (_, workers):
+        prompt = e2e.make_prompt(LENGTH, seed=15)
+        await prefill(workers["prefill-0"], prompt)
+        async with relayed(cluster, "prefill-0", ask, knows_secret=False) as address:
+            source = await holding(cluster, workers, "prefill-0", address=address)
+            response = await prefill(workers["prefill-1"], prompt, pull_from=source)
+        assert first_token(response) == expected("llama", prompt)[0]
+        assert (response.pulled.num_blocks, response.pulled.failure) == (0, "unauthenticated")
+        assert asked == []
+        await e2e.quiet(workers)
 
 
 async def test_an_aborted_request_gives_its_pull_up(cluster: RunningStack, e2e: Any) -> None:
@@ -217,7 +245,7 @@ async def test_an_aborted_request_gives_its_pull_up(cluster: RunningStack, e2e: 
     async with e2e.connected(cluster) as (_, workers):
         prompt = e2e.make_prompt(LENGTH, seed=20)
         await prefill(workers["prefill-0"], prompt)
-        async with relayed(cluster.ready["prefill-0"].address, wait) as address:
+        async with relayed(cluster, "prefill-0", wait) as address:
             source = await holding(cluster, workers, "prefill-0", address=address)
             request = worker_pb2.PrefillRequest(sequence=sequence_of(prompt), pull_from=source)
             call = workers["prefill-1"].Prefill(request, timeout=WAIT_SECONDS)
@@ -263,7 +291,7 @@ async def test_the_owners_death_during_pulls(cluster: RunningStack, expected: An
             await asyncio.to_thread(owner.join)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
-        async with relayed(cluster.ready["prefill-0"].address, kill) as address:
+        async with relayed(cluster, "prefill-0", kill) as address:
             source = await holding(cluster, workers, "prefill-0", address=address)
             responses = await asyncio.gather(
                 *(prefill(workers["prefill-1"], prompt, pull_from=source) for prompt in prompts)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.client import InvalidRequest
 from quire.protos import worker_pb2
-from quire.services.local_stack import RunningStack
+from quire.services.local.stack import RunningStack
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 TinyModel = Callable[[str], Path]

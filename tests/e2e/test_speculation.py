@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.services.local_stack import RunningStack
+from quire.services.local.stack import RunningStack
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 

@@ -19,13 +19,14 @@ from quire.cli.main import make_app
 from quire.client import AsyncClient, Tls, Unavailable
 from quire.client.admin import AdminClient
 from quire.kvindex.block_hash import CacheScope, block_hashes, root_hash
+from quire.kvtransfer.proof import Peer
 from quire.protos import inference_pb2, kvtransfer_pb2, worker_pb2
 from quire.protos.kvtransfer_pb2_grpc import KvPullServiceStub
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
-from quire.services.local_stack import RunningStack
-from quire.services.redis_process import RedisProcess
+from quire.services.local.redis_process import RedisProcess
+from quire.services.local.stack import RunningStack
 from quire.services.router.tenants import Tenant, new_key
-from quire.services.tls import CLUSTER_NAME, ClusterTls, TlsFiles
+from quire.services.server.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 
 SECRET = "the secret of this cluster"
 LENGTH = 400
@@ -62,10 +63,10 @@ class Secured(NamedTuple):
             yield connected
 
     @asynccontextmanager
-    async def worker(self, name: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Connect to a worker with a certificate of the cluster."""
+    async def worker(self, name: str) -> AsyncIterator[Peer]:
+        """Connect to a worker with a certificate and the secret of the cluster."""
         async with self.cluster.connect(self.stack.ready[name].address) as channel:
-            yield channel
+            yield self.stack.peer(name, channel)
 
     def blocks(self) -> set[bytes]:
         """Return the hashes of all published blocks."""

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.protos import worker_pb2
-from quire.services.local_stack import RunningStack
-from quire.services.worker.app import DiskFolder
+from quire.services.local.stack import RunningStack
+from quire.services.worker.config import DiskFolder
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 BLOCK_BYTES = 3 * 2 * 2 * 16 * 32 * 4

@@ -22,7 +22,7 @@ from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.protos import inference_pb2, worker_pb2
-from quire.services.local_stack import RunningStack
+from quire.services.local.stack import RunningStack
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 Expected = Callable[[str, list[int]], list[int]]

@@ -23,6 +23,7 @@ from urllib.request import Request, urlopen
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
@@ -30,7 +31,9 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out
 from quire.protos import worker_pb2
-from quire.services.local_stack import RunningStack
+from quire.services.local.stack import RunningStack
+from quire.services.server.grpc_server import grpc_server
+from quire.services.vllm_adapter.hand_off import hand_off
 
 WAIT_SECONDS = 30.0
 GATEWAY_SECONDS = 60.0
@@ -143,16 +146,32 @@ async def test_a_decode_worker_pulls_what_the_prefill_worker_computed(
         await e2e.quiet(workers)
 
 
-@pytest.mark.parametrize("change", [{"remote_engine_id": "of before"}, {"remote_port": 1}])
+@pytest.mark.parametrize("change", [{"epoch": "of before"}, {"address": "127.0.0.1:1"}])
 async def test_what_cannot_be_pulled_is_computed(
-    change: dict[str, Any], engines: dict[str, Any], expected: Any, e2e: Any
+    change: dict[str, Any], cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
 ) -> None:
     prompt = e2e.make_prompt(LENGTH, seed=80 + len(next(iter(change))))
-    first = await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}))
-    stale = json.dumps({**json.loads(first.kv_transfer_params_json), **change})
+    await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}))
+    holder = cluster.ready["prefill-0"]
+    said = {"address": holder.address, "epoch": holder.epoch, "num_blocks": NUM_FULL, **change}
+    stale = hand_off(**said, secret=cluster.caller.secret)
     answer = await complete(engines["decode-0"], request(prompt, kv_transfer_params_json=stale))
     assert list(answer.output_ids) == expected("llama", prompt)
     assert answer.cached_tokens == 0
+
+
+async def test_blocks_of_a_machine_that_a_client_names_are_not_pulled(
+    cluster: RunningStack, engines: dict[str, Any], e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(LENGTH, seed=89)
+    first = await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}))
+    lent = counted(cluster, "prefill-0", LENT)
+    async with grpc_server([], registry=CollectorRegistry(), grace_seconds=0) as stranger:
+        port = int(stranger.address.rpartition(":")[2])
+        forged = json.dumps({**json.loads(first.kv_transfer_params_json), "remote_port": port})
+        message = request(prompt, kv_transfer_params_json=forged)
+        assert "QUIRE_CLUSTER_SECRET" in await refusal(engines["decode-0"], message)
+    assert counted(cluster, "prefill-0", LENT) == lent
 
 
 async def test_several_answers_and_logprobs(engines: dict[str, Any], e2e: Any) -> None:
@@ -223,9 +242,9 @@ async def test_bad_requests_name_the_field(engines: dict[str, Any]) -> None:
     )
     message = request([5, 6], {"max_tokens": 1}, kv_transfer_params_json=from_decode)
     assert "for a decode worker" in await refusal(prefill, message)
-    assert "token_ids" in await refusal(decode, request([]))
-    assert "token_ids.ids" in await refusal(decode, request([1 << 20]))
-    assert "top_p" in await refusal(decode, request([5], {"top_p": 2.0}))
+    assert "tokenized.input_ids: " in await refusal(decode, request([]))
+    assert "tokenized.input_ids[0]" in await refusal(decode, request([1 << 20]))
+    assert "sampling_params.top_p" in await refusal(decode, request([5], {"top_p": 2.0}))
     assert "at most 511" in await refusal(decode, request([5] * 600))
     assert "JSON" in await refusal(decode, request([5], kv_transfer_params_json="{"))
     assert "input" in await refusal(decode, vllm.GenerateRequest(text="hello"))

@@ -1,0 +1,93 @@
+"""One request that ends every worker that computes it: it is refused, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.client import AsyncClient, ServerError
+from quire.services.router.app import RouterConfig, router
+from quire.services.server.errors import SUSPECTED
+
+NUM_WORKERS, NUM_INNOCENT, NUM_TOKENS = 3, 12, 48
+SECONDS = 120.0
+OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+WORKER = """
+import json, os, signal, sys
+from quire.engine.model_runner import ModelRunner
+from quire.services.worker.config import WorkerConfig
+from quire.services.worker_process import run_worker
+
+prepare = ModelRunner.prepare
+
+def deadly(self, scheduled):
+    if any(each.sequence.request_id.startswith("poison") for each in scheduled):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return prepare(self, scheduled)
+
+def on_ready(running):
+    ModelRunner.prepare = deadly
+    print(json.dumps(running.address), flush=True)
+
+run_worker(WorkerConfig(
+    role="decode", model=sys.argv[1], dtype="float32", num_blocks=512, log_level="error",
+), on_ready)
+"""
+
+
+@pytest.fixture
+def workers(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Start decode workers that die of a certain request; yield them by their addresses."""
+    command = [sys.executable, "-c", WORKER, str(tiny_model("llama"))]
+    with ExitStack() as stack:
+        processes = []
+        for _ in range(NUM_WORKERS):
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            processes.append(process)
+        found = {}
+        for process in processes:
+            assert process.stdout is not None
+            found[json.loads(process.stdout.readline())] = process
+        yield found
+
+
+async def test_a_request_that_kills_is_refused_and_the_others_go_on(
+    workers: dict[str, subprocess.Popen[str]], e2e: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine suspects may take long to clear themselves.
+    monkeypatch.setattr("quire.services.router.suspects.PATIENCE_SECONDS", SECONDS)
+    config = RouterConfig(port=0, metrics_port=0, worker_addresses=tuple(workers), poll_seconds=0.1)
+    prompts = [e2e.make_prompt(24, seed) for seed in range(NUM_INNOCENT)]
+    async with asyncio.timeout(SECONDS), router(config) as running:
+        while len(running.workers.live("decode")) < NUM_WORKERS:
+            await running.workers.refresh()
+        async with AsyncClient(running.address) as client:
+            asked = (client.generate(prompt, **OPTIONS) for prompt in prompts)
+            expected = [list(each.token_ids) for each in await asyncio.gather(*asked)]
+            have_begun = [asyncio.Event() for _ in prompts]
+
+            async def stream(prompt: list[int], has_begun: asyncio.Event) -> list[int]:
+                tokens: list[int] = []
+                async for delta in client.stream(prompt, **OPTIONS):
+                    tokens += delta.token_ids
+                    has_begun.set()
+                return tokens
+
+            streams = [asyncio.create_task(stream(*each)) for each in zip(prompts, have_begun, strict=True)]
+            await asyncio.gather(*(each.wait() for each in have_begun))
+            with pytest.raises(ServerError) as refused:
+                await client.generate(e2e.make_prompt(24, 99), request_id="poison", **OPTIONS)
+            assert refused.value.reason == SUSPECTED
+            assert await asyncio.gather(*streams) == expected
+            dead = [process for process in workers.values() if process.poll() is not None]
+            assert len(dead) == 2
+            assert list((await client.generate(prompts[0], **OPTIONS)).token_ids) == expected[0]

@@ -1,0 +1,141 @@
+"""Signals for ``quire serve``: the first lets requests end, the second ends at once, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.client import AsyncClient, Unavailable
+
+NUM_CLIENTS = 16
+NUM_TOKENS = 150
+WAIT_SECONDS = 60.0
+# As a shell starts a command in the background of a script.
+QUIRE = ["env", "--ignore-signal=INT", sys.executable, "-c", "from quire.cli.main import main; main()"]
+
+
+class Serve:
+    """``quire serve`` in a group of its own, as in a terminal."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+        """Where it keeps temporary files."""
+
+    def line(self, part: str) -> str:
+        """Return the next line of stderr that holds a text."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if part in line:
+                return line
+        raise AssertionError(f"it ended without saying {part!r}")
+
+    def children(self) -> list[int]:
+        """Return its processes."""
+        pid = self.process.pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def end(self) -> tuple[int, str]:
+        """Return its status and the rest of stderr."""
+        _, rest = self.process.communicate(timeout=WAIT_SECONDS)
+        return self.process.returncode, rest
+
+
+@pytest.fixture
+def serve(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Serve]:
+    with serving(tiny_model("llama"), tmp_path) as started:
+        yield started
+
+
+@contextmanager
+def serving(model: Path, folder: Path) -> Iterator[Serve]:
+    settings = ["--dtype", "float32", "--num-blocks", "2048", "--port", "0", "--http-port", "0"]
+    with subprocess.Popen(
+        [*QUIRE, "serve", str(model), *settings, "--grace-period", "120"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    ) as process:
+        try:
+            yield Serve(process, folder)
+        finally:
+            process.kill()
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+async def begin(client: AsyncClient, prompts: list[list[int]]) -> list[asyncio.Task[int]]:
+    """Begin answers and return tasks for how many tokens each gets."""
+    has_begun = [asyncio.Event() for _ in prompts]
+
+    async def finish(prompt: list[int], begun: asyncio.Event) -> int:
+        count = 0
+        async for delta in client.stream(prompt, max_tokens=NUM_TOKENS, ignore_eos=True):
+            begun.set()
+            count += len(delta.token_ids)
+        return count
+
+    tasks = [asyncio.create_task(finish(*each)) for each in zip(prompts, has_begun, strict=True)]
+    async with asyncio.timeout(WAIT_SECONDS):
+        await asyncio.gather(*(event.wait() for event in has_begun))
+    return tasks
+
+
+async def test_ctrl_c_lets_requests_end(serve: Serve, e2e: Any) -> None:
+    address = (await asyncio.to_thread(serve.line, "quire serves")).split(" at ")[1].split()[0]
+    async with AsyncClient(address) as client:
+        running = await begin(client, [e2e.make_prompt(20, seed) for seed in range(NUM_CLIENTS)])
+        os.killpg(serve.process.pid, signal.SIGINT)
+        assert f"waiting for {NUM_CLIENTS} requests" in await asyncio.to_thread(serve.line, "stopping: ")
+        with pytest.raises(Unavailable, match="this router is stopping"):
+            await client.generate([2, 3], max_tokens=1)
+        assert await asyncio.gather(*running) == [NUM_TOKENS] * NUM_CLIENTS
+    status, rest = await asyncio.to_thread(serve.end)
+    assert (status, rest.splitlines()[-1]) == (0, "stopped")
+    assert "cut off" not in rest
+    assert not list(serve.folder.iterdir())
+
+
+async def test_the_second_signal_ends_it_at_once(serve: Serve, e2e: Any) -> None:
+    address = (await asyncio.to_thread(serve.line, "quire serves")).split(" at ")[1].split()[0]
+    async with AsyncClient(address) as client:
+        (running,) = await begin(client, [e2e.make_prompt(20)])
+        children = serve.children()
+        serve.process.terminate()
+        await asyncio.to_thread(serve.line, "waiting for 1 request,")
+        serve.process.terminate()
+        status, rest = await asyncio.wait_for(asyncio.to_thread(serve.end), 10)
+        assert (status, "Traceback" in rest) == (128 + signal.SIGTERM, False)
+        with pytest.raises(Unavailable):
+            await running
+    assert not list(serve.folder.iterdir())
+    assert len(children) >= 4
+    async with asyncio.timeout(WAIT_SECONDS):
+        # A helper of multiprocessing's ends by itself when it sees that its parent has.
+        while alive(children):
+            await asyncio.sleep(0.01)
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing(serve: Serve) -> None:
+    # Redis, a tracker of multiprocessing's, and the first worker.
+    while len(serve.children()) < 3:
+        assert serve.process.poll() is None
+        time.sleep(0.005)
+    os.killpg(serve.process.pid, signal.SIGINT)
+    status, rest = serve.end()
+    assert (status, rest.splitlines()[-1]) == (0, "stopped")
+    assert "Traceback" not in rest
+    assert not list(serve.folder.iterdir())

@@ -1,0 +1,182 @@
+"""Strangers: Redis' password makes no worker, and a worker's port serves its cluster only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quire.client import AsyncClient
+from quire.kvindex.membership import WorkerRecord
+from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
+from quire.protos import inference_pb2, worker_pb2
+from quire.protos import kvtransfer_pb2 as kv
+from quire.protos.kvtransfer_pb2_grpc import KvPullServiceStub, KvTransferServiceStub
+from quire.protos.worker_pb2_grpc import (
+    WorkerServiceServicer,
+    WorkerServiceStub,
+    add_WorkerServiceServicer_to_server,
+)
+from quire.services.local.redis_process import RedisProcess
+from quire.services.local.stack import RunningStack
+from quire.services.router.app import RouterConfig, router
+from quire.services.server.grpc_server import Service, grpc_server
+
+SECRET = "the secret of this cluster"
+WAIT_SECONDS = 20.0
+NUM_PROMPTS = 6
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[RedisProcess]:
+    with RedisProcess() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    start_stack: Callable[..., AbstractContextManager[RunningStack]], index: RedisProcess
+) -> Iterator[RunningStack]:
+    """Run one prefill and one decode worker, with a Redis that the tests can write."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_CLUSTER_SECRET", SECRET)
+        with start_stack("llama", redis_url=index.url) as running:
+            yield running
+
+
+class Intruder(WorkerServiceServicer):
+    """Knows Redis' password and what every worker tells; passes the router's challenges on to a worker."""
+
+    def __init__(self, honest: WorkerServiceStub) -> None:
+        self.honest = honest
+        self.challenged = asyncio.Event()
+        self.prompts: list[list[int]] = []
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:
+        info: worker_pb2.GetWorkerInfoResponse = await self.honest.GetWorkerInfo(request)
+        info.num_blocks = 10**6
+        if request.nonce:
+            self.challenged.set()
+        return info
+
+    async def Decode(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.DecodeResponse]:
+        self.prompts.append(list(request.sequence.token_ids))
+        yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
+        token = worker_pb2.SampledToken(token_id=300)
+        output = worker_pb2.SequenceOutput(tokens=[token], finish_reason=inference_pb2.FINISH_REASON_LENGTH)
+        yield worker_pb2.DecodeResponse(outputs=[output])
+
+
+async def test_redis_password_makes_no_worker(
+    cluster: RunningStack, index: RedisProcess, expected: Any, e2e: Any
+) -> None:
+    client = publisher_client(index.worker_url)
+    lease = WorkerLease(client, WAIT_SECONDS)
+    (record,) = [each for each in await RedisIndex(client).members() if each.role == "decode"]
+    async with grpc.aio.insecure_channel(record.address) as channel:
+        intruder = Intruder(WorkerServiceStub(channel))
+        service = Service(add_WorkerServiceServicer_to_server, intruder, "quire.v1.WorkerService")
+        async with (
+            grpc_server([service], registry=CollectorRegistry(), grace_seconds=0) as server,
+            AsyncClient(cluster.address) as asker,
+        ):
+            await server.ready()
+            await lease.join(
+                WorkerRecord("intruder", "decode", server.address, record.epoch, record.fingerprint)
+            )
+            # The router has asked it twice: what it said the first time did not make it a worker.
+            for _ in range(2):
+                intruder.challenged.clear()
+                await asyncio.wait_for(intruder.challenged.wait(), WAIT_SECONDS)
+            for seed in range(NUM_PROMPTS):
+                prompt = e2e.make_prompt(40, seed=seed)
+                answer = await asker.generate(prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
+                assert list(answer.token_ids) == expected("llama", prompt)[:4]
+            assert intruder.prompts == []
+            await lease.leave()
+    await client.aclose()
+
+
+def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoResponse) -> dict[str, Any]:
+    """Return what somebody may try who reaches a worker's port and knows all that it tells."""
+    worker, push, pull = (
+        WorkerServiceStub(channel),
+        KvTransferServiceStub(channel),
+        KvPullServiceStub(channel),
+    )
+    sequence = worker_pb2.Sequence(
+        request_id="stranger",
+        token_ids=range(2, 40),
+        sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
+        stopping=inference_pb2.StoppingParams(max_tokens=2),
+    )
+    opening = kv.PushOpen(ticket_id="t", receiver_epoch=info.epoch, layout=info.layout, num_blocks=1)
+    return {
+        "Decode": worker.Decode(worker_pb2.DecodeRequest(sequence=sequence), timeout=WAIT_SECONDS),
+        "Prefill": worker.Prefill(worker_pb2.PrefillRequest(sequence=sequence), timeout=WAIT_SECONDS),
+        "Abort": worker.Abort(worker_pb2.AbortRequest(request_ids=["r"]), timeout=WAIT_SECONDS),
+        "WriteBack": worker.WriteBack(worker_pb2.WriteBackRequest(), timeout=WAIT_SECONDS),
+        "GetLoad": worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=WAIT_SECONDS),
+        "SetDraining": worker.SetDraining(
+            worker_pb2.SetDrainingRequest(is_draining=True), timeout=WAIT_SECONDS
+        ),
+        "ClearCache": worker.ClearCache(worker_pb2.ClearCacheRequest(), timeout=WAIT_SECONDS),
+        "SetLogLevel": worker.SetLogLevel(worker_pb2.SetLogLevelRequest(), timeout=WAIT_SECONDS),
+        "Push": push.Push(iter([kv.PushRequest(open=opening)]), timeout=WAIT_SECONDS),
+        "Pin": pull.Pin(
+            kv.PinRequest(holder_epoch=info.epoch, layout=info.layout, block_hashes=[bytes(16)]),
+            timeout=WAIT_SECONDS,
+        ),
+        "Pull": pull.Pull(kv.PullRequest(lease_id="l", num_blocks=1), timeout=WAIT_SECONDS),
+        "Renew": pull.Renew(kv.RenewRequest(lease_id="l"), timeout=WAIT_SECONDS),
+        "Release": pull.Release(kv.ReleaseRequest(lease_id="l"), timeout=WAIT_SECONDS),
+    }
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+async def test_a_strangers_calls_are_refused(cluster: RunningStack, e2e: Any, name: str) -> None:
+    async with grpc.aio.insecure_channel(cluster.ready[name].address) as channel:
+        info = await WorkerServiceStub(channel).GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+        calls = strangers_calls(channel, info)
+        codes = {call: await each.code() for call, each in calls.items()}
+        assert codes == dict.fromkeys(calls, grpc.StatusCode.UNAUTHENTICATED)
+    async with e2e.connected(cluster) as (_, workers):
+        await e2e.quiet(workers)
+
+
+async def test_a_worker_with_another_secret_is_refused_and_the_log_says_why(
+    cluster: RunningStack, index: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stack's workers join this router; the misled one does not."""
+    command = [Path(sys.executable).with_name("quire"), "decode", "--num-blocks", "64", "--threads", "1"]
+    environment = {
+        **os.environ,
+        "QUIRE_REDIS_URL": index.worker_url,
+        "QUIRE_CLUSTER_SECRET": "another secret",
+        "QUIRE_LOG_LEVEL": "error",
+    }
+    process = await asyncio.create_subprocess_exec(*command, env=environment)
+    config = RouterConfig(
+        port=0, redis_url=index.router_url, cluster_secret=SECRET.encode(), poll_seconds=0.05
+    )
+    try:
+        async with router(config) as running, asyncio.timeout(90):
+            while not (refused := [r for r in caplog.records if r.message == "worker_refused"]):
+                await asyncio.sleep(0.05)
+            members = {worker.worker_id for worker in running.workers.all()}
+        assert members <= {"prefill-0", "decode-0"}
+        (fields,) = [vars(record)["fields"] for record in refused]
+        assert "has another cluster secret" in fields["problem"]
+        assert "QUIRE_CLUSTER_SECRET (--cluster-secret)" in fields["problem"]
+    finally:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,99 @@
+"""Workers whose machines vanish: their connections stay open, and nothing answers any more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from quire.client import AsyncClient
+from quire.protos import worker_pb2 as pb
+from quire.services.local.stack import RunningStack
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
+WAIT_SECONDS = 30.0
+"""Half of what gRPC would take to notice."""
+
+
+@pytest.fixture(scope="module")
+def stack(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> Iterator[RunningStack]:
+    """Run a router that soon takes a silent worker for lost."""
+    with start_stack("llama", num_decode=2, silent_seconds=1.5) as running:
+        yield running
+
+
+@contextmanager
+def vanished(stack: RunningStack, name: str) -> Iterator[None]:
+    """Stop a worker's process for a while."""
+    pid = stack.workers[name].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def busy(workers: dict[str, Any]) -> str:
+    """Return the decode worker that has a request, once one has."""
+    while True:
+        for name in ("decode-0", "decode-1"):
+            load = await workers[name].GetLoad(pb.GetLoadRequest())
+            if load.num_running or load.num_transferring:
+                return name
+        await asyncio.sleep(0.005)
+
+
+async def rejoined(client: AsyncClient) -> None:
+    while True:
+        info = await client.model_info()
+        if (info.num_prefill_workers, info.num_decode_workers) == (1, 2):
+            return
+        await asyncio.sleep(0.02)
+
+
+async def test_a_stream_goes_on_when_its_decode_worker_vanishes(
+    stack: RunningStack, expected: Any, e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(60, seed=1)
+    async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
+        stream = client.stream(prompt, **GREEDY)
+        tokens = list((await anext(stream)).token_ids)
+        with vanished(stack, await busy(workers)):
+            async for delta in stream:
+                tokens += delta.token_ids
+        assert tokens == expected("llama", prompt)
+        await rejoined(client)
+        await e2e.quiet(workers)
+
+
+async def test_a_prompt_goes_elsewhere_when_its_prefill_worker_vanishes(
+    stack: RunningStack, expected: Any, e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(60, seed=2)
+    async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
+        with vanished(stack, "prefill-0"):
+            answer = await client.generate(prompt, **GREEDY)
+        assert list(answer.token_ids) == expected("llama", prompt)
+        assert answer.usage.retries == 1
+        await rejoined(client)
+        await e2e.quiet(workers)
+
+
+async def test_a_push_ends_when_its_receiver_vanishes(stack: RunningStack, expected: Any, e2e: Any) -> None:
+    """The prefill worker is held up until the decode worker that waits for its blocks has vanished."""
+    prompt = e2e.make_prompt(60, seed=3)
+    async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
+        with ExitStack() as receiver:
+            with vanished(stack, "prefill-0"):
+                asking = asyncio.create_task(client.generate(prompt, **GREEDY))
+                receiver.enter_context(vanished(stack, await busy(workers)))
+            assert list((await asking).token_ids) == expected("llama", prompt)
+            await e2e.quiet({"prefill-0": workers["prefill-0"]})
+        await rejoined(client)
+        await e2e.quiet(workers)
