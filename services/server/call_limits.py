@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import inspect
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from types import CoroutineType
 from typing import Any
@@ -12,6 +13,8 @@ from weakref import WeakKeyDictionary, ref
 import grpc
 import grpc.aio
 
+from quire.services.server.ended_calls import CallEnd, end_of
+from quire.services.server.interceptors import OwnCalls, handler_kind
 from quire.services.server.log import get_logger
 
 READ_SECONDS = 30.0
@@ -26,16 +29,19 @@ _parents: WeakKeyDictionary[asyncio.Task[Any], ref[asyncio.Task[Any]]] = WeakKey
 """For each call's task, the gRPC task that started it and holds the call open until its client leaves."""
 
 
-class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Drops a call if its client does not read in time.
+class CallLimits(OwnCalls):
+    """Drops a call if its client does not read in time, and writes the messages of streams.
 
     While a message waits for its reader, gRPC cannot send a status. Therefore the handler is cancelled first,
     which frees its resources, and then the call, which resets its stream and frees the message. gRPC's server
     keeps the newest call until the next one comes: a call that is dropped on an idle server is reset only
     then.
 
+    Streaming handlers must be async generators.
+
     Args:
-        read_seconds: time within which a client has to read a message of a stream, or a unary answer.
+        read_seconds: time within which a client has to read a message of a stream, a unary answer, or a
+            status.
         call_seconds: maximum time of a call, from its beginning until its answer has been sent; None: no
             limit.
     """
@@ -44,52 +50,55 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._read_seconds = read_seconds
         self._call_seconds = call_seconds
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
+    def change(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
         """Return a handler that applies the limits to the call's own handler."""
-        handler = await continuation(handler_call_details)
-        # gRPC's own services (health, reflection) write their answers in another way.
-        if handler is None or handler_call_details.method.startswith("/grpc."):
-            return handler
-        method = handler_call_details.method
-        kind = "stream" if handler.request_streaming else "unary"
-        if handler.response_streaming:
-            name = f"{kind}_stream"
-            return handler._replace(**{name: self._streaming(method, getattr(handler, name))})
-        name = f"{kind}_unary"
-        return handler._replace(**{name: self._single(method, getattr(handler, name))})
+        kind = handler_kind(handler)
+        wrap = self._streaming if handler.response_streaming else self._single
+        return handler._replace(**{kind: wrap(details.method, getattr(handler, kind))})
 
     def _single(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> Any:
-            drop = self._begin(method)
-            response = await inner(request, context)
-            # gRPC sends the response after this function has returned, in the same task.
-            _in_task(self._seconds_for(response), drop)
-            return response
+            drop = self._begin(method).drop
+            response = None
+            try:
+                response = await inner(request, context)
+                return response
+            finally:
+                # gRPC sends the response or the status after this function has returned, in the same task.
+                _in_task(self._seconds_for(response), drop)
 
         return call
 
     def _streaming(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        if not inspect.isasyncgenfunction(inner):
+            raise TypeError(f"{method}: a streaming handler must be an async generator")
+
         async def call(request: Any, context: Any) -> None:
-            drop = self._begin(method)
-            loop = asyncio.get_running_loop()
-            async with aclosing(inner(request, context)) as responses:
-                async for response in responses:
-                    timer = loop.call_later(self._seconds_for(response), drop)
-                    try:
-                        await context.write(response)
-                    finally:
-                        timer.cancel()
-            # The final status can be sent only after the client has read the last message.
-            _in_task(self._read_seconds, drop)
+            end = self._begin(method)
+            try:
+                async with aclosing(inner(request, context)) as responses:
+                    async for response in responses:
+                        await self._send(response, context, end)
+            finally:
+                # The status can be sent only after the client has read the last message.
+                _in_task(self._read_seconds, end.drop)
 
         return call
 
-    def _begin(self, method: str) -> Callable[[], None]:
-        """Start the timer of a call, and return a function that drops the call."""
+    async def _send(self, response: Any, context: Any, end: CallEnd) -> None:
+        """Send one message, and then raise the error that ended the call meanwhile, if there is one."""
+        timer = asyncio.get_running_loop().call_later(self._seconds_for(response), end.drop)
+        end.is_sending = True
+        try:
+            await context.write(response)
+        finally:
+            timer.cancel()
+        end.is_sending = False
+        if end.error is not None:
+            raise end.error
+
+    def _begin(self, method: str) -> CallEnd:
+        """Start the timer of a call, and make its end droppable."""
         task = asyncio.current_task()
         assert task is not None
 
@@ -97,16 +106,18 @@ class CallLimits(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             _log.info("call_dropped", method=method, problem="its client read too slowly")
             _cancel(task)
 
+        end = end_of(task)
+        end.drop = drop
         if self._call_seconds is not None:
             _in_task(self._call_seconds, drop)
-        return drop
+        return end
 
     def _seconds_for(self, response: Any) -> float:
-        num_bytes: int = response.ByteSize()
+        num_bytes: int = 0 if response is None else response.ByteSize()
         return self._read_seconds + num_bytes / READ_BYTES_PER_SECOND
 
 
-def _in_task(seconds: float, drop: Callable[[], None]) -> None:
+def _in_task(seconds: float, drop: Callable[[], object]) -> None:
     """Call ``drop`` after some seconds unless the current task ends first."""
     task = asyncio.current_task()
     assert task is not None

@@ -7,13 +7,12 @@ check of a worker's description before a router sends it a prompt.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
-import grpc.aio
 
 from quire.kvtransfer.proof import (
     ANSWER_KEY,
@@ -27,6 +26,7 @@ from quire.kvtransfer.proof import (
 )
 from quire.protos import worker_pb2
 from quire.services.server.errors import InvalidArgument, ServiceError, Unauthenticated, Unavailable
+from quire.services.server.interceptors import OwnCalls, refusal
 from quire.services.server.loopback import is_loopback
 
 MAX_NONCE_CHARS = 64
@@ -107,7 +107,7 @@ def require_privacy(host: str, secret: bytes, *, has_tls: bool) -> None:
         )
 
 
-class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class RequireProof(OwnCalls):
     """Passes only calls that prove the cluster secret, and answers their challenges.
 
     Health, reflection and services outside ``quire.v1`` are not guarded.
@@ -123,21 +123,16 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._address = address
         self._seen = SeenCounts()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
+    def change(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
         """Return the call's handler, or a handler that refuses the call before its request is read."""
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or not method.startswith(_GUARDED) or method == _OPEN:
+        method = details.method
+        if not method.startswith(_GUARDED) or method == _OPEN:
             return handler
-        metadata = {key: value for key, value in handler_call_details.invocation_metadata or ()}
+        metadata = {key: value for key, value in details.invocation_metadata or ()}
         try:
             self._check(method, str(metadata.get(PROOF_KEY, "")))
         except ServiceError as error:
-            return _refusal(error)
+            return refusal(error)
         challenge = metadata.get(CHALLENGE_KEY)
         if challenge is None:
             return handler
@@ -191,15 +186,6 @@ class SeenCounts:
         if len(self._callers) > MAX_CALLERS:
             self._callers.popitem(last=False)
         return True
-
-
-def _refusal(error: ServiceError) -> Any:
-    """Return a handler that fails with ``error`` without reading the request."""
-
-    async def refuse(requests: AsyncIterator[bytes], context: Any) -> NoReturn:
-        raise error
-
-    return grpc.stream_unary_rpc_method_handler(refuse)
 
 
 def _answering(handler: Any, metadata: tuple[tuple[str, str], ...]) -> Any:

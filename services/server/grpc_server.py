@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -19,7 +18,9 @@ from prometheus_client import CollectorRegistry, Counter
 
 from quire.kvtransfer.channels import MAX_MESSAGE_BYTES, PING_TIMEOUTS
 from quire.services.server.call_limits import READ_SECONDS, CallLimits, remember_parents
+from quire.services.server.ended_calls import end_of
 from quire.services.server.errors import Internal, ServiceError, cannot_listen, to_status
+from quire.services.server.interceptors import OwnCalls, handler_kind
 from quire.services.server.log import get_logger
 from quire.services.server.request_intake import RequestIntake
 
@@ -170,8 +171,8 @@ async def grpc_server(
     remember_parents()
     server = grpc.aio.server(
         interceptors=[
-            CallLimits(read_seconds, call_seconds),
             ErrorInterceptor(GrpcMetrics(registry)),
+            CallLimits(read_seconds, call_seconds),
             *interceptors,
             RequestIntake(checks_parts=checks_parts),
         ],
@@ -282,50 +283,37 @@ class GrpcMetrics:
         )
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class ErrorInterceptor(OwnCalls):
     """Turns a ``ServiceError`` into its status with ``google.rpc.ErrorInfo``, and other errors into INTERNAL.
 
-    Streaming handlers must be async generators.
+    A call that ``end_call`` has ended gets the status of its error. The handlers must not be generators:
+    ``CallLimits`` writes the messages of streams.
     """
 
     def __init__(self, metrics: GrpcMetrics) -> None:
         self._metrics = metrics
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
+    def change(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
         """Return a handler that also turns the errors of the call's own handler into statuses."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith("/grpc."):
-            return handler
-        method = handler_call_details.method.rpartition("/")[2]
-        kind = _handler_kind(handler)
-        inner = getattr(handler, kind)
-        wrap = self._wrap_stream if handler.response_streaming else self._wrap_unary
-        return handler._replace(**{kind: wrap(method, inner)})
+        method = details.method.rpartition("/")[2]
+        kind = handler_kind(handler)
+        return handler._replace(**{kind: self._wrap(method, getattr(handler, kind))})
 
-    def _wrap_unary(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> Any:
+            task = asyncio.current_task()
+            assert task is not None
             with self._recording(method, context) as call:
                 try:
                     return await inner(request, context)
-                except Exception as error:
-                    await call.fail(error)
-
-        return call
-
-    def _wrap_stream(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        if not inspect.isasyncgenfunction(inner):
-            raise TypeError(f"{method}: a streaming handler must be an async generator")
-
-        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            with self._recording(method, context) as call:
-                try:
-                    async with aclosing(inner(request, context)) as responses:
-                        async for response in responses:
-                            yield response
+                except asyncio.CancelledError:
+                    end = end_of(task)
+                    if end.error is None or end.is_sending:
+                        raise
+                    # gRPC sends no status for a cancelled handler: a caller who still reads would wait
+                    # indefinitely.
+                    task.uncancel()
+                    await call.fail(end.error)
                 except Exception as error:
                     await call.fail(error)
 
@@ -336,7 +324,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         call = _Call(method, context)
         try:
             yield call
-        except (asyncio.CancelledError, GeneratorExit):
+        except asyncio.CancelledError:
             call.code = grpc.StatusCode.CANCELLED
             raise
         finally:
@@ -366,12 +354,6 @@ class _Call:
             error = Internal("internal error; the server's log has the details")
         self.code = error.code
         await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
-
-
-def _handler_kind(handler: Any) -> str:
-    request = "stream" if handler.request_streaming else "unary"
-    response = "stream" if handler.response_streaming else "unary"
-    return f"{request}_{response}"
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
-import grpc.aio
 from google.protobuf.message import DecodeError
 
 from quire.services.server.errors import DeadlineExceeded, InvalidArgument
+from quire.services.server.interceptors import OwnCalls
 from quire.services.server.message_parts import SMALL_MESSAGE_BYTES, check_parts
 
 REQUEST_SECONDS = 30.0
@@ -20,7 +20,7 @@ REQUEST_SECONDS = 30.0
 Deserialize = Callable[[bytes], Any]
 
 
-class RequestIntake(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class RequestIntake(OwnCalls):
     """Reads and decodes requests instead of gRPC.
 
     gRPC itself waits indefinitely for a request whose caller set no deadline, so calls that never send their
@@ -39,16 +39,9 @@ class RequestIntake(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._request_seconds = request_seconds
         self._checks_parts = checks_parts
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
+    def change(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
         """Return a handler that reads the request itself and then calls the call's own handler."""
-        handler = await continuation(handler_call_details)
-        # gRPC's own services (health, reflection) write their answers in another way.
-        is_library = handler_call_details.method.startswith("/grpc.")
-        if handler is None or is_library or handler.request_deserializer is None:
+        if handler.request_deserializer is None:
             return handler
         requests = self._reader(handler.request_deserializer)
         if handler.response_streaming:

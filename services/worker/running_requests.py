@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.sequence import Sequence
 from quire.protos import worker_pb2
+from quire.services.server.ended_calls import end_call
 from quire.services.server.errors import DRAINING, Aborted, AlreadyExists, ServiceError, Unavailable
 from quire.services.server.phases import PhaseMetrics, RequestPhases
 from quire.services.server.tracing import Tracer
@@ -39,8 +40,6 @@ class RunningRequests:
         self._tracer = tracer
         self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
         """The attempt that each task serves, by request."""
-        self._ended: dict[asyncio.Task[Any], ServiceError] = {}
-        """What the tasks that were cancelled here tell their callers."""
 
     def __len__(self) -> int:
         return sum(map(len, self._handlers.values()))
@@ -62,14 +61,7 @@ class RunningRequests:
             with self._tracer.span(role, context.invocation_metadata()) as span, known_errors(sequence):
                 span.set(quire__sequence_id=name, quire__attempt=message.attempt)
                 yield Running(self._engine.subscribe(name), RequestPhases(self._phases, span))
-        except asyncio.CancelledError:
-            if task not in self._ended:
-                raise
-            # gRPC sends no status for a cancelled handler: a caller who still reads would wait indefinitely.
-            task.uncancel()
-            raise self._ended[task] from None
         finally:
-            self._ended.pop(task, None)
             self._engine.unsubscribe(name)
             with suppress(EngineStoppedError):
                 self._engine.post(lambda e: e.abort(name))
@@ -85,9 +77,7 @@ class RunningRequests:
             for task, its_attempt in self._handlers.get(request_id, {}).items()
             if its_attempt <= attempt
         ]
-        self._end(tasks, Aborted("the request was aborted"))
-        if tasks:
-            await asyncio.wait(tasks)
+        await _end(tasks, Aborted("the request was aborted"))
 
     async def drain(self) -> None:
         """Refuse requests from now on, and wait until those that run have ended."""
@@ -101,15 +91,17 @@ class RunningRequests:
         A connection that is cut would look like a worker that one of them has ended.
         """
         self._drain.stop()
-        if tasks := self._tasks:
-            self._end(tasks, Unavailable("this worker stops; its time to drain is over", reason=DRAINING))
-            await asyncio.wait(tasks, timeout=END_SECONDS)
-
-    def _end(self, tasks: Iterable[asyncio.Task[Any]], error: ServiceError) -> None:
-        for task in tasks:
-            self._ended.setdefault(task, error)
-            task.cancel()
+        stopping = Unavailable("this worker stops; its time to drain is over", reason=DRAINING)
+        await _end(self._tasks, stopping, END_SECONDS)
 
     @property
     def _tasks(self) -> list[asyncio.Task[Any]]:
         return [task for handlers in self._handlers.values() for task in handlers]
+
+
+async def _end(tasks: list[asyncio.Task[Any]], error: ServiceError, seconds: float | None = None) -> None:
+    """End calls with an error, and wait until nothing of them is left, or for some seconds."""
+    for task in tasks:
+        end_call(task, error)
+    if tasks:
+        await asyncio.wait(tasks, timeout=seconds)

@@ -12,6 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.services.server import ended_calls
+from quire.services.server.ended_calls import end_call, end_of
+from quire.services.server.errors import Aborted, Unavailable
 from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
 
 NAME = "quire.v1.GenerationService"
@@ -26,6 +29,7 @@ class Servicer(pb_grpc.GenerationServiceServicer):
     def __init__(self) -> None:
         self.num_running = 0
         self.has_begun, self.has_ended = asyncio.Event(), asyncio.Event()
+        self.tasks: list[asyncio.Task[Any]] = []
 
     async def Detokenize(self, request: Any, context: Any) -> pb.DetokenizeResponse:
         self.has_begun.set()
@@ -33,6 +37,9 @@ class Servicer(pb_grpc.GenerationServiceServicer):
 
     async def GenerateStream(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
         self.num_running += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.append(task)
         try:
             while True:
                 self.has_begun.set()
@@ -59,6 +66,13 @@ async def all_ended(server: GrpcServer) -> None:
     async with grpc.aio.insecure_channel(server.address) as channel:
         answer = await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(), timeout=10)
     assert list(answer.token_ids) == [7]
+
+
+async def all_wait_for_a_reader(servicer: Servicer) -> None:
+    """Wait until every stream has a message that its client must read first."""
+    async with asyncio.timeout(10):
+        while not all(end_of(task).is_sending for task in servicer.tasks):
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -114,6 +128,34 @@ async def test_a_call_that_is_always_read_ends_after_its_time(
     await all_ended(server)
     assert servicer.num_running == 0
     assert await reading is grpc.StatusCode.CANCELLED
+
+
+@pytest.mark.parametrize("limits", [{"read_seconds": 60.0}])
+async def test_a_call_that_is_ended_while_a_message_is_sent_gets_its_status(
+    server: GrpcServer, servicer: Servicer, narrow: Any
+) -> None:
+    call = narrow.unary_stream(f"/{NAME}/GenerateStream")(b"")
+    await servicer.has_begun.wait()
+    await all_wait_for_a_reader(servicer)
+    end_call(servicer.tasks[0], Aborted("it was ended"))
+    end_call(servicer.tasks[0], Unavailable("a later error"))
+    assert await read(call) is grpc.StatusCode.ABORTED
+    assert await call.details() == "it was ended"
+    assert servicer.num_running == 0
+
+
+@pytest.mark.parametrize("limits", [{"read_seconds": 60.0}])
+async def test_an_ended_call_that_nobody_reads_is_dropped(
+    server: GrpcServer, servicer: Servicer, narrow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ended_calls, "ENDED_READ_SECONDS", 0.2)
+    call = narrow.unary_stream(f"/{NAME}/GenerateStream")(b"")
+    await servicer.has_begun.wait()
+    await all_wait_for_a_reader(servicer)
+    end_call(servicer.tasks[0], Aborted("it was ended"))
+    await all_ended(server)
+    assert servicer.num_running == 0
+    assert await read(call) is grpc.StatusCode.CANCELLED
 
 
 async def test_a_whole_answer_that_is_read_arrives(narrow: grpc.aio.Channel) -> None:
