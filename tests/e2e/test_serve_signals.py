@@ -8,18 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from quire.client import AsyncClient, Unavailable
+from quire.protos import inference_pb2 as pb
+from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
 NUM_CLIENTS = 16
-NUM_TOKENS = 150
+NUM_TOKENS = 480
+NUM_ANSWERS, NUM_UNREAD_TOKENS = 64, 150
 WAIT_SECONDS = 60.0
+# A window so small that the answers do not fit.
+NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
 # As a shell starts a command in the background of a script.
 QUIRE = ["env", "--ignore-signal=INT", sys.executable, "-c", "from quire.cli.main import main; main()"]
 
@@ -94,14 +100,40 @@ async def begin(client: AsyncClient, prompts: list[list[int]]) -> list[asyncio.T
     return tasks
 
 
+@asynccontextmanager
+async def unread(address: str) -> AsyncIterator[Callable[[], Awaitable[int]]]:
+    """Begin a stream that cannot end, since its client does not read it.
+
+    Yields a function that reads the rest and returns the number of tokens.
+    """
+    request = pb.GenerateStreamRequest(
+        generation=pb.Generation(
+            token_ids=pb.TokenIds(ids=[5, 6, 7]),
+            sampling=pb.SamplingParams(n=NUM_ANSWERS),
+            stopping=pb.StoppingParams(max_tokens=NUM_UNREAD_TOKENS, ignore_eos=True),
+        )
+    )
+    async with grpc.aio.insecure_channel(address, options=NARROW) as channel:
+        messages = aiter(GenerationServiceStub(channel).GenerateStream(request))
+        first = await anext(messages)
+
+        async def read() -> int:
+            return len(first.token_ids) + sum([len(each.token_ids) async for each in messages])
+
+        yield read
+
+
 async def test_ctrl_c_lets_requests_end(serve: Serve, e2e: Any) -> None:
     address = (await asyncio.to_thread(serve.line, "quire serves")).split(" at ")[1].split()[0]
     async with AsyncClient(address) as client:
-        running = await begin(client, [e2e.make_prompt(20, seed) for seed in range(NUM_CLIENTS)])
-        os.killpg(serve.process.pid, signal.SIGINT)
-        assert f"waiting for {NUM_CLIENTS} requests" in await asyncio.to_thread(serve.line, "stopping: ")
-        with pytest.raises(Unavailable, match="this router is stopping"):
-            await client.generate([2, 3], max_tokens=1)
+        async with unread(address) as read:
+            running = await begin(client, [e2e.make_prompt(20, seed) for seed in range(NUM_CLIENTS)])
+            os.killpg(serve.process.pid, signal.SIGINT)
+            line = await asyncio.to_thread(serve.line, "stopping: ")
+            assert f"waiting for {NUM_CLIENTS + 1} requests" in line
+            with pytest.raises(Unavailable, match="this router is stopping"):
+                await client.generate([2, 3], max_tokens=1)
+            assert await read() == NUM_ANSWERS * NUM_UNREAD_TOKENS
         assert await asyncio.gather(*running) == [NUM_TOKENS] * NUM_CLIENTS
     status, rest = await asyncio.to_thread(serve.end)
     assert (status, rest.splitlines()[-1]) == (0, "stopped")

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import grpc
@@ -347,23 +347,31 @@ class Gateway(NamedTuple):
     """A running gateway."""
 
     url: str
+    log: Path
 
     def chat(self, messages: Any, **fields: Any) -> bytes:
         """Ask, and return the body of the answer."""
         values = {"model": "demo", "messages": messages, "temperature": 0.0, "max_tokens": 32, **fields}
         headers = {"content-type": "application/json"}
         question = Request(f"{self.url}/v1/chat/completions", json.dumps(values).encode(), headers)
-        with urlopen(question, timeout=WAIT_SECONDS) as response:
-            body: bytes = response.read()
+        try:
+            with urlopen(question, timeout=WAIT_SECONDS) as response:
+                body: bytes = response.read()
+        except HTTPError as error:
+            pytest.fail(f"{error}: {error.read()!r}\n{self.log.read_text(errors='replace')[-4000:]}")
         return body
 
-    def num_ready(self) -> int:
-        """Return how many workers it would use."""
+    def is_ready(self, num_workers: int) -> bool:
+        """Return whether it would use this many workers and has loaded their tokenizer."""
         try:
-            with urlopen(f"{self.url}/workers", timeout=WAIT_SECONDS) as response:
-                return sum(worker["is_healthy"] for worker in json.load(response)["workers"])
+            workers, tokenizers = self._get("/workers")["workers"], self._get("/v1/tokenizers")["tokenizers"]
         except URLError:
-            return 0
+            return False
+        return sum(worker["is_healthy"] for worker in workers) >= num_workers and bool(tokenizers)
+
+    def _get(self, path: str) -> Any:
+        with urlopen(f"{self.url}{path}", timeout=WAIT_SECONDS) as response:
+            return json.load(response)
 
 
 def free_port() -> int:
@@ -385,9 +393,9 @@ def gateway(log: Path, num_workers: int, *arguments: str) -> Iterator[Gateway]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
-        running = Gateway(f"http://127.0.0.1:{port}")
+        running = Gateway(f"http://127.0.0.1:{port}", log)
         deadline = time.monotonic() + GATEWAY_SECONDS
-        while running.num_ready() < num_workers:
+        while not running.is_ready(num_workers):
             told = log.read_text(errors="replace")[-4000:]
             assert process.poll() is None, told
             assert time.monotonic() < deadline, told
