@@ -1,10 +1,13 @@
-"""A tiny tokenizer, the settings of the property tests, and signal handlers as Python sets them."""
+"""A tiny tokenizer, a forwarding server, the settings of the property tests, and Python's signal handlers."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
-from collections.abc import Iterator
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,41 @@ def _signal_handlers() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def forwarding() -> Callable[..., AbstractAsyncContextManager[int]]:
+    """A server that forwards connections to a port, late or behind TLS; it yields its own port."""
+    return _forwarding
+
+
+@asynccontextmanager
+async def _forwarding(
+    port: int, *, delay_seconds: float = 0.0, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    connections: set[asyncio.Task[None]] = set()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError), closing(writer):
+            while data := await reader.read(1 << 16):
+                await asyncio.sleep(delay_seconds)
+                writer.write(data)
+                await writer.drain()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        with closing(writer):
+            back_reader, back_writer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(copy(reader, back_writer), copy(back_reader, writer))
+
+    async with await asyncio.start_server(forward, "127.0.0.1", 0, ssl=tls) as server:
+        yield server.sockets[0].getsockname()[1]
+    # A connection that stays open would be reported by a later test.
+    for task in connections:
+        task.cancel()
+    await asyncio.gather(*connections, return_exceptions=True)
 
 
 @pytest.fixture(scope="session")

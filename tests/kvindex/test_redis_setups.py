@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
-from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client, reader_client
+from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
 from quire.services.local.redis_process import RedisProcess
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 10)]
@@ -125,47 +124,33 @@ def certify(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Certifi
     return make
 
 
-@asynccontextmanager
-async def tls_in_front_of(port: int, certificate: Certificate) -> AsyncIterator[int]:
-    """Yield a port where TLS ends before the bytes go on to Redis: its bundled build speaks none."""
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        back_reader, back_writer = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(copy(reader, back_writer), copy(back_reader, writer))
-
+def tls(certificate: Certificate) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate.path, certificate.key)
-    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context) as server:
-        yield server.sockets[0].getsockname()[1]
+    return context
 
 
 async def test_tls_and_whom_it_trusts(
-    redis_process: RedisProcess, certify: Callable[[str], Certificate], record: Any
+    redis_process: RedisProcess, certify: Callable[[str], Certificate], record: Any, forwarding: Any
 ) -> None:
+    """The bundled Redis has no TLS: a server in front of it has. Publishers' clients wait long enough."""
     ours, other, misnamed = certify("IP:127.0.0.1"), certify("IP:127.0.0.1"), certify("IP:127.0.0.2")
 
     def url(plain: str, port: int, authority: Certificate) -> str:
         secure = plain.replace("redis://", "rediss://").replace(f":{redis_process.port}/", f":{port}/")
         return f"{secure}?ssl_ca_certs={authority.path}"
 
-    async with tls_in_front_of(redis_process.port, ours) as port:
+    async with forwarding(redis_process.port, tls=tls(ours)) as port:
         worker = publisher_client(url(redis_process.worker_url, port, ours))
-        router = reader_client(url(redis_process.router_url, port, ours))
-        stranger = reader_client(url(redis_process.router_url, port, other))
+        router = publisher_client(url(redis_process.router_url, port, ours))
+        stranger = publisher_client(url(redis_process.router_url, port, other))
         await use(worker, router, record)
         with pytest.raises(RedisError, match="CERTIFICATE_VERIFY_FAILED"):
             await RedisIndex(stranger).members()
         for client in (worker, router, stranger):
             await client.aclose()
-    async with tls_in_front_of(redis_process.port, misnamed) as port:
-        client = reader_client(url(redis_process.router_url, port, misnamed))
+    async with forwarding(redis_process.port, tls=tls(misnamed)) as port:
+        client = publisher_client(url(redis_process.router_url, port, misnamed))
         with pytest.raises(RedisError, match="CERTIFICATE_VERIFY_FAILED"):
             await RedisIndex(client).members()
         await client.aclose()

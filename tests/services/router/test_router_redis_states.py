@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,33 +201,8 @@ async def test_a_router_ends_at_any_moment_of_its_talk_with_redis(server: Server
                 await asyncio.sleep(0.001 * step)
 
 
-@asynccontextmanager
-async def delayed(port: int) -> AsyncIterator[int]:
-    """Yield a port behind which Redis answers late."""
-
-    serving: set[asyncio.Task[None]] = set()
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError), closing(writer):
-            while data := await reader.read(1 << 16):
-                await asyncio.sleep(DELAY_SECONDS)
-                writer.write(data)
-                await writer.drain()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving.add(asyncio.current_task())
-        back_reader, back_writer = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(copy(reader, back_writer), copy(back_reader, writer))
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as proxy:
-        yield proxy.sockets[0].getsockname()[1]
-    for task in serving:
-        task.cancel()
-    await asyncio.gather(*serving, return_exceptions=True)
-
-
-async def test_workers_join_through_a_slow_redis(server: Server, cluster: Any) -> None:
-    async with delayed(server.process.port) as port:
+async def test_workers_join_through_a_slow_redis(server: Server, cluster: Any, forwarding: Any) -> None:
+    async with forwarding(server.process.port, delay_seconds=DELAY_SECONDS) as port:
         urls = [
             url.replace(f":{server.process.port}/", f":{port}/")
             for url in (server.process.router_url, server.process.worker_url)
