@@ -218,7 +218,7 @@ async def push(
     async with BlockPush(
         channels,
         ticket,
-        request_id="benchmark",
+        sequence_id="benchmark",
         attempt=attempt,
         layout=kv_layout,
         num_blocks=num_blocks,

@@ -68,7 +68,7 @@ class TransferMetrics:
             registry=registry,
         )
 
-    def pushed(self, summary: PushSummary) -> None:
+    def record_push(self, summary: PushSummary) -> None:
         """Count a sent push that was committed."""
         self._sent_blocks.inc(summary.num_blocks)
         self._sent_bytes.inc(summary.num_bytes)
@@ -76,11 +76,11 @@ class TransferMetrics:
         self._seconds.observe(summary.seconds)
         self._credit_wait.observe(summary.credit_wait_seconds)
 
-    def received(self, num_bytes: int) -> None:
+    def record_received(self, num_bytes: int) -> None:
         """Count a received block that was checked and written."""
         self._received_blocks.inc()
         self._received_bytes.inc(num_bytes)
 
-    def failed(self, reason: str) -> None:
+    def record_failure(self, reason: str) -> None:
         """Count a received push that ended without a commit."""
         self._failures.labels(reason).inc()

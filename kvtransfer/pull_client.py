@@ -38,7 +38,7 @@ class BlockPull:
         channels: ChannelPool,
         *,
         address: str,
-        request_id: str,
+        attempt_id: str,
         holder_epoch: str,
         layout: KvLayout,
         block_hashes: Sequence[bytes],
@@ -50,7 +50,7 @@ class BlockPull:
         self._block_bytes = layout.block_bytes
         self._timeout = timeout
         self._pin = pb.PinRequest(
-            request_id=request_id,
+            attempt_id=attempt_id,
             holder_epoch=holder_epoch,
             layout=layout.to_proto(),
             block_hashes=block_hashes,

@@ -38,13 +38,13 @@ class PullMetrics:
         self._lent_blocks.inc(num_blocks)
         self._lent_bytes.inc(num_bytes)
 
-    def pulled(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
+    def record_pull(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
         """Count the blocks of one pull that were checked and written."""
         self._pulled_blocks.inc(num_blocks)
         self._pulled_bytes.inc(num_bytes)
         self._seconds.observe(seconds)
 
-    def failed(self, reason: str) -> None:
+    def record_failure(self, reason: str) -> None:
         """Count a pull that brought fewer blocks than it was meant to."""
         self._failures.labels(reason).inc()
 

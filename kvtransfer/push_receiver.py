@@ -70,11 +70,11 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
                 async for response in responses:
                     yield response
         except (asyncio.CancelledError, GeneratorExit):
-            self._metrics.failed(SenderGoneError.reason)
+            self._metrics.record_failure(SenderGoneError.reason)
             raise
         except Exception as error:
             failure = _as_transfer_error(error)
-            self._metrics.failed(failure.reason)
+            self._metrics.record_failure(failure.reason)
             refused = pb.PushRefused(status_code=failure.code.value[0], message=str(failure))
             yield pb.PushResponse(refused=refused)
             if failure is not error:
@@ -127,7 +127,7 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
                     f"block {frame.index} has {len(frame.payload)} bytes, not {self._sink.layout.block_bytes}"
                 )
             reservation.write(frame)
-            self._metrics.received(len(frame.payload))
+            self._metrics.record_received(len(frame.payload))
 
 
 async def _next(requests: AsyncIterator[pb.PushRequest]) -> pb.PushRequest:

@@ -57,7 +57,7 @@ class BlockPush:
         channels: ChannelPool,
         ticket: pb.Ticket,
         *,
-        request_id: str,
+        sequence_id: str,
         attempt: int,
         layout: KvLayout,
         num_blocks: int,
@@ -72,7 +72,7 @@ class BlockPush:
         self._open = pb.PushOpen(
             ticket_id=ticket.ticket_id,
             receiver_epoch=ticket.receiver_epoch,
-            request_id=request_id,
+            sequence_id=sequence_id,
             attempt=attempt,
             layout=layout.to_proto(),
             first_block=ticket.first_block,

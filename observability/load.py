@@ -119,7 +119,7 @@ async def _pull(stack: RunningStack, number: int) -> None:
 
 def _sequence(name: str, prompt: list[int]) -> worker_pb2.Sequence:
     return worker_pb2.Sequence(
-        request_id=name,
+        sequence_id=name,
         token_ids=prompt,
         sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
         stopping=inference_pb2.StoppingParams(max_tokens=4, ignore_eos=True),

@@ -36,7 +36,7 @@ class PrefixHistory:
         for _ in range(len(sent) - min(max_blocks, MAX_BLOCKS)):
             sent.popitem(last=False)
 
-    def num_held(self, worker_id: str, block_hashes: Sequence[bytes], max_age_seconds: float) -> int:
+    def num_cached(self, worker_id: str, block_hashes: Sequence[bytes], max_age_seconds: float) -> int:
         """Return how many of a prompt's leading blocks a worker was sent in the last ``max_age_seconds``."""
         sent = self._sent.get(worker_id)
         if not sent or not block_hashes:

@@ -50,18 +50,18 @@ class WorkerState(NamedTuple):
 
     Attributes:
         num_blocks: blocks in the worker's pool.
-        owed_tokens: pending prefill tokens, computed before the first tokens of requests in flight.
-        kept_tokens: resident tokens, those of sequences whose blocks the worker keeps.
+        pending_tokens: pending prefill tokens, computed before the first tokens of requests in flight.
+        resident_tokens: resident tokens, those of sequences whose blocks the worker keeps.
         num_requests: requests in flight.
-        is_shunned: the worker is unhealthy.
+        is_unhealthy: the worker is unhealthy.
     """
 
     worker_id: str
     num_blocks: int
-    owed_tokens: int = 0
-    kept_tokens: int = 0
+    pending_tokens: int = 0
+    resident_tokens: int = 0
     num_requests: int = 0
-    is_shunned: bool = False
+    is_unhealthy: bool = False
 
 
 class Prompt(NamedTuple):
@@ -69,7 +69,7 @@ class Prompt(NamedTuple):
 
     num_tokens: int
     block_hashes: Sequence[bytes]
-    held_tokens: Mapping[str, int] | None
+    cached_by_worker: Mapping[str, int] | None
     """Cached tokens by worker id, according to the index; None if it was not asked or did not answer."""
     must_be_local: bool = False
     """Whether the decode worker has to compute the prompt."""
@@ -88,7 +88,7 @@ class Placement(NamedTuple):
     """Estimate for the worker that computes the prompt."""
     prompt: Prompt
     sent_at: float
-    kept_tokens: int
+    resident_tokens: int
     """Tokens that the decode worker will keep blocks for: the prompt's and the expected answers'."""
 
     @property
@@ -107,7 +107,7 @@ class Placement(NamedTuple):
         return self.estimate.pull
 
     @property
-    def owed_tokens(self) -> int:
+    def pending_tokens(self) -> int:
         """Prompt tokens that this worker has to compute, because they are neither cached nor pulled."""
         return self.num_tokens - self.estimate.cached_tokens
 
@@ -160,9 +160,9 @@ class Planner:
         rule = self.config.policy
         states = {state.worker_id: state for state in (*prefill, *decode)}
         growth = prompt.num_answers * min(prompt.max_output_tokens, round(self._answer_tokens))
-        kept_tokens = prompt.num_tokens + growth
+        resident_tokens = prompt.num_tokens + growth
         decoder = policy.choose_decode(
-            rule, [self._candidate(state, prompt) for state in decode], kept_tokens, key, self._rng
+            rule, [self._candidate(state, prompt) for state in decode], resident_tokens, key, self._rng
         )
         if decoder is None:
             return None
@@ -184,17 +184,19 @@ class Planner:
         # Only the worker that computes the prompt is noted. A decode worker that waits for a push has nothing
         # yet: if it were chosen for its prefix now, it would compute the whole prompt a second time.
         self._note(estimate.candidate, prompt)
-        return Placement(decoder, remote, estimate, prompt, self._clock(), kept_tokens)
+        return Placement(decoder, remote, estimate, prompt, self._clock(), resident_tokens)
 
-    def answered(self, num_tokens: int) -> None:
+    def record_answer(self, num_tokens: int) -> None:
         """Update the average answer length with the length of a finished answer, in tokens."""
         self._answer_tokens += ANSWER_SHARE * (num_tokens - self._answer_tokens)
 
-    def promised(self, seconds: float) -> None:
+    def record_promise(self, seconds: float) -> None:
         """Update the average time that a decode worker takes to promise a place, in seconds."""
         self._handoff_seconds += HANDOFF_SHARE * (seconds - self._handoff_seconds)
 
-    def computed(self, placement: Placement, cached_tokens: int, seconds: float, pull: PullOutcome) -> None:
+    def record_prefill(
+        self, placement: Placement, cached_tokens: int, seconds: float, pull: PullOutcome
+    ) -> None:
         """Update the rates when the first token of a prompt has just arrived.
 
         Args:
@@ -240,30 +242,30 @@ class Planner:
         return Candidate(
             state.worker_id,
             cached_tokens=self._cached_tokens(state.worker_id, prompt),
-            owed_tokens=state.owed_tokens,
-            kept_tokens=state.kept_tokens,
+            pending_tokens=state.pending_tokens,
+            resident_tokens=state.resident_tokens,
             capacity_tokens=max(1, state.num_blocks) * self._blocks.tokens,
             tokens_per_second=self._prefill_rates.get(state.worker_id),
-            is_shunned=state.is_shunned,
+            is_unhealthy=state.is_unhealthy,
         )
 
     def _cached_tokens(self, worker_id: str, prompt: Prompt) -> int:
         """Return how many prompt tokens a worker probably has cached, by the index and by recent requests."""
-        held = prompt.held_tokens
-        max_age = float("inf") if held is None else IN_FLIGHT_SECONDS
-        sent = self._history.num_held(worker_id, prompt.block_hashes, max_age) * self._blocks.tokens
-        return sent if held is None else max(sent, held.get(worker_id, 0))
+        cached = prompt.cached_by_worker
+        max_age = float("inf") if cached is None else IN_FLIGHT_SECONDS
+        sent = self._history.num_cached(worker_id, prompt.block_hashes, max_age) * self._blocks.tokens
+        return sent if cached is None else max(sent, cached.get(worker_id, 0))
 
     def _peers(self, prompt: Prompt, states: Mapping[str, WorkerState]) -> list[Peer]:
         """Return the peers that have blocks of the prompt, according to the index.
 
         Workers that are still computing the prefix cannot be pulled from, so the history is not used here.
         """
-        held = prompt.held_tokens or {}
+        cached = prompt.cached_by_worker or {}
         return policy.best_peers(
             [
                 Peer(name, min(num_tokens, prompt.num_tokens), self._pull_rates.get(name))
-                for name, num_tokens in held.items()
-                if name in states and not states[name].is_shunned
+                for name, num_tokens in cached.items()
+                if name in states and not states[name].is_unhealthy
             ]
         )

@@ -79,15 +79,15 @@ class Candidate(NamedTuple):
     worker_id: str
     cached_tokens: int = 0
     """Prompt tokens that the worker probably has cached."""
-    owed_tokens: int = 0
+    pending_tokens: int = 0
     """Pending prefill tokens: those that it has to compute for the first tokens of other requests."""
-    kept_tokens: int = 0
+    resident_tokens: int = 0
     """Resident tokens: those of other requests that it keeps blocks for, with the expected answers."""
     capacity_tokens: int = 1
     """Tokens that fit in its pool."""
     tokens_per_second: float = 1.0
     """Rate at which it computes prompts."""
-    is_shunned: bool = False
+    is_unhealthy: bool = False
     """Whether it is unhealthy: it failed recently or in this request, or it may be unable to serve."""
 
 
@@ -204,7 +204,7 @@ def estimate(
     others = [peer for peer in peers if peer.worker_id != candidate.worker_id]
     pull = choose_pull(own, others, blocks, rate, pulls)
     cached = min(pull.num_blocks * blocks.tokens, num_tokens - 1) if pull else own
-    return Estimate(candidate, candidate.owed_tokens / rate, pull, (num_tokens - cached) / rate, cached)
+    return Estimate(candidate, candidate.pending_tokens / rate, pull, (num_tokens - cached) / rate, cached)
 
 
 def choose_prefill(
@@ -214,28 +214,28 @@ def choose_prefill(
 
     An unhealthy prefill worker is never chosen, because decode workers can compute prompts themselves.
     """
-    well = [each for each in estimates if not each.candidate.is_shunned]
-    if not well:
+    healthy = [each for each in estimates if not each.candidate.is_unhealthy]
+    if not healthy:
         return None
-    if len(well) == 1:
-        return PrefillChoice(well[0], "only")
+    if len(healthy) == 1:
+        return PrefillChoice(healthy[0], "only")
     if policy is Policy.RANDOM:
-        return PrefillChoice(rng.choice(well), "random")
+        return PrefillChoice(rng.choice(healthy), "random")
     if policy is Policy.LOAD:
-        least = min(each.queue_seconds for each in well)
-        equal = [each for each in well if each.queue_seconds <= _tied(least)]
-        return PrefillChoice(rng.choice(equal), "load" if len(equal) < len(well) else "tie")
-    balanced = _without_jams(well)
+        least = min(each.queue_seconds for each in healthy)
+        equal = [each for each in healthy if each.queue_seconds <= _tied(least)]
+        return PrefillChoice(rng.choice(equal), "load" if len(equal) < len(healthy) else "tie")
+    balanced = _without_jams(healthy)
     best, ties = _cheapest(
         balanced, lambda e: e.seconds, _tied, lambda e: e.cached_tokens, lambda e: e.candidate.worker_id, key
     )
-    if len(balanced) < len(well) and min(well, key=lambda e: e.seconds) not in balanced:
+    if len(balanced) < len(healthy) and min(healthy, key=lambda e: e.seconds) not in balanced:
         return PrefillChoice(best, "imbalance")
     if best.pull is not None:
         return PrefillChoice(best, "pull")
-    if best.cached_tokens > min(each.cached_tokens for each in well):
+    if best.cached_tokens > min(each.cached_tokens for each in healthy):
         return PrefillChoice(best, "prefix")
-    return PrefillChoice(best, "load" if len(ties) < len(well) else "tie")
+    return PrefillChoice(best, "load" if len(ties) < len(healthy) else "tie")
 
 
 def choose_decode(
@@ -249,31 +249,31 @@ def choose_decode(
     Args:
         num_tokens: tokens of the prompt and of the expected answers.
     """
-    well = [c for c in candidates if not c.is_shunned] or list(candidates)
-    roomy = [c for c in well if c.kept_tokens + num_tokens <= c.capacity_tokens] or well
-    if not roomy:
+    healthy = [c for c in candidates if not c.is_unhealthy] or list(candidates)
+    with_room = [c for c in healthy if c.resident_tokens + num_tokens <= c.capacity_tokens] or healthy
+    if not with_room:
         return None
-    if len(roomy) == 1:
-        return DecodeChoice(roomy[0], "only")
+    if len(with_room) == 1:
+        return DecodeChoice(with_room[0], "only")
     if policy is Policy.RANDOM:
-        return DecodeChoice(rng.choice(roomy), "random")
+        return DecodeChoice(rng.choice(with_room), "random")
 
     def taken(candidate: Candidate) -> float:
         """Return the share of the pool's blocks that are taken once the worker has the request."""
         own = candidate.cached_tokens if policy.knows_prefixes else 0
-        return (candidate.kept_tokens + num_tokens - own * OVERLAP_SHARE) / candidate.capacity_tokens
+        return (candidate.resident_tokens + num_tokens - own * OVERLAP_SHARE) / candidate.capacity_tokens
 
     best, equal = _cheapest(
-        roomy,
+        with_room,
         taken,
         lambda least: least * (1 + TIE_SHARE),
         lambda c: c.cached_tokens if policy.knows_prefixes else 0,
         lambda c: c.worker_id,
         key if policy.knows_prefixes else rng.randbytes(8),
     )
-    if policy.knows_prefixes and best.cached_tokens > min(c.cached_tokens for c in roomy):
+    if policy.knows_prefixes and best.cached_tokens > min(c.cached_tokens for c in with_room):
         return DecodeChoice(best, "prefix")
-    return DecodeChoice(best, "load" if len(equal) < len(roomy) else "tie")
+    return DecodeChoice(best, "load" if len(equal) < len(with_room) else "tie")
 
 
 def is_local_sooner(

@@ -24,10 +24,10 @@ class _Measured:
     updated_at: float = 0.0
 
     def add(self, amount: float, seconds: float, now: float) -> None:
-        kept = (1 - NEWEST_SHARE) * self.freshness(now)
-        self.amount = kept * self.amount + amount
-        self.seconds = kept * self.seconds + seconds
-        self.weight = kept * self.weight + 1
+        remaining = (1 - NEWEST_SHARE) * self.freshness(now)
+        self.amount = remaining * self.amount + amount
+        self.seconds = remaining * self.seconds + seconds
+        self.weight = remaining * self.weight + 1
         self.updated_at = now
 
     def freshness(self, now: float) -> float:
@@ -52,12 +52,12 @@ class Rates:
 
     def get(self, name: str) -> float:
         """Return a name's rate in units per second; a name without measurements has the fleet average."""
-        usual = self._all.amount / self._all.seconds if self._all.seconds else self._initial
+        average = self._all.amount / self._all.seconds if self._all.seconds else self._initial
         own = self._measured.get(name)
         if own is None or not own.seconds:
-            return usual
+            return average
         weight = own.weight * own.freshness(self._clock())
-        return (weight + PRIOR_WEIGHT) / (weight * own.seconds / own.amount + PRIOR_WEIGHT / usual)
+        return (weight + PRIOR_WEIGHT) / (weight * own.seconds / own.amount + PRIOR_WEIGHT / average)
 
     def add(self, name: str, amount: float, seconds: float, *, is_usual: bool = True) -> None:
         """Record a piece of work and the seconds that it took.

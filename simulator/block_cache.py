@@ -31,7 +31,7 @@ class BlockCache:
         self._lease = MemoryLease(store, ttl_seconds=float("inf"))
         now(self._lease.join(WorkerRecord(worker_id, role, worker_id, worker_id, "")))
 
-    def num_held(self, block_hashes: Sequence[bytes]) -> int:
+    def num_cached(self, block_hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks are in this cache."""
         for index, each in enumerate(block_hashes):
             if each not in self._blocks:

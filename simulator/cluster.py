@@ -147,13 +147,13 @@ class Simulation:
         block_tokens = self._calibration.block_tokens
         full = request.block_ids[: request.input_tokens // block_tokens]
         hashes = [block_id.to_bytes(8, "big") for block_id in full]
-        held = None
+        cached = None
         if self._config.placing.policy is not Policy.APPROX:
             holdings = now(self._index.look_up(hashes))
-            held = {holding.worker.worker_id: holding.num_blocks * block_tokens for holding in holdings}
+            cached = {holding.worker.worker_id: holding.num_blocks * block_tokens for holding in holdings}
         placement = self._planner.place(
             # A trace does not contain the limit on the length of the answer.
-            Prompt(request.input_tokens, hashes, held, max_output_tokens=sys.maxsize),
+            Prompt(request.input_tokens, hashes, cached, max_output_tokens=sys.maxsize),
             _states(self._prefill.values(), self._calibration),
             _states(self._decode.values(), self._calibration),
         )
@@ -161,8 +161,8 @@ class Simulation:
         job = Job(request, hashes, placement)
         computing, decoding = self._servers[placement.computing], self._servers[placement.decode.worker_id]
         self._num_open += 1
-        computing.owed_tokens += placement.owed_tokens
-        decoding.kept_tokens += placement.kept_tokens
+        computing.pending_tokens += placement.pending_tokens
+        decoding.resident_tokens += placement.resident_tokens
         for server in {computing, decoding}:
             server.num_requests += 1
         self.at(self.now + self._calibration.overhead_seconds, self._call, job)
@@ -174,8 +174,8 @@ class Simulation:
         if pull is None or not cal.pull_bytes_per_second:
             server.compute(job)
             return
-        num_there = self._servers[pull.worker_id].cache.num_held(job.block_hashes[: pull.num_blocks])
-        num_missing = max(0, num_there - server.cache.num_held(job.block_hashes))
+        num_there = self._servers[pull.worker_id].cache.num_cached(job.block_hashes[: pull.num_blocks])
+        num_missing = max(0, num_there - server.cache.num_cached(job.block_hashes))
         job.pulled_bytes = num_missing * cal.block_bytes
         job.pull_seconds = cal.pull_round_trip_seconds + job.pulled_bytes / cal.pull_bytes_per_second
         self.at(self.now + job.pull_seconds, self._pulled, job, num_there)
@@ -190,10 +190,10 @@ class Simulation:
         server = self._servers[placement.computing]
         job.first_token_at = self.now
         self._store(server, job.block_hashes)
-        server.owed_tokens -= placement.owed_tokens
+        server.pending_tokens -= placement.pending_tokens
         if placement.prefill is not None:
             server.num_requests -= 1
-        self._planner.computed(
+        self._planner.record_prefill(
             placement,
             job.cached_tokens,
             self.now - job.called_at,
@@ -213,8 +213,8 @@ class Simulation:
     def _finished(self, job: Job) -> None:
         request, server = job.request, self._decode[job.placement.decode.worker_id]
         self._num_open -= 1
-        server.kept_tokens -= job.placement.kept_tokens
-        self._planner.answered(request.output_tokens)
+        server.resident_tokens -= job.placement.resident_tokens
+        self._planner.record_answer(request.output_tokens)
         server.num_requests -= 1
         num_further = request.output_tokens - 1
         self._outcomes.append(
@@ -246,6 +246,6 @@ def replay(
 
 def _states(servers: Iterable[Server], calibration: Calibration) -> list[WorkerState]:
     return [
-        WorkerState(s.worker_id, calibration.num_blocks, s.owed_tokens, s.kept_tokens, s.num_requests)
+        WorkerState(s.worker_id, calibration.num_blocks, s.pending_tokens, s.resident_tokens, s.num_requests)
         for s in servers
     ]

@@ -52,8 +52,8 @@ class Server:
     timeline: Timeline
     cache: BlockCache
     on_computed: Callable[[Job], None]
-    owed_tokens: int = 0
-    kept_tokens: int = 0
+    pending_tokens: int = 0
+    resident_tokens: int = 0
     num_requests: int = 0
     busy_seconds: float = 0.0
     _queue: deque[Job] = field(default_factory=deque)
@@ -75,8 +75,8 @@ class Server:
             self._is_computing = True
         job = self._queue.popleft()
         num_tokens = job.request.input_tokens
-        num_held = self.cache.num_held(job.block_hashes) * self.calibration.block_tokens
-        job.cached_tokens = min(num_held, num_tokens - 1)
+        num_cached = self.cache.num_cached(job.block_hashes) * self.calibration.block_tokens
+        job.cached_tokens = min(num_cached, num_tokens - 1)
         seconds = self.calibration.prefill_seconds(num_tokens, job.cached_tokens)
         self.busy_seconds += seconds
         self.timeline.at(self.timeline.now + seconds, self._computed, job)

@@ -43,10 +43,10 @@ def account(reservations: Iterable[tuple[int, int, int]], num_slots: int) -> Slo
         num_slots: of the whole pool.
     """
     states = later = never = 0
-    for num_reserved, num_held, num_final in reservations:
+    for num_reserved, num_cached, num_final in reservations:
         used = min(num_reserved, num_final)
-        states += num_held
-        later += used - num_held
+        states += num_cached
+        later += used - num_cached
         never += num_reserved - used
     return SlotUse(states, later, never, num_slots - states - later - never)
 
@@ -84,25 +84,25 @@ def simulate(admission: Admission, requests: list[Request], num_slots: int) -> L
     ended request whose memory is still kept uses none of it.
     """
     waiting = deque(enumerate(requests))
-    num_held: dict[int, int] = {}
+    num_cached: dict[int, int] = {}
     load = EMPTY
     while True:
         while waiting and admission.place(*waiting[0]):
             index, request = waiting.popleft()
-            num_held[index] = request.num_input
+            num_cached[index] = request.num_input
         admission.close()
         if not waiting:
             return load
         kept = (
-            (count, num_held.get(index, 0), sum(requests[index]) if index in num_held else 0)
+            (count, num_cached.get(index, 0), sum(requests[index]) if index in num_cached else 0)
             for index, count in admission.reserved.items()
         )
-        num_ended = len(requests) - len(waiting) - len(num_held)
+        num_ended = len(requests) - len(waiting) - len(num_cached)
         if is_steady(num_ended, len(requests)):
-            load = load.after(account(kept, num_slots), len(num_held))
-        for index in list(num_held):
-            num_held[index] += 1
+            load = load.after(account(kept, num_slots), len(num_cached))
+        for index in list(num_cached):
+            num_cached[index] += 1
             # The last token is drawn, but its keys and values are never computed.
-            if num_held[index] == sum(requests[index]):
-                del num_held[index]
+            if num_cached[index] == sum(requests[index]):
+                del num_cached[index]
                 admission.finish(index)

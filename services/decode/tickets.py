@@ -137,10 +137,10 @@ class PromisedBlocks:
         """Let the engine decode from the first token on; without one it draws that too."""
         self._promise.require_open()
         loop, updates = asyncio.get_running_loop(), self._promise.updates
-        engine_id = self._promise.sequence.request_id
+        attempt_id = self._promise.sequence.request_id
 
         def admit(engine: Engine) -> None:
-            update = engine.admit(engine_id, first_token_id)
+            update = engine.admit(attempt_id, first_token_id)
             if update.status.is_finished:
                 # Here, since the sender may have cancelled the commit while it ran.
                 loop.call_soon_threadsafe(updates.put_nowait, update)

@@ -51,7 +51,7 @@ class PrefillCalls:
             pushing = asyncio.create_task(push.run(request.ticket.first_block))
             pushing.add_done_callback(lambda task: _report_failure(task, updates))
             try:
-                first = await _computed(sequence, updates, push.computed)
+                first = await _computed(sequence, updates, push.record_progress)
                 account_prompt(parts, sequence, pulled, phases)
                 first.pulled.CopyFrom(pulled)
                 yield first
@@ -77,7 +77,7 @@ class PrefillCalls:
         return BlockPush(
             self._parts.channels,
             request.ticket,
-            request_id=request.sequence.request_id,
+            sequence_id=request.sequence.sequence_id,
             attempt=request.sequence.attempt,
             layout=identity.layout,
             num_blocks=num_blocks,
@@ -86,7 +86,7 @@ class PrefillCalls:
 
     def _account_push(self, pushed: PushedPrompt, phases: RequestPhases) -> None:
         """Observe a push that was acknowledged; what of it ran beside the computation delayed nothing."""
-        self._parts.transfers.pushed(pushed.summary)
+        self._parts.transfers.record_push(pushed.summary)
         credit_at = pushed.computed_at + pushed.credit_wait_seconds
         phases.record(Phase.CREDIT_WAIT, pushed.computed_at, credit_at)
         phases.record(Phase.TRANSFER, credit_at, pushed.committed_at)

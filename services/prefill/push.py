@@ -44,7 +44,7 @@ class PrefillPush:
         self._computed_at = 0.0
         self._waited_seconds = 0.0
 
-    def computed(self, update: SequenceUpdate) -> None:
+    def record_progress(self, update: SequenceUpdate) -> None:
         """Tell how far the engine is."""
         if update.status.is_finished:
             self._computed_at = perf_counter()

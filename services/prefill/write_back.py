@@ -28,7 +28,7 @@ class WriteBacks:
     async def copy(self, request: worker_pb2.WriteBackRequest, root_hash: bytes) -> worker_pb2.PullSummary:
         """Return what was copied, or "busy" if the engine was so until the request's time was over."""
         tokens = list(request.token_ids)
-        sequence = Sequence(request.request_id, tokens, len(tokens), SamplingParams(), root_hash)
+        sequence = Sequence(request.sequence_id, tokens, len(tokens), SamplingParams(), root_hash)
         try:
             async with asyncio.timeout(request.pull_from.timeout_ms / 1000 or WAIT_SECONDS):
                 await self._one_at_a_time.acquire()

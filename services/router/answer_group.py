@@ -9,13 +9,13 @@ from quire.services.router.output import OutputAssembler
 
 
 @dataclass(slots=True)
-class Part:
+class AnswerGroup:
     """Answers that are computed together: at first all of a request; after a failure each answer separately.
 
     Attributes:
-        sequence_id: id under which the workers know this part.
+        sequence_id: id under which the workers know this group.
         answers: the answers, in the order of their index; a finished beam search may have fewer than beams.
-        attempt: number of earlier attempts of this part and of the part that it was split from.
+        attempt: number of earlier attempts of this group and of the group that it was split from.
         deaths: ids of the workers that died with it since it was last cleared of suspicion.
     """
 
@@ -32,7 +32,7 @@ class Part:
         return len(self.answers) == 1
 
     @property
-    def is_search(self) -> bool:
+    def is_beam_search(self) -> bool:
         """Whether this is a beam search, whose tokens are known only at its end."""
         return self.sampling.HasField("beam")
 
@@ -69,14 +69,14 @@ class Part:
         """Number of tokens in the shortest answer."""
         return min(len(answer.token_ids) for answer in self.answers)
 
-    def split(self) -> list[Part]:
-        """Return a separate part for each unfinished answer; answer i samples with the seed + i."""
-        return [self._alone(answer) for answer in self.answers if not answer.finish_reason]
+    def split(self) -> list[AnswerGroup]:
+        """Return a separate group for each unfinished answer; answer i samples with the seed + i."""
+        return [self._separate(answer) for answer in self.answers if not answer.finish_reason]
 
-    def _alone(self, answer: OutputAssembler) -> Part:
+    def _separate(self, answer: OutputAssembler) -> AnswerGroup:
         sampling = pb.SamplingParams()
         sampling.CopyFrom(self.sampling)
         sampling.ClearField("n")
         sampling.seed = (self.sampling.seed + answer.index) % 2**64
-        name = f"{self.sequence_id}-{answer.index}"
-        return Part(name, self.prompt_token_ids, sampling, [answer], self.attempt, self.deaths)
+        sequence_id = f"{self.sequence_id}-{answer.index}"
+        return AnswerGroup(sequence_id, self.prompt_token_ids, sampling, [answer], self.attempt, self.deaths)

@@ -43,7 +43,7 @@ _RETRYABLE = frozenset(
 _NEVER_REACHED = ("failed to connect", "name resolution", "dns resolution")
 
 
-class LegFailed(Exception):
+class WorkerCallFailed(Exception):
     """A worker call failed, or ended before its work was complete (then ``error`` is None).
 
     Attributes:
@@ -96,7 +96,9 @@ def suspected(request_id: str, num_workers: int, num_emitted: int, num_retries: 
     )
 
 
-def to_service_error(failure: LegFailed, request_id: str, num_emitted: int, num_retries: int) -> ServiceError:
+def to_service_error(
+    failure: WorkerCallFailed, request_id: str, num_emitted: int, num_retries: int
+) -> ServiceError:
     """Return the client's error for a failure that is not retried; only the log names the worker."""
     role = failure.worker.info.role
     metadata = {"tokens_emitted": str(num_emitted), "retries": str(num_retries)}

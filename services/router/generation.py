@@ -1,6 +1,6 @@
 """Runs one request in the router, from the choice of its workers to its last token.
 
-D is the decode worker and P the prefill worker of an attempt. ``Legs`` runs the streaming calls to them.
+D is the decode worker and P the prefill worker of an attempt. ``WorkerCalls`` runs the calls to them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from quire.protos import worker_pb2
 from quire.routing.planner import Placement, Planner, Prompt, WorkerState
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import ValidRequest
-from quire.services.router.answer_group import Part
+from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.best_of import best_of
 from quire.services.router.failures import (
-    LegFailed,
+    WorkerCallFailed,
     deadline_exceeded,
     no_decode_worker,
     suspected,
@@ -39,7 +39,7 @@ from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.pulls import pull_source
 from quire.services.router.request_account import RequestAccount
 from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Suspects
-from quire.services.router.worker_calls import Event, Legs, Spawn, connection_lost
+from quire.services.router.worker_calls import Event, Spawn, WorkerCalls, connection_lost
 from quire.services.router.workers import Worker, WorkerSet
 from quire.services.router.write_back import WriteBacks
 from quire.services.server.errors import InvalidArgument
@@ -48,7 +48,7 @@ from quire.services.server.phases import Phase, RequestPhases
 
 MAX_RETRIES = 3
 RETRY_BACKOFF_SECONDS = 0.05
-SETTLE_SECONDS = 0.5
+CALL_END_SECONDS = 0.5
 """Longest time that a request waits for one worker call to end after the other has ended: for P's summary of
 the push, or for the failure that caused an abort."""
 
@@ -122,11 +122,11 @@ class GenerationRun:
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
         num_answers = request.sampling.beam.width or request.sampling.n or 1
         self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
-        self._shunned: set[str] = set()
+        self._unhealthy: set[str] = set()
         self._is_first_message = True
         self._plan: Plan | None = None
         self._account = RequestAccount(
-            cluster.metrics, cluster.planner, cluster.clock, len(request.prompt_token_ids)
+            cluster.metrics, cluster.planner, cluster.clock, request.request_id, len(request.prompt_token_ids)
         )
 
     @property
@@ -141,9 +141,9 @@ class GenerationRun:
             ServiceError: the request cannot be served or cannot be completed.
         """
         request = self._request
-        part = Part(self._sequence_id, request.prompt_token_ids, request.sampling, self._answers)
+        group = AnswerGroup(self._sequence_id, request.prompt_token_ids, request.sampling, self._answers)
         num_finished = 0
-        stream = self._serve(part)
+        stream = self._serve(group)
         if request.num_best is not None:
             stream = best_of(stream, self._answers, request.num_best)
         async with aclosing(stream) as responses:
@@ -160,93 +160,95 @@ class GenerationRun:
                 if is_last := num_finished == (request.num_best or len(self._answers)):
                     response.usage.CopyFrom(self.usage)
                     for answer in self._answers:
-                        self._cluster.planner.answered(len(answer.token_ids))
+                        self._cluster.planner.record_answer(len(answer.token_ids))
                     self._offer_write_back()
                 yield response
                 if is_last:
                     return
 
-    async def _serve(self, part: Part) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Yield the messages of a part's answers, and retry until they have finished or an error is final."""
-        while not part.is_finished:
+    async def _serve(self, group: AnswerGroup) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Yield the messages of a group's answers; retry until they have finished or an error is final."""
+        while not group.is_finished:
             try:
-                async with aclosing(self._attempt(part)) as outputs:
+                async with aclosing(self._attempt(group)) as outputs:
                     async for output in outputs:
-                        answer = part.answers[output.index]
+                        answer = group.answers[output.index]
                         # D continues an answer past its stop string until the other answers have ended.
                         if not answer.finish_reason:
                             self.usage.accepted_draft_tokens += output.num_accepted_draft_tokens
                             yield answer.respond(output)
-                        if part.is_finished:
+                        if group.is_finished:
                             return
-            except LegFailed as failure:
-                for answer in part.answers:
+            except WorkerCallFailed as failure:
+                for answer in group.answers:
                     reason = answer.implied_finish_reason(self._cluster.model.eos_token_ids)
                     if reason and not answer.finish_reason:
                         yield answer.respond(worker_pb2.SequenceOutput(finish_reason=reason))
-                if part.is_finished:
+                if group.is_finished:
                     return
-                self._give_up_attempt(part, failure)
-            await asyncio.sleep(RETRY_BACKOFF_SECONDS * part.attempt)
-            if part.must_split:
-                async with aclosing(merged(map(self._serve, part.split()))) as responses:
+                self._give_up_attempt(group, failure)
+            await asyncio.sleep(RETRY_BACKOFF_SECONDS * group.attempt)
+            if group.must_split:
+                async with aclosing(merged(map(self._serve, group.split()))) as responses:
                     async for response in responses:
                         yield response
 
-    async def _attempt(self, part: Part) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
-        self._plan = plan = await self._choose(part)
+    async def _attempt(self, group: AnswerGroup) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
+        self._plan = plan = await self._choose(group)
         with ExitStack() as accounts:
             dispatched = self._cluster.workers.dispatched
-            kept, owed = plan.placement.kept_tokens, plan.placement.owed_tokens
+            resident, pending = plan.placement.resident_tokens, plan.placement.pending_tokens
             if plan.prefill is None:
-                computed = accounts.enter_context(dispatched(plan.decode, owed_tokens=owed, kept_tokens=kept))
+                computed = accounts.enter_context(
+                    dispatched(plan.decode, pending_tokens=pending, resident_tokens=resident)
+                )
             else:
-                accounts.enter_context(dispatched(plan.decode, kept_tokens=kept))
-                computed = accounts.enter_context(dispatched(plan.prefill, owed_tokens=owed))
+                accounts.enter_context(dispatched(plan.decode, resident_tokens=resident))
+                computed = accounts.enter_context(dispatched(plan.prefill, pending_tokens=pending))
             clear = None
-            if part.deaths:
+            if group.deaths:
                 worker_ids = {worker.worker_id for worker in (plan.decode, plan.prefill) if worker}
                 clear = accounts.enter_context(self._cluster.suspects.placed(worker_ids))
-            num_clearing = part.num_tokens + CLEARING_TOKENS
-            legs = Legs(part.sequence_id, part.attempt, self._cluster.spawn)
-            async with legs, aclosing(self._run(legs, plan, part)) as outputs:
+            num_clearing = group.num_tokens + CLEARING_TOKENS
+            calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn)
+            async with calls, aclosing(self._run(calls, plan, group)) as outputs:
                 try:
                     async for output in outputs:
                         computed()
                         yield output
-                        if clear is not None and part.num_tokens >= num_clearing:
-                            part.deaths = ()
+                        if clear is not None and group.num_tokens >= num_clearing:
+                            group.deaths = ()
                             clear()
-                except LegFailed as failure:
-                    raise await _cause(failure, legs) from failure
+                except WorkerCallFailed as failure:
+                    raise await _cause(failure, calls) from failure
 
-    async def _choose(self, part: Part) -> Plan:
-        cluster, token_ids = self._cluster, part.token_ids
+    async def _choose(self, group: AnswerGroup) -> Plan:
+        cluster, token_ids = self._cluster, group.token_ids
         start = cluster.clock()
-        block_hashes, held_tokens = await cluster.prefixes.look_up(token_ids, self._scope)
+        block_hashes, cached_by_worker = await cluster.prefixes.look_up(token_ids, self._scope)
         looked_up = cluster.clock()
         self._phases.record(Phase.LOOKUP, start, looked_up)
-        if part.deaths:
+        if group.deaths:
             await cluster.suspects.turn(self._healthy_decode_workers)
         # With several answers P does not compute the prompt's last token, and its logprob would be lost.
-        is_scored = not part.is_single and self._request.num_prompt_logprobs is not None
-        must_be_local = is_scored or part.num_prefilled_tokens == 0
+        is_scored = not group.is_single and self._request.num_prompt_logprobs is not None
+        must_be_local = is_scored or group.num_prefilled_tokens == 0
         placement = cluster.planner.place(
             Prompt(
                 len(token_ids),
                 block_hashes,
-                held_tokens,
+                cached_by_worker,
                 must_be_local,
-                max_output_tokens=self._request.stopping.max_tokens - len(part.output_token_ids),
-                num_answers=len(part.answers),
+                max_output_tokens=self._request.stopping.max_tokens - len(group.output_token_ids),
+                num_answers=len(group.answers),
             ),
-            self._states("prefill", part),
-            self._states("decode", part),
+            self._states("prefill", group),
+            self._states("decode", group),
         )
         if placement is None:
             raise no_decode_worker(cluster.workers, {"tokens_emitted": str(self._num_emitted)})
         self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
-        self._account.chosen(part, placement)
+        self._account.record_placement(group, placement)
         workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.live(role)}
         return Plan(
             workers[placement.decode.worker_id],
@@ -255,32 +257,32 @@ class GenerationRun:
             pull_source(placement.pull, workers[placement.pull.worker_id]) if placement.pull else None,
         )
 
-    def _is_shunned(self, worker: Worker) -> bool:
-        return self._cluster.workers.is_shunned(worker) or worker.worker_id in self._shunned
+    def _is_unhealthy(self, worker: Worker) -> bool:
+        return self._cluster.workers.is_unhealthy(worker) or worker.worker_id in self._unhealthy
 
     def _healthy_decode_workers(self) -> list[str]:
         live = self._cluster.workers.live("decode")
-        return [worker.worker_id for worker in live if not self._is_shunned(worker)]
+        return [worker.worker_id for worker in live if not self._is_unhealthy(worker)]
 
-    def _states(self, role: str, part: Part) -> list[WorkerState]:
+    def _states(self, role: str, group: AnswerGroup) -> list[WorkerState]:
         suspects = self._cluster.suspects
         return [
             WorkerState(
                 worker.worker_id,
                 worker.info.num_blocks,
-                owed_tokens=worker.owed_tokens,
-                kept_tokens=worker.kept_tokens,
+                pending_tokens=worker.pending_tokens,
+                resident_tokens=worker.resident_tokens,
                 num_requests=worker.num_requests,
-                is_shunned=self._is_shunned(worker)
-                or bool(part.deaths and suspects.is_near(worker.worker_id)),
+                is_unhealthy=self._is_unhealthy(worker)
+                or bool(group.deaths and suspects.is_near(worker.worker_id)),
             )
             for worker in self._cluster.workers.live(role)
         ]
 
     async def _run(
-        self, legs: Legs, plan: Plan, part: Part
+        self, calls: WorkerCalls, plan: Plan, group: AnswerGroup
     ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
-        sequence = self._sequence(part)
+        sequence = self._sequence(group)
         decode = worker_pb2.DecodeRequest(
             sequence=sequence,
             remote_prefill=plan.prefill is not None,
@@ -288,34 +290,34 @@ class GenerationRun:
         )
         remaining = self._remaining_seconds()
         call = plan.decode.stub.Decode(decode, timeout=remaining, metadata=self._metadata)
-        legs.start(plan.decode, call)
-        accepted = await self._accepted(legs, plan)
+        calls.start(plan.decode, call)
+        accepted = await self._accepted(calls, plan)
         early: deque[Event] = deque()
         if plan.prefill is not None:
             prefill = worker_pb2.PrefillRequest(
                 sequence=sequence, ticket=accepted.ticket, pull_from=plan.pull_from
             )
             if plan.prefill.is_lost:
-                raise LegFailed(plan.prefill, connection_lost())
+                raise WorkerCallFailed(plan.prefill, connection_lost())
             remaining = self._remaining_seconds()
             call = plan.prefill.stub.Prefill(prefill, timeout=remaining, metadata=self._metadata)
-            legs.start(plan.prefill, call)
-            if part.is_single:
-                first = await self._first_token(legs, plan, early)
+            calls.start(plan.prefill, call)
+            if group.is_single:
+                first = await self._first_token(calls, plan, early)
                 yield first
                 if first.finish_reason:
                     return
-        async for output in self._decoded(legs, plan, part, early):
+        async for output in self._decoded(calls, plan, group, early):
             yield output
 
-    def _sequence(self, part: Part) -> worker_pb2.Sequence:
+    def _sequence(self, group: AnswerGroup) -> worker_pb2.Sequence:
         request = self._request
         return worker_pb2.Sequence(
-            request_id=part.sequence_id,
-            attempt=part.attempt,
-            token_ids=part.token_ids,
-            num_output_tokens=len(part.output_token_ids),
-            sampling=part.sampling,
+            sequence_id=group.sequence_id,
+            attempt=group.attempt,
+            token_ids=group.token_ids,
+            num_output_tokens=len(group.output_token_ids),
+            sampling=group.sampling,
             stopping=request.stopping,
             format=request.format,
             # ``best_of`` ranks the answers by the logprobs of their tokens.
@@ -325,28 +327,30 @@ class GenerationRun:
             prompt_logprobs=request.num_prompt_logprobs if self._is_first_message else None,
         )
 
-    async def _accepted(self, legs: Legs, plan: Plan) -> worker_pb2.Accepted:
+    async def _accepted(self, calls: WorkerCalls, plan: Plan) -> worker_pb2.Accepted:
         """Return D's acceptance of the sequence.
 
         Raises:
-            LegFailed: the call failed, or D sent something else first.
+            WorkerCallFailed: the call failed, or D sent something else first.
         """
         start = self._cluster.clock()
-        message = _message(await legs.next())
+        message = _message(await calls.next())
         if not message.HasField("accepted"):
-            raise LegFailed(plan.decode, None)
+            raise WorkerCallFailed(plan.decode, None)
         if plan.prefill is None:
             block_size = self._cluster.model.block_size
-            self._account.computed_by_decode(message, block_size, plan.placement, start)
+            self._account.record_local_prefill(message, block_size, plan.placement, start)
         else:
             accepted_at = self._cluster.clock()
             self._phases.record(Phase.ACCEPT, start, accepted_at)
-            self._cluster.planner.promised(accepted_at - start)
-            self._account.accepted(message)
+            self._cluster.planner.record_promise(accepted_at - start)
+            self._account.record_accepted(message)
         accepted: worker_pb2.Accepted = message.accepted
         return accepted
 
-    async def _first_token(self, legs: Legs, plan: Plan, early: deque[Event]) -> worker_pb2.SequenceOutput:
+    async def _first_token(
+        self, calls: WorkerCalls, plan: Plan, early: deque[Event]
+    ) -> worker_pb2.SequenceOutput:
         """Return P's first token; put the events of D that arrive before it into ``early``.
 
         Events of the two calls are not ordered. D's end of a short answer may arrive first. D's ABORTED error
@@ -354,63 +358,63 @@ class GenerationRun:
         last. If the push ended for another reason, P's own call reports that.
 
         Raises:
-            LegFailed: P's call failed, or D's call failed with another status.
+            WorkerCallFailed: P's call failed, or D's call failed with another status.
         """
         start = self._cluster.clock()
         while True:
-            event = await legs.next()
+            event = await calls.next()
             if event.worker is plan.decode and (event.error is None or _is_aborted(event.error)):
                 early.append(event)
                 continue
             message = _message(event)
-            self._account.prefilled(message)
+            self._account.record_prefill(message)
             if message.tokens:
-                self._account.learn(plan.placement, message, start)
+                self._account.record_times(plan.placement, message, start)
                 return worker_pb2.SequenceOutput(tokens=message.tokens, finish_reason=message.finish_reason)
 
     async def _decoded(
-        self, legs: Legs, plan: Plan, part: Part, early: deque[Event]
+        self, calls: WorkerCalls, plan: Plan, group: AnswerGroup, early: deque[Event]
     ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
         """Yield D's outputs.
 
         D's first message proves that the blocks have arrived: a failure of P after it is ignored.
         """
-        num_left = len(part.answers)
+        num_left = len(group.answers)
         has_blocks = plan.prefill is None
         while True:
-            event = early.popleft() if early else await legs.next()
+            event = early.popleft() if early else await calls.next()
             if event.worker is plan.prefill:
                 if event.error is not None and not has_blocks:
-                    raise LegFailed(event.worker, event.error)
+                    raise WorkerCallFailed(event.worker, event.error)
                 if event.message is not None:
-                    self._account.prefilled(event.message)
+                    self._account.record_prefill(event.message)
                 continue
             message = _message(event)
             has_blocks = True
             num_left -= sum(bool(output.finish_reason) for output in message.outputs)
-            if part.is_search and message.outputs:
+            if group.is_beam_search and message.outputs:
                 # All answers of a beam search come in one message. If few tokens are allowed, there may be
                 # fewer answers than beams.
-                del part.answers[len(message.outputs) :]
+                del group.answers[len(message.outputs) :]
                 num_left = 0
             if not num_left:
-                await self._settle(legs, plan)
+                await self._finish_calls(calls, plan)
             for output in message.outputs:
                 yield output
             if not num_left:
                 return
 
-    async def _settle(self, legs: Legs, plan: Plan) -> None:
-        """Wait up to ``SETTLE_SECONDS`` for the worker calls to end after D's last message.
+    async def _finish_calls(self, calls: WorkerCalls, plan: Plan) -> None:
+        """Wait up to ``CALL_END_SECONDS`` for the worker calls to end after D's last message.
 
         P's summary of the push is then counted, and no call is left to abort.
         """
         try:
-            async with asyncio.timeout(SETTLE_SECONDS):
-                while legs.num_running:
-                    event = await legs.next()
+            async with asyncio.timeout(CALL_END_SECONDS):
+                while calls.num_running:
+                    event = await calls.next()
                     if event.worker is plan.prefill and event.message is not None:
-                        self._account.prefilled(event.message)
+                        self._account.record_prefill(event.message)
         except TimeoutError:
             return
 
@@ -426,27 +430,32 @@ class GenerationRun:
         tokens = prompt + self._answers[0].token_ids
         write_backs.offer(plan.decode, plan.prefill, tokens, len(prompt), scope)
 
-    def _give_up_attempt(self, part: Part, failure: LegFailed) -> None:
+    def _give_up_attempt(self, group: AnswerGroup, failure: WorkerCallFailed) -> None:
         """Prepare the next attempt, or raise the error for the client if this attempt was the last."""
         if failure.is_death:
-            part.deaths += (failure.worker.worker_id,)
-        is_suspect = failure.is_death and len(part.deaths) >= MAX_DEATHS
-        is_last = is_suspect or not failure.is_retryable or part.attempt >= MAX_RETRIES
-        self._account.failed(part, failure, self._num_emitted, is_last=is_last)
+            group.deaths += (failure.worker.worker_id,)
+        is_suspect = failure.is_death and len(group.deaths) >= MAX_DEATHS
+        is_last = is_suspect or not failure.is_retryable or group.attempt >= MAX_RETRIES
+        self._account.record_failure(group, failure, self._num_emitted, is_last=is_last)
         if failure.is_unreachable:
-            self._cluster.workers.shun(failure.worker)
+            self._cluster.workers.set_unhealthy(failure.worker)
         request_id, num_emitted = self._request.request_id, self._num_emitted
         if is_suspect:
-            _log.error("request_suspected", request_id=part.sequence_id, workers=",".join(part.deaths))
-            raise suspected(request_id, len(part.deaths), num_emitted, part.attempt) from failure
+            _log.error(
+                "request_suspected",
+                request_id=request_id,
+                sequence_id=group.sequence_id,
+                workers=",".join(group.deaths),
+            )
+            raise suspected(request_id, len(group.deaths), num_emitted, group.attempt) from failure
         if is_last:
-            error = to_service_error(failure, request_id, num_emitted, part.attempt)
+            error = to_service_error(failure, request_id, num_emitted, group.attempt)
             if isinstance(error, InvalidArgument):
                 # Workers always get token ids: name the field in which the client sent the prompt.
                 error = error.renamed({"token_ids": self._request.prompt_field})
             raise error from failure
-        self._shunned.add(failure.worker.worker_id)
-        part.attempt += 1
+        self._unhealthy.add(failure.worker.worker_id)
+        group.attempt += 1
 
     @property
     def _num_emitted(self) -> int:
@@ -459,19 +468,19 @@ class GenerationRun:
         return remaining
 
 
-async def _cause(failure: LegFailed, legs: Legs) -> LegFailed:
+async def _cause(failure: WorkerCallFailed, calls: WorkerCalls) -> WorkerCallFailed:
     """Return the failure that caused ``failure``: a worker aborts its call when the other worker is gone.
 
-    Without another failure within ``SETTLE_SECONDS``, return ``failure`` itself.
+    Without another failure within ``CALL_END_SECONDS``, return ``failure`` itself.
     """
     if failure.code is not grpc.StatusCode.ABORTED:
         return failure
     with suppress(TimeoutError):
-        async with asyncio.timeout(SETTLE_SECONDS):
-            while legs.num_running:
-                event = await legs.next()
+        async with asyncio.timeout(CALL_END_SECONDS):
+            while calls.num_running:
+                event = await calls.next()
                 if event.error is not None and not _is_aborted(event.error):
-                    return LegFailed(event.worker, event.error)
+                    return WorkerCallFailed(event.worker, event.error)
     return failure
 
 
@@ -483,8 +492,8 @@ def _message(event: Event) -> Any:
     """Return the message of an event.
 
     Raises:
-        LegFailed: the event is an error or the end of the stream.
+        WorkerCallFailed: the event is an error or the end of the stream.
     """
     if event.message is None:
-        raise LegFailed(event.worker, event.error)
+        raise WorkerCallFailed(event.worker, event.error)
     return event.message

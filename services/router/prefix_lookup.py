@@ -17,7 +17,7 @@ class KnownPrefix(NamedTuple):
     """Hashes of a prompt's full blocks, and the workers that have cached a prefix of them."""
 
     block_hashes: Sequence[bytes]
-    held_tokens: Mapping[str, int] | None
+    cached_by_worker: Mapping[str, int] | None
     """Cached tokens by worker id; None if the index was not asked or did not answer."""
 
 
@@ -50,5 +50,7 @@ class PrefixLookup:
         holdings = await self._index.look_up(hashes)
         if holdings is None:
             return KnownPrefix(hashes, None)
-        held = {holding.worker.worker_id: holding.num_blocks * self._block_size for holding in holdings}
-        return KnownPrefix(hashes, held)
+        cached_by_worker = {
+            holding.worker.worker_id: holding.num_blocks * self._block_size for holding in holdings
+        }
+        return KnownPrefix(hashes, cached_by_worker)

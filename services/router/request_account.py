@@ -9,8 +9,8 @@ import grpc
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.routing.planner import Placement, Planner, PullOutcome
-from quire.services.router.answer_group import Part
-from quire.services.router.failures import LegFailed
+from quire.services.router.answer_group import AnswerGroup
+from quire.services.router.failures import WorkerCallFailed
 from quire.services.router.metrics import RouterMetrics
 from quire.services.server.log import get_logger
 
@@ -21,26 +21,33 @@ class RequestAccount:
     """Counts over all attempts of a request; the client gets ``usage``."""
 
     def __init__(
-        self, metrics: RouterMetrics, planner: Planner, clock: Callable[[], float], num_prompt_tokens: int
+        self,
+        metrics: RouterMetrics,
+        planner: Planner,
+        clock: Callable[[], float],
+        request_id: str,
+        num_prompt_tokens: int,
     ) -> None:
         self._metrics = metrics
         self._planner = planner
         self._clock = clock
+        self._request_id = request_id
         self._is_cache_counted = False
         self.usage = pb.Usage(prompt_tokens=num_prompt_tokens)
         self.prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
 
-    def chosen(self, part: Part, placement: Placement) -> None:
+    def record_placement(self, group: AnswerGroup, placement: Placement) -> None:
         """Count and log the chosen workers and the reasons for the choice."""
         decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
         self._metrics.decisions.labels("decode", decode.reason).inc()
         self._metrics.decisions.labels("prefill", prefill.reason if prefill else "none").inc()
-        if not part.attempt:
+        if not group.attempt:
             self._metrics.prompt_tokens_predicted.inc(estimate.cached_tokens)
         _log.debug(
             "request_dispatched",
-            request_id=part.sequence_id,
-            attempt=part.attempt,
+            request_id=self._request_id,
+            sequence_id=group.sequence_id,
+            attempt=group.attempt,
             decode=decode.worker_id,
             decode_reason=decode.reason,
             prefill=prefill.worker_id if prefill else "none",
@@ -54,32 +61,32 @@ class RequestAccount:
             pull_seconds=estimate.pull.pull_seconds if estimate.pull else 0.0,
         )
 
-    def accepted(self, message: worker_pb2.DecodeResponse) -> None:
+    def record_accepted(self, message: worker_pb2.DecodeResponse) -> None:
         """Count the blocks that D has cached of a prompt that P computes."""
         self.prompt_logprobs = message.prompt_logprobs
         self.usage.blocks_reused_on_decode = message.accepted.num_held_blocks
 
-    def computed_by_decode(
+    def record_local_prefill(
         self, message: worker_pb2.DecodeResponse, block_size: int, placement: Placement, start: float
     ) -> None:
         """Count what D found cached of a prompt that it has computed itself since ``start``."""
         accepted = message.accepted
         self.prompt_logprobs = message.prompt_logprobs
-        self._found(accepted.num_cached_tokens, accepted.pulled)
-        num_held = accepted.num_cached_tokens // block_size
-        self.usage.blocks_reused_on_decode = max(0, num_held - accepted.pulled.num_blocks)
-        self.learn(placement, accepted, start)
+        self._record_cached(accepted.num_cached_tokens, accepted.pulled)
+        num_cached = accepted.num_cached_tokens // block_size
+        self.usage.blocks_reused_on_decode = max(0, num_cached - accepted.pulled.num_blocks)
+        self.record_times(placement, accepted, start)
 
-    def prefilled(self, message: worker_pb2.PrefillResponse) -> None:
+    def record_prefill(self, message: worker_pb2.PrefillResponse) -> None:
         """Count what P pushed, if this is its summary of the push, or else what it found cached."""
         if message.HasField("pushed"):
             self.usage.blocks_shipped += message.pushed.num_blocks
             self.usage.bytes_shipped += message.pushed.num_bytes
         else:
             self.prompt_logprobs = message.prompt_logprobs
-            self._found(message.num_cached_tokens, message.pulled)
+            self._record_cached(message.num_cached_tokens, message.pulled)
 
-    def learn(
+    def record_times(
         self,
         placement: Placement,
         message: worker_pb2.PrefillResponse | worker_pb2.Accepted,
@@ -94,7 +101,7 @@ class RequestAccount:
         if placement.pull is not None:
             self._metrics.pulls.labels(pulled.failure or "ok").inc()
         outcome = PullOutcome(pulled.num_bytes, pulled.seconds, bool(pulled.failure))
-        self._planner.computed(placement, message.num_cached_tokens, now - start, outcome)
+        self._planner.record_prefill(placement, message.num_cached_tokens, now - start, outcome)
         taken = now - placement.sent_at
         tokens, seconds = self._metrics.expected_tokens, self._metrics.expected_seconds
         tokens.labels("expected").inc(placement.estimate.cached_tokens)
@@ -110,15 +117,18 @@ class RequestAccount:
             seconds=taken,
         )
 
-    def failed(self, part: Part, failure: LegFailed, num_emitted: int, *, is_last: bool) -> None:
+    def record_failure(
+        self, group: AnswerGroup, failure: WorkerCallFailed, num_emitted: int, *, is_last: bool
+    ) -> None:
         """Log a failed attempt; unless it is the last, count the next one."""
         worker, code = failure.worker, failure.code.name
         # An operator can do nothing about a client's mistake, even if only the worker could detect it.
         is_clients = failure.code is grpc.StatusCode.INVALID_ARGUMENT
         (_log.debug if is_clients else _log.warning)(
             "attempt_failed",
-            request_id=part.sequence_id,
-            attempt=part.attempt,
+            request_id=self._request_id,
+            sequence_id=group.sequence_id,
+            attempt=group.attempt,
             worker=worker.worker_id,
             role=worker.info.role,
             code=code,
@@ -128,10 +138,10 @@ class RequestAccount:
         )
         if not is_last:
             # Answers that were lost together and continue separately count as one retry.
-            self.usage.retries = max(self.usage.retries, part.attempt + 1)
+            self.usage.retries = max(self.usage.retries, group.attempt + 1)
             self._metrics.retries.labels(worker.info.role, code.lower()).inc()
 
-    def _found(self, num_cached_tokens: int, pulled: worker_pb2.PullSummary) -> None:
+    def _record_cached(self, num_cached_tokens: int, pulled: worker_pb2.PullSummary) -> None:
         # Later attempts find blocks that the first one computed, so only the first attempt's figure counts.
         if not self._is_cache_counted:
             self._is_cache_counted = True

@@ -35,26 +35,26 @@ class Event(NamedTuple):
     error: grpc.aio.AioRpcError | None = None
 
 
-class _Leg(NamedTuple):
+class _RunningCall(NamedTuple):
     worker: Worker
     call: Any
     pump: asyncio.Task[None]
 
 
-class Legs:
+class WorkerCalls:
     """Runs the worker calls of one attempt; on exit, calls that have not ended are aborted."""
 
-    def __init__(self, request_id: str, attempt: int, spawn: Spawn) -> None:
-        self._request_id = request_id
+    def __init__(self, sequence_id: str, attempt: int, spawn: Spawn) -> None:
+        self._sequence_id = sequence_id
         self._attempt = attempt
         self._spawn = spawn
         self._events: asyncio.Queue[Event] = asyncio.Queue(QUEUE_SIZE)
-        self._running: dict[str, _Leg] = {}
+        self._running: dict[str, _RunningCall] = {}
 
     def start(self, worker: Worker, call: Any) -> None:
         """Begin to read the messages of a streaming call to a worker."""
         pump = asyncio.create_task(self._pump(worker, call))
-        self._running[worker.worker_id] = _Leg(worker, call, pump)
+        self._running[worker.worker_id] = _RunningCall(worker, call, pump)
 
     @property
     def num_running(self) -> int:
@@ -68,16 +68,16 @@ class Legs:
             self._running.pop(event.worker.worker_id)
         return event
 
-    async def __aenter__(self) -> Legs:
+    async def __aenter__(self) -> WorkerCalls:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for leg in self._running.values():
-            leg.call.cancel()
-            leg.pump.cancel()
+        for each in self._running.values():
+            each.call.cancel()
+            each.pump.cancel()
             # Cancelling the stream has the same effect, but the worker does not confirm it.
-            self._spawn(self._abort(leg.worker))
-        await asyncio.gather(*(leg.pump for leg in self._running.values()), return_exceptions=True)
+            self._spawn(self._abort(each.worker))
+        await asyncio.gather(*(each.pump for each in self._running.values()), return_exceptions=True)
 
     async def _pump(self, worker: Worker, call: Any) -> None:
         try:
@@ -92,7 +92,7 @@ class Legs:
             await self._events.put(Event(worker, error=error))
 
     async def _abort(self, worker: Worker) -> None:
-        request = worker_pb2.AbortRequest(request_ids=[self._request_id], attempt=self._attempt)
+        request = worker_pb2.AbortRequest(sequence_ids=[self._sequence_id], attempt=self._attempt)
         try:
             with closed_channel_errors():
                 await worker.stub.Abort(request, timeout=ABORT_SECONDS)

@@ -129,13 +129,13 @@ class Worker:
     """Start of the first unanswered probe, a reading of the clock; None: the last probe was answered."""
     num_unanswered: int = 0
     """Number of consecutive probes that it has not answered."""
-    shunned_until: float = 0.0
+    unhealthy_until: float = 0.0
     """Time until which it counts as unhealthy after a failure, a reading of the clock."""
     num_requests: int = 0
     """Number of this router's requests in flight on the worker."""
-    owed_tokens: int = 0
+    pending_tokens: int = 0
     """Pending prefill tokens: those that it has to compute before the first tokens of its requests."""
-    kept_tokens: int = 0
+    resident_tokens: int = 0
     """Resident tokens: those of the sequences whose blocks it keeps."""
 
     @property
@@ -206,37 +206,37 @@ class WorkerSet:
         """Return the workers of a role that take new requests."""
         return [w for w in self._workers.values() if w.info.role == role and not w.is_draining]
 
-    def is_shunned(self, worker: Worker) -> bool:
+    def is_unhealthy(self, worker: Worker) -> bool:
         """Return whether the worker is unhealthy: it failed recently, or it may be unable to serve."""
-        return worker.is_in_doubt or self._clock() < worker.shunned_until
+        return worker.is_in_doubt or self._clock() < worker.unhealthy_until
 
-    def shun(self, worker: Worker) -> None:
+    def set_unhealthy(self, worker: Worker) -> None:
         """Mark a worker as unhealthy for ``PENALTY_SECONDS``, so that other workers are preferred."""
-        worker.shunned_until = self._clock() + PENALTY_SECONDS
+        worker.unhealthy_until = self._clock() + PENALTY_SECONDS
 
     @contextmanager
     def dispatched(
-        self, worker: Worker, *, owed_tokens: int = 0, kept_tokens: int = 0
+        self, worker: Worker, *, pending_tokens: int = 0, resident_tokens: int = 0
     ) -> Iterator[Callable[[], None]]:
         """Count a request and its tokens as in flight on a worker until the context ends.
 
         Call the yielded function once the prompt has been computed: it clears the pending prefill tokens.
         """
         worker.num_requests += 1
-        worker.owed_tokens += owed_tokens
-        worker.kept_tokens += kept_tokens
-        left = owed_tokens
+        worker.pending_tokens += pending_tokens
+        worker.resident_tokens += resident_tokens
+        left = pending_tokens
 
         def computed() -> None:
             nonlocal left
-            worker.owed_tokens -= left
+            worker.pending_tokens -= left
             left = 0
 
         try:
             yield computed
         finally:
             computed()
-            worker.kept_tokens -= kept_tokens
+            worker.resident_tokens -= resident_tokens
             worker.num_requests -= 1
             if worker.has_left and worker.num_requests == 0:
                 self._close_soon(worker.connection)

@@ -79,7 +79,7 @@ class WriteBacks:
             timeout_ms=int(1000 * WAIT_SECONDS),
         )
         request = worker_pb2.WriteBackRequest(
-            request_id=f"write-back-{secrets.token_hex(8)}",
+            sequence_id=f"write-back-{secrets.token_hex(8)}",
             token_ids=token_ids,
             cache_scope=scope,
             pull_from=source,

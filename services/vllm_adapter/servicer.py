@@ -172,7 +172,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         """End requests; ids of unknown and ended requests are ignored."""
-        abort = worker_pb2.AbortRequest(request_ids=request.request_ids, attempt=ALL_ATTEMPTS)
+        abort = worker_pb2.AbortRequest(sequence_ids=request.request_ids, attempt=ALL_ATTEMPTS)
         await self._worker.Abort(abort, context)
         return vllm.AbortResponse()
 
@@ -324,7 +324,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
 def _sequence(valid: ValidRequest) -> worker_pb2.Sequence:
     return worker_pb2.Sequence(
-        request_id=valid.request_id,
+        sequence_id=valid.request_id,
         token_ids=valid.prompt_token_ids,
         sampling=valid.sampling,
         stopping=valid.stopping,

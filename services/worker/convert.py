@@ -37,9 +37,9 @@ _EARLY_STOPPING: Mapping[int, bool | str] = {
 }
 
 
-def engine_id(request_id: str, attempt: int) -> str:
+def attempt_id(sequence_id: str, attempt: int) -> str:
     """Name an attempt: an old one may still be ending when the next begins."""
-    return f"{request_id}#{attempt}"
+    return f"{sequence_id}#{attempt}"
 
 
 def sequence_from_proto(
@@ -93,7 +93,7 @@ def sequence_from_proto(
         raise InvalidArgument(_path(name), problem) from error
     num_prompt_tokens = len(token_ids) - message.num_output_tokens
     return Sequence(
-        request_id=engine_id(message.request_id, message.attempt),
+        request_id=attempt_id(message.sequence_id, message.attempt),
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
         logits_rules=LogitsRules(params, num_prompt_tokens, grammar) if grammar else None,

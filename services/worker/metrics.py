@@ -142,7 +142,7 @@ class PromptMetrics:
         )
         self._hits = {source: hits.labels(source) for source in HIT_SOURCES}
 
-    def computed(self, sequence: Sequence, num_pulled_tokens: int) -> None:
+    def record_prompt(self, sequence: Sequence, num_pulled_tokens: int) -> None:
         """Count a prompt of which all was computed that was not cached."""
         self._queries.inc(sequence.num_prompt_tokens)
         # A later attempt's cached tokens include those that earlier ones generated.

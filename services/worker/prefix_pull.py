@@ -69,10 +69,10 @@ class PrefixPuller:
                 await self._fill(arrivals, sequence.request_id, source)
         except (TransferError, NoFreeBlocksError, TimeoutError) as error:
             failure = _reason(error)
-            self._metrics.failed(failure)
+            self._metrics.record_failure(failure)
             _log.warning(
                 "pull_failed",
-                request_id=sequence.request_id,
+                attempt_id=sequence.request_id,
                 peer=source.address,
                 reason=failure,
                 details=str(error),
@@ -82,19 +82,19 @@ class PrefixPuller:
             arrivals.close()
         seconds = perf_counter() - start
         num_bytes = arrivals.num_written * self._layout.block_bytes
-        self._metrics.pulled(arrivals.num_written, num_bytes, seconds)
+        self._metrics.record_pull(arrivals.num_written, num_bytes, seconds)
         return worker_pb2.PullSummary(
             num_blocks=arrivals.num_written, num_bytes=num_bytes, seconds=seconds, failure=failure
         )
 
-    async def _fill(self, arrivals: _Arrivals, request_id: str, source: worker_pb2.PullSource) -> None:
+    async def _fill(self, arrivals: _Arrivals, attempt_id: str, source: worker_pb2.PullSource) -> None:
         missing = await arrivals.open()
         if not missing:
             return
         pull = BlockPull(
             self._channels,
             address=source.address,
-            request_id=request_id,
+            attempt_id=attempt_id,
             holder_epoch=source.epoch,
             layout=self._layout,
             block_hashes=missing,
@@ -103,7 +103,7 @@ class PrefixPuller:
         async with pull:
             if pull.num_blocks < len(missing):
                 # The index was ahead of an eviction; what is still there is taken.
-                self._metrics.failed("evicted")
+                self._metrics.record_failure("evicted")
             if pull.num_blocks:
                 await arrivals.reserve(pull.num_blocks)
                 async for frames in pull.frames():

@@ -40,7 +40,7 @@ def account_prompt(
     """Observe a prompt that has just been computed."""
     phases.record(Phase.PREFILL_QUEUE, sequence.queued_at, sequence.started_at)
     phases.record(Phase.PREFILL_COMPUTE, sequence.started_at, perf_counter())
-    parts.prompts.computed(sequence, pulled.num_blocks * parts.memory.shape.block_size)
+    parts.prompts.record_prompt(sequence, pulled.num_blocks * parts.memory.shape.block_size)
 
 
 async def prompt_logprobs(sequence: Sequence) -> list[inference_pb2.TokenLogprobs]:

@@ -49,32 +49,32 @@ class RunningRequests:
         self, role: str, message: worker_pb2.Sequence, sequence: Sequence, context: Any
     ) -> Iterator[Running]:
         """Register the handler for ``abort``; at its end, however it ends, free what the engine holds."""
-        name, request_id = sequence.request_id, message.request_id
+        attempt_id, sequence_id = sequence.request_id, message.sequence_id
         task = asyncio.current_task()
         assert task is not None
         if self._drain.is_stopping:
             raise Unavailable("this worker is stopping; send requests to another", reason=DRAINING)
-        if self._engine.is_subscribed(name):
-            raise AlreadyExists(f"request {name} is already here")
-        self._handlers[request_id][task] = message.attempt
+        if self._engine.is_subscribed(attempt_id):
+            raise AlreadyExists(f"request {attempt_id} is already here")
+        self._handlers[sequence_id][task] = message.attempt
         try:
             with self._tracer.span(role, context.invocation_metadata()) as span, known_errors(sequence):
-                span.set(quire__sequence_id=name, quire__attempt=message.attempt)
-                yield Running(self._engine.subscribe(name), RequestPhases(self._phases, span))
+                span.set(quire__sequence_id=sequence_id, quire__attempt=message.attempt)
+                yield Running(self._engine.subscribe(attempt_id), RequestPhases(self._phases, span))
         finally:
-            self._engine.unsubscribe(name)
+            self._engine.unsubscribe(attempt_id)
             with suppress(EngineStoppedError):
-                self._engine.post(lambda e: e.abort(name))
-            del self._handlers[request_id][task]
-            if not self._handlers[request_id]:
-                del self._handlers[request_id]
+                self._engine.post(lambda e: e.abort(attempt_id))
+            del self._handlers[sequence_id][task]
+            if not self._handlers[sequence_id]:
+                del self._handlers[sequence_id]
 
-    async def abort(self, request_ids: Iterable[str], attempt: int) -> None:
+    async def abort(self, sequence_ids: Iterable[str], attempt: int) -> None:
         """End the requests' attempts up to this one, and wait until nothing of them is left."""
         tasks = [
             task
-            for request_id in request_ids
-            for task, its_attempt in self._handlers.get(request_id, {}).items()
+            for sequence_id in sequence_ids
+            for task, its_attempt in self._handlers.get(sequence_id, {}).items()
             if its_attempt <= attempt
         ]
         await _end(tasks, Aborted("the request was aborted"))

@@ -73,7 +73,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         """End attempts of requests and wait until nothing of them is left."""
-        await self._parts.requests.abort(request.request_ids, request.attempt)
+        await self._parts.requests.abort(request.sequence_ids, request.attempt)
         return worker_pb2.AbortResponse()
 
     async def GetWorkerInfo(

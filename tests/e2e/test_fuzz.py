@@ -133,7 +133,7 @@ def valid_requests(method: MethodDescriptor, info: worker_pb2.GetWorkerInfoRespo
         cache_salt="salt",
     )
     sequence = worker_pb2.Sequence(
-        request_id="fuzz",
+        sequence_id="fuzz",
         token_ids=prompt,
         sampling=sampling,
         stopping=stopping,

@@ -39,7 +39,7 @@ def cluster(start_stack: StartStack) -> Iterator[RunningStack]:
 
 def sequence_of(prompt: list[int]) -> worker_pb2.Sequence:
     return worker_pb2.Sequence(
-        request_id=f"pull-{next(_names)}",
+        sequence_id=f"pull-{next(_names)}",
         token_ids=prompt,
         sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
         stopping=inference_pb2.StoppingParams(max_tokens=64, ignore_eos=True),
@@ -252,7 +252,7 @@ async def test_an_aborted_request_gives_its_pull_up(cluster: RunningStack, e2e: 
             await asyncio.wait_for(is_pulling.wait(), WAIT_SECONDS)
             load = await workers["prefill-1"].GetLoad(worker_pb2.GetLoadRequest())
             assert load.pinned_blocks == NUM_FULL
-            abort = worker_pb2.AbortRequest(request_ids=[request.sequence.request_id])
+            abort = worker_pb2.AbortRequest(sequence_ids=[request.sequence.sequence_id])
             await workers["prefill-1"].Abort(abort)
             call.cancel()
             await e2e.quiet(workers)

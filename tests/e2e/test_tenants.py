@@ -176,7 +176,7 @@ async def test_blocks_are_pulled_within_a_tenant_alone(secured: Secured, e2e: An
 
     def sequence(scope: worker_pb2.CacheScope) -> worker_pb2.Sequence:
         return worker_pb2.Sequence(
-            request_id=f"tenant-{next(_names)}",
+            sequence_id=f"tenant-{next(_names)}",
             token_ids=prompt,
             sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
             stopping=inference_pb2.StoppingParams(max_tokens=1, ignore_eos=True),

@@ -117,7 +117,7 @@ async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected, 
     async with e2e.connected(stack) as (_, workers):
         prefill, decode = workers["prefill-0"], workers["decode-0"]
         sequence = worker_pb2.Sequence(
-            request_id=f"warm-{where}",
+            sequence_id=f"warm-{where}",
             token_ids=prompt,
             sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0, seed=1),
             stopping=inference_pb2.StoppingParams(max_tokens=1, ignore_eos=True),
@@ -127,7 +127,7 @@ async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected, 
             await _collect(prefill.Prefill(worker_pb2.PrefillRequest(sequence=sequence)))
         if where in ("decode", "both"):
             await _collect(decode.Decode(worker_pb2.DecodeRequest(sequence=sequence)))
-        sequence.request_id = f"measured-{where}"
+        sequence.sequence_id = f"measured-{where}"
         sequence.stopping.max_tokens = 64
         tokens, accepted, prefilled = await _disaggregated(prefill, decode, sequence)
         assert tokens == expected("llama", prompt)

@@ -114,7 +114,7 @@ def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoRes
         KvPullServiceStub(channel),
     )
     sequence = worker_pb2.Sequence(
-        request_id="stranger",
+        sequence_id="stranger",
         token_ids=range(2, 40),
         sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
         stopping=inference_pb2.StoppingParams(max_tokens=2),
@@ -123,7 +123,7 @@ def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoRes
     return {
         "Decode": worker.Decode(worker_pb2.DecodeRequest(sequence=sequence), timeout=WAIT_SECONDS),
         "Prefill": worker.Prefill(worker_pb2.PrefillRequest(sequence=sequence), timeout=WAIT_SECONDS),
-        "Abort": worker.Abort(worker_pb2.AbortRequest(request_ids=["r"]), timeout=WAIT_SECONDS),
+        "Abort": worker.Abort(worker_pb2.AbortRequest(sequence_ids=["r"]), timeout=WAIT_SECONDS),
         "WriteBack": worker.WriteBack(worker_pb2.WriteBackRequest(), timeout=WAIT_SECONDS),
         "GetLoad": worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=WAIT_SECONDS),
         "SetDraining": worker.SetDraining(

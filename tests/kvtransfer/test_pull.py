@@ -104,7 +104,7 @@ class Holder:
     def pull(self, count: int = NUM_BLOCKS, **changes: Any) -> BlockPull:
         """Return a pull that is right but for the changes."""
         arguments: dict[str, Any] = {
-            "request_id": "r",
+            "attempt_id": "r",
             "holder_epoch": EPOCH,
             "layout": LAYOUT,
             "block_hashes": hashes(count),

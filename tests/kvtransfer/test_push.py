@@ -133,7 +133,7 @@ class Receiver:
             receiver_epoch=changes.pop("epoch", EPOCH),
             first_block=first_block,
         )
-        arguments = {"request_id": "r", "attempt": ATTEMPT, "layout": LAYOUT, "timeout": WAIT_SECONDS}
+        arguments = {"sequence_id": "r", "attempt": ATTEMPT, "layout": LAYOUT, "timeout": WAIT_SECONDS}
         return BlockPush(self.channels, ticket, num_blocks=num_blocks, **(arguments | changes))
 
     def stream(self) -> Any:
@@ -288,7 +288,7 @@ async def test_a_commit_counts_in_the_senders_metrics(receiver: Receiver) -> Non
     registry = CollectorRegistry()
     async with receiver.push(2) as push:
         await push.send(blocks(0, 2))
-        TransferMetrics(registry).pushed(await push.commit(FIRST_TOKEN))
+        TransferMetrics(registry).record_push(await push.commit(FIRST_TOKEN))
     sent = {"direction": "sent"}
     assert registry.get_sample_value("quire_kv_blocks_transferred_total", sent) == 2
     assert registry.get_sample_value("quire_kv_transfer_bytes_total", sent) == 2 * LAYOUT.block_bytes
@@ -300,7 +300,7 @@ async def test_what_the_receiver_has_is_counted_as_saved(receiver: Receiver) -> 
     registry = CollectorRegistry()
     async with receiver.push(5, first_block=3) as push:
         await push.send(blocks(3, 5))
-        TransferMetrics(registry).pushed(await push.commit(FIRST_TOKEN))
+        TransferMetrics(registry).record_push(await push.commit(FIRST_TOKEN))
     assert registry.get_sample_value("quire_kv_transfer_saved_bytes_total") == 3 * LAYOUT.block_bytes
 
 
@@ -368,7 +368,7 @@ async def test_the_next_chunk_is_prepared_while_the_last_one_is_on_its_way() -> 
     push = BlockPush(
         ChannelPool(lambda address, options: channel),
         pb.Ticket(),
-        request_id="r",
+        sequence_id="r",
         attempt=0,
         layout=LAYOUT,
         num_blocks=2,
@@ -660,7 +660,7 @@ async def test_an_address_where_nobody_listens_fails_the_push_at_once() -> None:
     push = BlockPush(
         channels,
         pb.Ticket(address=address),
-        request_id="r",
+        sequence_id="r",
         attempt=0,
         layout=LAYOUT,
         num_blocks=0,

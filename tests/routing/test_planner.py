@@ -43,8 +43,8 @@ def hashes(number: int, count: int = 100) -> list[bytes]:
     return [number.to_bytes(8, "big") + index.to_bytes(8, "big") for index in range(count)]
 
 
-def prompt(number: int = 0, held: dict[str, int] | None = None, *, is_indexed: bool = True) -> Prompt:
-    return Prompt(LENGTH, hashes(number), (held or {}) if is_indexed else None)
+def prompt(number: int = 0, cached: dict[str, int] | None = None, *, is_indexed: bool = True) -> Prompt:
+    return Prompt(LENGTH, hashes(number), (cached or {}) if is_indexed else None)
 
 
 class Cluster:
@@ -56,8 +56,8 @@ class Cluster:
         self.prefill = {name: WorkerState(name, 1000) for name in ("p1", "p2")}
         self.decode = [WorkerState("d", 1000)]
 
-    def place(self, prompt: Prompt, **owed: int) -> Placement:
-        states = [s._replace(owed_tokens=owed.get(name, 0)) for name, s in self.prefill.items()]
+    def place(self, prompt: Prompt, **pending: int) -> Placement:
+        states = [s._replace(pending_tokens=pending.get(name, 0)) for name, s in self.prefill.items()]
         placement = self.planner.place(prompt, states, self.decode)
         assert placement is not None
         return placement
@@ -66,7 +66,7 @@ class Cluster:
         self, placement: Placement, seconds: float, cached: int = 0, pull: PullOutcome | None = None
     ) -> None:
         self.clock.now += seconds
-        self.planner.computed(placement, cached, seconds, pull or PullOutcome())
+        self.planner.record_prefill(placement, cached, seconds, pull or PullOutcome())
 
 
 @pytest.fixture
@@ -118,24 +118,24 @@ def test_what_is_not_usual_says_nothing_about_the_others(clock: Clock) -> None:
 def test_a_history_knows_the_common_beginning_for_a_while(clock: Clock) -> None:
     history = PrefixHistory(clock)
     history.note("a", hashes(0, 10), 100)
-    assert history.num_held("a", hashes(0, 6) + hashes(1, 5), 1.0) == 6
-    assert history.num_held("a", hashes(0), 1.0) == 10
-    assert history.num_held("a", hashes(1), 1.0) == history.num_held("b", hashes(0), 1.0) == 0
-    assert history.num_held("a", [], 1.0) == 0
+    assert history.num_cached("a", hashes(0, 6) + hashes(1, 5), 1.0) == 6
+    assert history.num_cached("a", hashes(0), 1.0) == 10
+    assert history.num_cached("a", hashes(1), 1.0) == history.num_cached("b", hashes(0), 1.0) == 0
+    assert history.num_cached("a", [], 1.0) == 0
     clock.now += 2.0
     history.note("a", hashes(0, 3), 100)
-    assert history.num_held("a", hashes(0), 1.0) == 3
-    assert history.num_held("a", hashes(0), 3.0) == 10
+    assert history.num_cached("a", hashes(0), 1.0) == 3
+    assert history.num_cached("a", hashes(0), 3.0) == 10
     history.forget("a")
-    assert history.num_held("a", hashes(0), 3.0) == 0
+    assert history.num_cached("a", hashes(0), 3.0) == 0
 
 
 def test_a_history_forgets_the_oldest_leaves_first(clock: Clock) -> None:
     history = PrefixHistory(clock)
     history.note("a", hashes(0, 10), 12)
     history.note("a", hashes(1, 6), 12)
-    assert history.num_held("a", hashes(0), 1.0) == 6
-    assert history.num_held("a", hashes(1), 1.0) == 6
+    assert history.num_cached("a", hashes(0), 1.0) == 6
+    assert history.num_cached("a", hashes(1), 1.0) == 6
 
 
 # --- placing ------------------------------------------------------------------------------------------------
@@ -189,11 +189,11 @@ def test_waiting_behind_others_is_not_held_against_the_worker(cluster: Cluster) 
     first, second = cluster.place(prompt()), cluster.place(prompt())
     assert first.computing == second.computing
     cluster.clock.now += 1.0
-    cluster.planner.computed(first, 0, 1.0, PullOutcome())
+    cluster.planner.record_prefill(first, 0, 1.0, PullOutcome())
     cluster.clock.now += 1.0
-    cluster.planner.computed(second, 0, 2.0, PullOutcome())
-    owed = cluster.place(prompt(7), **{"p1": 1600, "p2": 1600}).estimate
-    assert owed.queue_seconds == pytest.approx(1.0)
+    cluster.planner.record_prefill(second, 0, 2.0, PullOutcome())
+    pending = cluster.place(prompt(7), **{"p1": 1600, "p2": 1600}).estimate
+    assert pending.queue_seconds == pytest.approx(1.0)
 
 
 def test_a_pull_is_planned_from_the_index_and_not_from_what_is_still_computed(apart: Cluster) -> None:
@@ -213,15 +213,15 @@ def test_a_pull_is_planned_from_the_index_and_not_from_what_is_still_computed(ap
 
 @pytest.mark.parametrize(("failed_bytes", "seconds"), [(0, 0.001), (1 << 20, 0.5)])
 def test_a_failed_pull_lowers_the_peers_estimate(apart: Cluster, failed_bytes: int, seconds: float) -> None:
-    cluster, held = apart, {"d": LENGTH}
-    placement = cluster.place(prompt(0, held))
+    cluster, cached = apart, {"d": LENGTH}
+    placement = cluster.place(prompt(0, cached))
     assert placement.pull is not None
     before = placement.pull.pull_seconds
     cluster.compute(placement, 1.1, 0, PullOutcome(failed_bytes, seconds, has_failed=True))
-    again = cluster.place(prompt(1, held))
+    again = cluster.place(prompt(1, cached))
     assert again.pull is None
     cluster.clock.now += 20 * HALF_LIFE_SECONDS
-    late = cluster.place(prompt(2, held))
+    late = cluster.place(prompt(2, cached))
     assert late.pull is not None
     assert late.pull.pull_seconds < 2 * before
 
@@ -233,14 +233,14 @@ def test_a_slow_pull_lowers_the_peers_estimate(apart: Cluster) -> None:
     assert apart.place(prompt(1, {"d": LENGTH})).pull is None
 
 
-def test_a_shunned_peer_is_not_pulled_from(cluster: Cluster) -> None:
-    cluster.decode.append(WorkerState("ill", 1000, is_shunned=True))
+def test_a_unhealthy_peer_is_not_pulled_from(cluster: Cluster) -> None:
+    cluster.decode.append(WorkerState("ill", 1000, is_unhealthy=True))
     assert cluster.place(prompt(0, {"ill": LENGTH, "gone": LENGTH})).pull is None
 
 
 def test_the_decode_worker_computes_a_short_rest(cluster: Cluster) -> None:
     placement = cluster.place(prompt(0, {"d": LENGTH - 32}))
-    assert (placement.prefill, placement.computing, placement.owed_tokens) == (None, "d", 32)
+    assert (placement.prefill, placement.computing, placement.pending_tokens) == (None, "d", 32)
     cluster.decode = [WorkerState("d", 1000, num_requests=100)]
     assert cluster.place(prompt(1, {"d": LENGTH - 32, "p1": LENGTH})).computing == "p1"
 
@@ -265,16 +265,16 @@ def test_without_decode_workers_there_is_no_placement(cluster: Cluster) -> None:
 
 def test_a_worker_whose_sequences_will_grow_is_not_taken_for_empty(clock: Clock) -> None:
     cluster = Cluster(clock)
-    cluster.decode = [WorkerState("small", 150), WorkerState("large", 200, kept_tokens=1200)]
+    cluster.decode = [WorkerState("small", 150), WorkerState("large", 200, resident_tokens=1200)]
     # Of 2,400 tokens the prompt and two answers leave nothing to the smaller pool.
     grows = prompt()._replace(max_output_tokens=1000, num_answers=2)
     for _ in range(200):
-        cluster.planner.answered(500)
+        cluster.planner.record_answer(500)
     placement = cluster.place(grows)
-    assert placement.kept_tokens == LENGTH + 2 * 500
-    assert cluster.place(prompt()._replace(max_output_tokens=10)).kept_tokens == LENGTH + 10
+    assert placement.resident_tokens == LENGTH + 2 * 500
+    assert cluster.place(prompt()._replace(max_output_tokens=10)).resident_tokens == LENGTH + 10
     assert cluster.place(prompt()).decode.worker_id == "small"
-    cluster.decode[1] = WorkerState("large", 200, kept_tokens=300)
+    cluster.decode[1] = WorkerState("large", 200, resident_tokens=300)
     assert cluster.place(grows).decode.worker_id == "large"
 
 

@@ -27,9 +27,9 @@ BLOCKS = Blocks(16, 1 << 20)
 RATE = 1000.0
 
 
-def worker(name: str, cached: int = 0, owed: int = 0, **more: float) -> Candidate:
-    values = {"kept_tokens": 0, "capacity_tokens": 10_000, "tokens_per_second": RATE, **more}
-    return Candidate(name, cached, owed, **values)  # type: ignore[arg-type]
+def worker(name: str, cached: int = 0, pending: int = 0, **more: float) -> Candidate:
+    values = {"resident_tokens": 0, "capacity_tokens": 10_000, "tokens_per_second": RATE, **more}
+    return Candidate(name, cached, pending, **values)  # type: ignore[arg-type]
 
 
 def estimates(candidates: list[Candidate], num_tokens: int, *peers: Peer) -> list[Estimate]:
@@ -104,7 +104,7 @@ def test_a_jammed_holder_is_passed_over_whatever_it_saves() -> None:
     jam = int(IMBALANCE_SECONDS * RATE) + 1
     holder, idle = worker("holder", 9000, jam), worker("idle")
     assert prefill([holder, idle], num_tokens=9001) == ("idle", "imbalance")
-    assert prefill([holder._replace(owed_tokens=jam - 2), idle], num_tokens=9001) == ("holder", "prefix")
+    assert prefill([holder._replace(pending_tokens=jam - 2), idle], num_tokens=9001) == ("holder", "prefix")
     assert prefill([holder, worker("busy", 0, jam)], num_tokens=9001) == ("holder", "prefix")
 
 
@@ -136,12 +136,12 @@ def test_chance_and_load_know_no_prefixes(policy: Policy) -> None:
 
 def test_load_takes_the_shortest_queue() -> None:
     assert prefill([worker("a", 96, 50), worker("b")], policy=Policy.LOAD) == ("b", "load")
-    assert decode([worker("a", 96, kept_tokens=50), worker("b")], Policy.LOAD) == ("b", "load")
+    assert decode([worker("a", 96, resident_tokens=50), worker("b")], Policy.LOAD) == ("b", "load")
 
 
 @pytest.mark.parametrize("policy", Policy)
-def test_a_shunned_worker_prefills_nothing_and_decodes_only_when_no_other_can(policy: Policy) -> None:
-    failed, other = worker("a", 64, is_shunned=True), worker("b", 0, 500, kept_tokens=500)
+def test_a_unhealthy_worker_prefills_nothing_and_decodes_only_when_no_other_can(policy: Policy) -> None:
+    failed, other = worker("a", 64, is_unhealthy=True), worker("b", 0, 500, resident_tokens=500)
     assert prefill([failed, other], policy=policy) == ("b", "only")
     assert prefill([failed], policy=policy) is None
     assert decode([failed, other], policy) == ("b", "only")
@@ -149,20 +149,20 @@ def test_a_shunned_worker_prefills_nothing_and_decodes_only_when_no_other_can(po
 
 
 def test_overlap_counts_half_for_decode() -> None:
-    holder, idle = worker("a", 64, kept_tokens=40), worker("b")
+    holder, idle = worker("a", 64, resident_tokens=40), worker("b")
     assert decode([holder, idle]) == ("b", "load")
-    assert decode([holder._replace(kept_tokens=20), idle]) == ("a", "prefix")
+    assert decode([holder._replace(resident_tokens=20), idle]) == ("a", "prefix")
 
 
 def test_the_larger_pool_keeps_more() -> None:
-    large = worker("large", kept_tokens=1000, capacity_tokens=100_000)
-    assert decode([worker("small", kept_tokens=900), large]) == ("large", "load")
+    large = worker("large", resident_tokens=1000, capacity_tokens=100_000)
+    assert decode([worker("small", resident_tokens=900), large]) == ("large", "load")
 
 
 def test_a_full_worker_decodes_only_when_all_are() -> None:
-    full = worker("full", 96, kept_tokens=950, capacity_tokens=1000)
-    assert decode([full, worker("b", kept_tokens=9000)]) == ("b", "only")
-    assert decode([full, full._replace(worker_id="fuller", kept_tokens=1500)]) == ("full", "load")
+    full = worker("full", 96, resident_tokens=950, capacity_tokens=1000)
+    assert decode([full, worker("b", resident_tokens=9000)]) == ("b", "only")
+    assert decode([full, full._replace(worker_id="fuller", resident_tokens=1500)]) == ("full", "load")
 
 
 @pytest.mark.parametrize(

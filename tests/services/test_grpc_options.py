@@ -72,7 +72,7 @@ async def test_a_push_may_wait_for_credit_longer_than_three_pings(
         push = BlockPush(
             pool,
             pb.Ticket(ticket_id="t", address=server.address),
-            request_id="r",
+            sequence_id="r",
             attempt=0,
             layout=LAYOUT,
             num_blocks=1,

@@ -67,7 +67,7 @@ async def test_a_first_token_that_comes_at_once_is_not_of_the_prompt(
         )
         request = worker_pb2.PrefillRequest(
             sequence=worker_pb2.Sequence(
-                request_id="r",
+                sequence_id="r",
                 token_ids=range(2, 2 + NUM_TOKENS),
                 sampling=pb.SamplingParams(temperature=1.0, top_p=1.0, seed=7),
                 stopping=pb.StoppingParams(max_tokens=4),

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.services.router.admin import AdminServicer
 from quire.services.router.app import background
-from quire.services.router.worker_calls import Legs
+from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.workers import Connection, StaticMembership, Worker, WorkerSet
 from quire.services.router.write_back import WriteBackMetrics, WriteBacks
 from quire.services.server.errors import Unavailable
@@ -102,9 +102,9 @@ async def test_an_abort_whose_channel_is_closed_is_done(
     silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned, is_under_way: bool
 ) -> None:
     servicer, worker, _ = silent
-    async with Legs("r", 0, spawned.spawn) as legs:
-        legs.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
-        await legs.next()
+    async with WorkerCalls("r", 0, spawned.spawn) as calls:
+        calls.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
+        await calls.next()
         await servicer.begun.wait()
         servicer.begun.clear()
     if is_under_way:
@@ -117,13 +117,17 @@ async def test_a_leg_whose_channel_is_closed_ends(
     silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned
 ) -> None:
     servicer, worker, _ = silent
-    async with asyncio.timeout(10), Legs("r", 0, spawned.spawn) as legs:
-        legs.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
-        await legs.next()
+    async with asyncio.timeout(10), WorkerCalls("r", 0, spawned.spawn) as calls:
+        calls.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
+        await calls.next()
         await servicer.begun.wait()
         await close(worker.connection)
-        event = await legs.next()
-        assert (event.message, event.error.code(), legs.num_running) == (None, grpc.StatusCode.UNAVAILABLE, 0)
+        event = await calls.next()
+        assert (event.message, event.error.code(), calls.num_running) == (
+            None,
+            grpc.StatusCode.UNAVAILABLE,
+            0,
+        )
 
 
 async def test_an_operator_hears_that_the_worker_left(

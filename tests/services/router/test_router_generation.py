@@ -143,8 +143,8 @@ async def test_a_prefill_worker_that_dies_is_to_blame_for_what_the_decode_worker
     assert pair.metric("quire_retries_total", role="prefill", cause="unavailable") == 1
     assert pair.metric("quire_retries_total", role="decode", cause="aborted") == 0
     assert pair.running is not None
-    shunned = [w.worker_id for w in pair.running.workers.all() if pair.running.workers.is_shunned(w)]
-    assert shunned == [prefill.worker_id]
+    unhealthy = [w.worker_id for w in pair.running.workers.all() if pair.running.workers.is_unhealthy(w)]
+    assert unhealthy == [prefill.worker_id]
     assert callers(pair, "decode") == [decode]
 
 
@@ -301,7 +301,7 @@ async def test_a_client_that_leaves_aborts_both_legs(cluster: Any, before_token:
         await asyncio.wait_for(worker.aborted.wait(), 5)
         await asyncio.wait_for(worker.ended.wait(), 5)
     assert cluster.running.workers.live("decode")[0].num_requests == 0
-    assert cluster.running.workers.live("decode")[0].kept_tokens == 0
+    assert cluster.running.workers.live("decode")[0].resident_tokens == 0
     assert cluster.metric("quire_router_requests_running") == 0
 
 

@@ -22,7 +22,7 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.services.router.app import background
 from quire.services.router.prefix_lookup import PrefixLookup
-from quire.services.router.worker_calls import Legs
+from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.workers import (
     PENALTY_SECONDS,
     Member,
@@ -134,16 +134,16 @@ async def test_a_worker_that_stops_leaves_with_its_lease_but_its_requests_go_on(
     workers = make_set(membership)
     await workers.refresh()
     (live,) = workers.live("decode")
-    with workers.dispatched(live, owed_tokens=10, kept_tokens=20) as computed:
-        assert (live.owed_tokens, live.kept_tokens) == (10, 20)
+    with workers.dispatched(live, pending_tokens=10, resident_tokens=20) as computed:
+        assert (live.pending_tokens, live.resident_tokens) == (10, 20)
         computed()
-        assert (live.owed_tokens, live.kept_tokens) == (0, 20)
+        assert (live.pending_tokens, live.resident_tokens) == (0, 20)
         membership.current = []
         await worker.server.not_ready()
         await workers.refresh()
         assert ids_of(workers) == []
         await live.stub.GetWorkerInfo(pb.GetModelInfoRequest(), timeout=5)
-    assert live.owed_tokens == live.kept_tokens == live.num_requests == 0
+    assert live.pending_tokens == live.resident_tokens == live.num_requests == 0
 
 
 async def test_a_lost_membership_keeps_who_is_healthy(cluster: Any, make_set: Any) -> None:
@@ -173,7 +173,7 @@ async def test_workers_that_serve_stay_without_their_leases(cluster: Any, make_s
     await workers.refresh()
     assert ids_of(workers) == ["d0"]
     assert {worker.worker_id: worker.is_draining for worker in workers.all()} == {"d0": False, "d1": True}
-    assert not workers.is_shunned(workers.live("decode")[0])
+    assert not workers.is_unhealthy(workers.live("decode")[0])
     drained.is_draining = False
     membership.current = [Member(worker.server.address, worker.epoch) for worker in added]
     await workers.refresh()
@@ -192,17 +192,17 @@ async def test_while_it_is_asked_whether_it_stays_others_are_preferred(cluster: 
     await asyncio.sleep(0)
     while not live.is_asked_to_stay:
         await asyncio.sleep(0)
-    assert workers.is_shunned(live)
+    assert workers.is_unhealthy(live)
     worker.answers_probes.set()
     await refreshing
-    assert not workers.is_shunned(live)
+    assert not workers.is_unhealthy(live)
 
 
-async def decoding(legs: Legs, live: Any) -> None:
+async def decoding(calls: WorkerCalls, live: Any) -> None:
     """Begin a call that lasts."""
-    sequence = worker_pb2.Sequence(request_id="r", token_ids=[5])
-    legs.start(live, live.stub.Decode(worker_pb2.DecodeRequest(sequence=sequence)))
-    assert (await legs.next()).message is not None
+    sequence = worker_pb2.Sequence(sequence_id="r", token_ids=[5])
+    calls.start(live, live.stub.Decode(worker_pb2.DecodeRequest(sequence=sequence)))
+    assert (await calls.next()).message is not None
 
 
 async def test_calls_of_a_worker_that_falls_silent_end(cluster: Any, make_set: Any) -> None:
@@ -211,15 +211,15 @@ async def test_calls_of_a_worker_that_falls_silent_end(cluster: Any, make_set: A
     workers = make_set(membership, silent_seconds=0.3)
     await workers.refresh()
     (live,) = workers.live("decode")
-    async with asyncio.timeout(10), background() as spawn, Legs("r", 0, spawn) as legs:
+    async with asyncio.timeout(10), background() as spawn, WorkerCalls("r", 0, spawn) as calls:
         with workers.dispatched(live):
-            await decoding(legs, live)
+            await decoding(calls, live)
             worker.answers_probes.clear()
             await workers.ask_busy()
-            assert (ids_of(workers), workers.is_shunned(live)) == (["d1"], True)
+            assert (ids_of(workers), workers.is_unhealthy(live)) == (["d1"], True)
             while ids_of(workers):
                 await workers.ask_busy()
-            event = await legs.next()
+            event = await calls.next()
             assert event.error.code() is grpc.StatusCode.UNAVAILABLE
             assert live.is_lost
     worker.answers_probes.set()
@@ -240,10 +240,10 @@ async def test_a_worker_that_misses_one_probe_stays(cluster: Any, make_set: Any)
         await asyncio.sleep(0)
         now = 100.0  # as if this process had been stopped
         await asking
-        assert workers.is_shunned(live)
+        assert workers.is_unhealthy(live)
     worker.answers_probes.set()
     await workers.ask_busy()
-    assert (workers.live("decode"), workers.is_shunned(live)) == ([live], False)
+    assert (workers.live("decode"), workers.is_unhealthy(live)) == ([live], False)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -256,13 +256,13 @@ async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
     workers = make_set(membership)
     await workers.refresh()
     (live,) = workers.live(role)
-    async with asyncio.timeout(10), background() as spawn, Legs("r", 0, spawn) as legs:
+    async with asyncio.timeout(10), background() as spawn, WorkerCalls("r", 0, spawn) as calls:
         with workers.dispatched(live):
-            await decoding(legs, live)
+            await decoding(calls, live)
             stalled.is_stalled = True
             await workers.ask_busy()
-            assert workers.is_shunned(live)
-            next_event = asyncio.create_task(legs.next())
+            assert workers.is_unhealthy(live)
+            next_event = asyncio.create_task(calls.next())
             await asyncio.wait([next_event], timeout=0.1)
             assert not next_event.done()
             membership.current = [*membership.current, Member(other.server.address, "1")]
@@ -271,7 +271,7 @@ async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
             assert (await next_event).error.code() is grpc.StatusCode.UNAVAILABLE
     stalled.is_stalled = False
     await workers.ask_busy()
-    assert (ids_of(workers), workers.is_shunned(live)) == (["d2", "w1"], False)
+    assert (ids_of(workers), workers.is_unhealthy(live)) == (["d2", "w1"], False)
 
 
 async def test_a_restarted_worker_is_a_new_one(cluster: Any, make_set: Any) -> None:
@@ -337,10 +337,10 @@ async def test_a_penalty_passes(cluster: Any, make_set: Any) -> None:
     workers = make_set(StaticMembership([worker.server.address]), clock=lambda: now)
     await workers.refresh()
     (live,) = workers.live("decode")
-    workers.shun(live)
-    assert workers.is_shunned(live)
+    workers.set_unhealthy(live)
+    assert workers.is_unhealthy(live)
     now += PENALTY_SECONDS
-    assert not workers.is_shunned(live)
+    assert not workers.is_unhealthy(live)
 
 
 class FixedIndex:

@@ -24,7 +24,7 @@ from quire.services.worker.convert import (
 
 def read(token_ids: list[int], **sampling: Any) -> Sequence:
     message = worker_pb2.Sequence(
-        request_id="r",
+        sequence_id="r",
         token_ids=token_ids,
         sampling=pb.SamplingParams(**{"temperature": 1.0, "top_p": 1.0, "seed": 7, **sampling}),
         stopping=pb.StoppingParams(max_tokens=4),

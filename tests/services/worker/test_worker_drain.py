@@ -17,7 +17,7 @@ from quire.services.worker.parts import WorkerParts
 from quire.services.worker.servicer import WorkerServicer
 
 SEQUENCE = worker_pb2.Sequence(
-    request_id="r",
+    sequence_id="r",
     token_ids=[1, 2, 3],
     sampling=pb.SamplingParams(temperature=1.0, top_p=1.0, seed=7),
     stopping=pb.StoppingParams(max_tokens=4),

@@ -52,7 +52,7 @@ run_worker(WorkerConfig(role="decode", num_blocks=16, max_model_len=256, **times
 def request(max_tokens: int) -> worker_pb2.DecodeRequest:
     return worker_pb2.DecodeRequest(
         sequence=worker_pb2.Sequence(
-            request_id="r",
+            sequence_id="r",
             token_ids=[5, 6, 7],
             sampling=pb.SamplingParams(temperature=1.0, top_p=1.0),
             stopping=pb.StoppingParams(max_tokens=max_tokens, ignore_eos=True),

@@ -86,7 +86,7 @@ def test_prefix_hits_are_told_apart_by_where_the_blocks_were(
     registry = CollectorRegistry()
     sequence = Sequence("a", [5] * 16, 12, SamplingParams(), b"")
     sequence.num_cached_tokens, sequence.num_promoted_tokens = cached, promoted
-    PromptMetrics(registry).computed(sequence, pulled)
+    PromptMetrics(registry).record_prompt(sequence, pulled)
     read = registry.get_sample_value
     assert read("quire_prefix_cache_queries_total") == 12
     found = [read("quire_prefix_cache_hits_total", {"source": source}) for source in ("own", "tier", "peer")]
