@@ -33,12 +33,13 @@ import torch
 from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine
 from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
+from quire.kvindex.kv_layout import KvShape
 from quire.models.random_model import make_random_model
 
 BLOCK_SIZE, FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 16, 760, 40, 8

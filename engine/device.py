@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.engine.kv_memory import KvShape
+from quire.kvindex.kv_layout import KvShape
 
 DEVICES = ("auto", "cpu", "cuda")
 

@@ -4,57 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from quire.kernels import ops
-from quire.kernels.quantization import KV_FORMATS
+from quire.kvindex.kv_layout import KvShape
 
 Pairs = Sequence[tuple[int, int]]
-
-
-_ALIGNMENT = 16
-"""Blocks begin at multiples of this many bytes, since GPUs copy them as words of 16 bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """The shape of one block: keys and values of all layers for ``block_size`` tokens.
-
-    8-bit blocks (``quire.kernels.quantization``) end with their scales: one float32 for each combination of
-    layer, K or V, and KV head.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    block_size: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether blocks are stored in 8 bits and have scales."""
-        return self.dtype in KV_FORMATS
-
-    @property
-    def vector_bytes(self) -> int:
-        """Bytes of a block's keys and values, without scales and padding."""
-        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * self.dtype.itemsize
-
-    @property
-    def num_scales(self) -> int:
-        """Number of scales of a block."""
-        return self.num_layers * 2 * self.num_kv_heads if self.is_quantized else 0
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, with scales and padding."""
-        if not self.is_quantized:
-            return self.vector_bytes
-        return _aligned(_aligned(self.vector_bytes) + self.num_scales * torch.float32.itemsize)
 
 
 class KvMemory:
@@ -79,15 +36,14 @@ class KvMemory:
         )
         self.blocks = (
             self._bytes[:, : shape.vector_bytes]
-            .view(shape.dtype)
+            .view(getattr(torch, shape.dtype))
             .view(num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         )
         self.layers = [self.blocks[:, layer] for layer in range(shape.num_layers)]
         self.scales: list[torch.Tensor | None] = [None] * shape.num_layers
         if shape.is_quantized:
-            start = _aligned(shape.vector_bytes)
-            stored = self._bytes[:, start : start + shape.num_scales * torch.float32.itemsize]
-            scales = stored.view(torch.float32).view(num_blocks, shape.num_layers, 2, shape.num_kv_heads)
+            stored = self._bytes[:, shape.scales].view(torch.float32)
+            scales = stored.view(num_blocks, shape.num_layers, 2, shape.num_kv_heads)
             self.scales = list(scales.unbind(1))
         self._stream = _new_stream(device) if device.type == "cuda" else None
         self._hold_others()
@@ -127,8 +83,7 @@ class KvMemory:
 
     def _check_scales(self, payload: bytes) -> None:
         """Raise ValueError unless each scale of a block is a positive normal number, to divide tokens by."""
-        start = _aligned(self.shape.vector_bytes)
-        scales = np.frombuffer(payload, np.float32, self.shape.num_scales, start)
+        scales = np.frombuffer(payload[self.shape.scales], np.float32)
         if not (np.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)).all():
             raise ValueError("a stored scale of the block is not a positive number")
 
@@ -196,5 +151,6 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

@@ -19,9 +19,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from quire.engine import attention
 from quire.engine.attention import PagedStep
-from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.kv_memory import KvMemory, dtype_name
 from quire.engine.mask_check import MaskObserver, mask_problem
 from quire.kernels.metadata import AttentionMetadata
+from quire.kvindex.kv_layout import KvShape
 
 _OBSERVER = "quire_observer"
 _BLOCK_SIZE = 16
@@ -115,7 +116,7 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> No
     device, dtype = _device(module), next(module.parameters()).dtype
     tokens = torch.arange(1, _PROMPT + _OTHER_PROMPT + 1, device=device) * 7919 % vocab_size
     prompt, other = tokens[:_PROMPT], tokens[_PROMPT:]
-    shape = KvShape(*heads[:2], _BLOCK_SIZE, heads.head_dim, dtype)
+    shape = KvShape(*heads[:2], _BLOCK_SIZE, heads.head_dim, dtype_name(dtype))
     memory = KvMemory(shape, 6, device)
     with torch.inference_mode():
         with _attention(module, attention.IMPLEMENTATION), _refusing("cannot run over paged blocks"):

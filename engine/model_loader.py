@@ -11,19 +11,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from quire.engine import attention
-from quire.engine.kv_memory import KvShape
+from quire.engine.kv_memory import dtype_name
 from quire.engine.model_check import UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model_digest import model_digest
 from quire.engine.packed_linear import pack_linear_layers
 from quire.engine.row_activations import keep_rows_alike
+from quire.kvindex.kv_layout import KvShape
 from quire.models.source import find_model
 
 UNLIMITED = 1 << 20
 """Limit of tokens for a model that has none of its own, such as one without positions."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""Dtypes of KV blocks by name, in addition to "auto", the model's own dtype."""
+KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}
+"""Torch's names of the dtypes of KV blocks, in addition to "auto", the model's own dtype."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class LoadedModel:
 
     def kv_shape(self, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:
         """Return the shape of this model's KV blocks, in its own dtype or one of ``KV_CACHE_DTYPES``."""
-        dtype = self.dtype if kv_cache_dtype == "auto" else KV_CACHE_DTYPES[kv_cache_dtype]
+        dtype = dtype_name(self.dtype) if kv_cache_dtype == "auto" else KV_CACHE_DTYPES[kv_cache_dtype]
         return KvShape(self.num_layers, self.num_kv_heads, block_size, self.head_dim, dtype)
 
 

@@ -1,1 +1,1 @@
-"""Who holds which prefix: block hashing, the Redis index, membership."""
+"""Who holds which prefix: the layout and hashes of blocks, the Redis index, membership."""

@@ -17,47 +17,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 HASH_BYTES = 16
-LAYOUT_VERSION = 1
-"""Version of the order of values within a block; raise it when older blocks can no longer be read."""
-
 _DOMAIN = b"quire-kv-1"
 _DESCRIPTOR_TAG = 1
 _TENANT_TAG = 2
 _SALT_TAG = 3
-
-
-@dataclass(frozen=True, slots=True)
-class CacheDescriptor:
-    """The properties that two workers must share for their blocks to be interchangeable.
-
-    Attributes:
-        dtype: the type of the stored values.
-        compute_dtype: the type that the model computes in.
-        device: the kind of device that the model runs on, "cpu" or "cuda".
-    """
-
-    model_digest: str
-    num_layers: int
-    num_kv_heads: int
-    block_size: int
-    head_dim: int
-    dtype: str
-    compute_dtype: str
-    device: str
-    layout_version: int = LAYOUT_VERSION
-
-    def to_bytes(self) -> bytes:
-        """Return the descriptor as canonical JSON."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
 
 class CacheScope(NamedTuple):
@@ -77,7 +47,13 @@ SHARED = CacheScope()
 
 
 def root_hash(descriptor: bytes, secret: bytes, scope: CacheScope) -> bytes:
-    """Return the parent of every first block within a scope."""
+    """Return the parent of every first block within a scope.
+
+    Args:
+        descriptor: the layout of the blocks, see ``KvLayout.descriptor``.
+        secret: the cluster's secret.
+        scope: the requests that may share the blocks.
+    """
     message = _DOMAIN + _field(_DESCRIPTOR_TAG, descriptor) + _field(_TENANT_TAG, scope.tenant.encode())
     if scope.salt:
         message += _field(_SALT_TAG, scope.salt.encode())

@@ -1,1 +1,1 @@
-"""Moves KV blocks between workers: their layout, the frames on the wire, pushes and pulls."""
+"""Moves KV blocks between workers: the frames on the wire, pushes and pulls."""

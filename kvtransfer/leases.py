@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import UnknownLeaseError
-from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.pull_metrics import PullMetrics
 
 LEASE_SECONDS = 5.0

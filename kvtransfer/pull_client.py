@@ -11,11 +11,12 @@ from typing import Self
 import grpc
 import grpc.aio
 
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFailedError
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.layout import layout_to_proto
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -52,7 +53,7 @@ class BlockPull:
         self._pin = pb.PinRequest(
             attempt_id=attempt_id,
             holder_epoch=holder_epoch,
-            layout=layout.to_proto(),
+            layout=layout_to_proto(layout),
             block_hashes=block_hashes,
         )
         self._lease_id = ""

@@ -11,7 +11,7 @@ import grpc
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferError, UnknownLeaseError
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.layout import KvLayout, require_equal
+from quire.kvtransfer.layout import layout_from_proto, require_equal
 from quire.kvtransfer.leases import BlockLeases, Lease
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.protos import kvtransfer_pb2 as pb
@@ -35,7 +35,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         try:
             if request.holder_epoch != self._source.epoch:
                 raise StaleEpochError("the holder has restarted: its blocks of before are gone")
-            require_equal(self._source.layout, KvLayout.from_proto(request.layout))
+            require_equal(self._source.layout, layout_from_proto(request.layout))
             lease = await self._leases.pin(request.block_hashes)
         except TransferError as error:
             await context.abort(error.code, str(error))

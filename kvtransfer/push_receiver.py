@@ -9,11 +9,12 @@ from typing import Protocol
 
 import grpc
 
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.credit import CreditWindow
 from quire.kvtransfer.errors import ProtocolError, SenderGoneError, StaleEpochError, TransferError
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.layout import KvLayout, require_equal
+from quire.kvtransfer.layout import layout_from_proto, require_equal
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
@@ -112,7 +113,7 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
             raise ProtocolError("a push begins with open")
         if request.open.receiver_epoch != self._sink.epoch:
             raise StaleEpochError("the receiver has restarted since the ticket was issued")
-        require_equal(self._sink.layout, KvLayout.from_proto(request.open.layout))
+        require_equal(self._sink.layout, layout_from_proto(request.open.layout))
         return request.open
 
     def _write(self, request: pb.PushRequest, window: CreditWindow, reservation: Reservation) -> None:

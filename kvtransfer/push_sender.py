@@ -13,11 +13,12 @@ from typing import NamedTuple, Self
 import grpc
 import grpc.aio
 
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import ProtocolError, PushFailedError
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.layout import layout_to_proto
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -74,7 +75,7 @@ class BlockPush:
             receiver_epoch=ticket.receiver_epoch,
             sequence_id=sequence_id,
             attempt=attempt,
-            layout=layout.to_proto(),
+            layout=layout_to_proto(layout),
             first_block=ticket.first_block,
             num_blocks=num_blocks,
         )

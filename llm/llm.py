@@ -12,7 +12,7 @@ from quire.engine import sequence as engine_types
 from quire.engine.dead_ends import dead_end
 from quire.engine.device import choose_device, default_num_blocks
 from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
-from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.kv_memory import KvMemory
 from quire.engine.limits import contradiction
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import DTYPES, KV_CACHE_DTYPES, load_model
@@ -24,6 +24,7 @@ from quire.engine.speculation_config import SpeculationConfig
 from quire.engine.speculators import load_draft_model, make_speculator
 from quire.engine.structured_output import GrammarCompiler, GrammarMatcher
 from quire.kvindex.block_hash import block_hash
+from quire.kvindex.kv_layout import KvShape
 from quire.llm.errors import RequestsFailedError
 from quire.llm.interrupt import uninterrupted
 from quire.llm.outputs import EngineStats, RequestOutput

@@ -20,11 +20,12 @@ from quire.benchmarks.paper.fragmentation import EMPTY, Load, SlotUse, account, 
 from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, MAX_LENGTH, SHAREGPT, Request
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.kv_memory import KvMemory
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
+from quire.kvindex.kv_layout import KvShape
 
 NUM_SLOTS = 15_680
 """Token slots of the pool: 980 blocks of 16."""
@@ -93,7 +94,7 @@ class MeasuringRunner:
 def measure_engine(requests: list[Request], num_slots: int, block_size: int) -> Load:
     """Run requests that all wait from the start through the engine."""
     model: Any = SimpleNamespace(max_position_embeddings=MAX_LENGTH, eos_token_ids=frozenset(), window=None)
-    shape = KvShape(num_layers=1, num_kv_heads=1, block_size=block_size, head_dim=1, dtype=torch.float16)
+    shape = KvShape(num_layers=1, num_kv_heads=1, block_size=block_size, head_dim=1, dtype="float16")
     limits = SchedulerConfig(block_size, max_num_seqs=1024, max_num_batched_tokens=MAX_LENGTH)
     memory = KvMemory(shape, num_slots // block_size, torch.device("cpu"))
     engine = Engine(model, memory, limits, block_hash)

@@ -12,6 +12,7 @@ from quire.engine.engine import Engine, num_transferred_tokens
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import Sequence
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import (
     BadBlockError,
     DigestMismatchError,
@@ -21,7 +22,6 @@ from quire.kvtransfer.errors import (
     UnknownTicketError,
 )
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.layout import KvLayout
 from quire.protos import kvtransfer_pb2 as pb
 from quire.services.server.errors import Aborted
 from quire.services.worker.updates import Updates

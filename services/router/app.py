@@ -18,7 +18,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from quire.kvindex.membership import POLL_SECONDS
-from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.layout import layout_from_proto
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
 from quire.routing.planner import Planner, PolicyConfig
@@ -276,7 +276,7 @@ async def _cluster(
     model = await asyncio.to_thread(
         load_served_model, info, source=config.model, name=config.served_model_name
     )
-    layout = KvLayout.from_proto(info.layout)
+    layout = layout_from_proto(info.layout)
     blocks = Blocks(layout.block_size, layout.block_bytes)
     planner = Planner(config.placing, blocks, time.monotonic, Random())
     workers.on_leave = planner.forget

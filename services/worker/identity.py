@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from quire.kvindex.block_hash import CacheDescriptor, CacheScope, fingerprint, root_hash
+from quire.kvindex.block_hash import CacheScope, fingerprint, root_hash
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvindex.membership import WorkerRecord
-from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.layout import layout_to_proto
 from quire.protos import worker_pb2
 
 
@@ -31,18 +32,8 @@ class WorkerIdentity:
 
     @cached_property
     def cache_descriptor(self) -> bytes:
-        """What block hashes are rooted in."""
-        layout = self.layout
-        return CacheDescriptor(
-            model_digest=layout.model_digest,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            block_size=layout.block_size,
-            head_dim=layout.head_dim,
-            dtype=layout.dtype,
-            compute_dtype=layout.compute_dtype,
-            device=layout.device,
-        ).to_bytes()
+        """The bytes that block hashes are rooted in."""
+        return self.layout.descriptor()
 
     @property
     def fingerprint(self) -> str:
@@ -74,7 +65,7 @@ class WorkerIdentity:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             eos_token_ids=sorted(self.eos_token_ids),
-            layout=self.layout.to_proto(),
+            layout=layout_to_proto(self.layout),
             num_blocks=self.num_blocks,
             cache_descriptor=self.cache_descriptor,
             index_stride=self.index_stride,

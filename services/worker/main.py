@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,17 +21,17 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from quire.engine.device import choose_device
 from quire.engine.engine import longest_sequence
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.kv_memory import KvMemory
+from quire.engine.kv_memory import KvMemory, dtype_name
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.step_watch import StepWatch
 from quire.engine.structured_output import GrammarCompiler
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.kvtransfer.channels import ChannelPool
-from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.malloc import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
@@ -361,7 +361,6 @@ def _reachable_address(config: WorkerConfig, server: GrpcServer) -> str:
 
 
 def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: KvMemory) -> WorkerIdentity:
-    shape = memory.shape
     return WorkerIdentity(
         worker_id=worker_id,
         role=config.role,
@@ -369,13 +368,9 @@ def _identify(config: WorkerConfig, worker_id: str, model: LoadedModel, memory: 
         model=config.model_name,
         model_path=pin_revision(config.model_path, model.folder),
         layout=KvLayout(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            block_size=shape.block_size,
-            head_dim=shape.head_dim,
-            dtype=str(shape.dtype).removeprefix("torch."),
+            **asdict(memory.shape),
             model_digest=model.digest,
-            compute_dtype=str(model.dtype).removeprefix("torch."),
+            compute_dtype=dtype_name(model.dtype),
             device=memory.device.type,
         ),
         num_blocks=memory.num_blocks,

@@ -8,8 +8,8 @@ from contextlib import suppress
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_memory import KvMemory
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import TransferError
-from quire.kvtransfer.layout import KvLayout
 
 
 class PoolSource:

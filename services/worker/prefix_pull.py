@@ -16,10 +16,10 @@ from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import HashBlock, Sequence
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import BadBlockError, PullFailedError, TransferError
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.pull_client import BlockPull
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.protos import worker_pb2

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.kv_memory import KvMemory
 from quire.engine.scheduler import SchedulerConfig
+from quire.kvindex.kv_layout import KvShape
 from quire.models.random_model import make_random_model
 
 # Threads that spin beside the workers' would slow both down many times over.
@@ -51,7 +52,7 @@ def make_constant_engine() -> Callable[..., Engine]:
 
     def make(max_num_seqs: int, max_num_batched_tokens: int, **options: Any) -> Engine:
         model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
-        memory = KvMemory(KvShape(1, 1, 4, 1, torch.float32), 8, torch.device("cpu"))
+        memory = KvMemory(KvShape(1, 1, 4, 1, "float32"), 8, torch.device("cpu"))
         limits = SchedulerConfig(4, max_num_seqs, max_num_batched_tokens)
         engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens), **options)
         engine.runner = ConstantRunner()  # type: ignore[assignment]

@@ -18,10 +18,11 @@ from quire.engine.block_pool import BlockPool, NoFreeBlocksError
 from quire.engine.cache_tiers import MAX_LOADING_SHARE, CacheTiers
 from quire.engine.disk_cache import DiskCache
 from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.kv_memory import KvMemory
+from quire.kvindex.kv_layout import KvShape
 
 NUM_POOL, NUM_HOST, NUM_DISK = 6, 5, 7
-SHAPE = KvShape(1, 1, 4, 4, torch.float32)
+SHAPE = KvShape(1, 1, 4, 4, "float32")
 FILE_BYTES = SHAPE.block_bytes + 32
 CPU = torch.device("cpu")
 Hash = bytes

@@ -28,17 +28,18 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, num_transferred_tokens
 from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.kv_memory import KvMemory
 from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.speculation import Speculator, Wanted
+from quire.kvindex.kv_layout import KvShape
 
 T = TypeVar("T")
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1
 NUM_HOST_BLOCKS, NUM_DISK_BLOCKS = 10, 40
-SHAPE = KvShape(1, 1, BLOCK_SIZE, 1, torch.float32)
+SHAPE = KvShape(1, 1, BLOCK_SIZE, 1, "float32")
 CPU = torch.device("cpu")
 
 

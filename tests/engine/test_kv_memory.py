@@ -1,4 +1,4 @@
-"""Blocks as runs of bytes: views, copies, and what a transfer takes their size to be."""
+"""Blocks as runs of bytes: their size, views and copies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.kv_memory import KvMemory, KvShape
-from quire.kvtransfer.layout import KvLayout
+from quire.engine.kv_memory import KvMemory, dtype_name
+from quire.kvindex.kv_layout import KvShape
 
 CPU = torch.device("cpu")
 DEVICES = pytest.mark.parametrize(
@@ -33,14 +33,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
     head_dim=st.sampled_from([4, 20, 64]),
     dtype=st.sampled_from(DTYPES),
 )
-def test_both_ends_of_a_transfer_agree_on_the_size(
+def test_a_block_has_the_bytes_that_its_shape_says(
     layers: int, heads: int, block_size: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    shape = KvShape(layers, heads, block_size, head_dim, dtype)
-    stored = str(dtype).removeprefix("torch.")
-    layout = KvLayout(layers, heads, block_size, head_dim, stored, "digest", "float32", "cpu")
-    assert layout.block_bytes == shape.block_bytes
-    assert len(KvMemory(shape, 2, CPU).read(1)) == shape.block_bytes
+    shape = KvShape(layers, heads, block_size, head_dim, dtype_name(dtype))
+    memory = KvMemory(shape, 2, CPU)
+    num_vectors = layers * 2 * heads
+    assert shape.vector_bytes == num_vectors * block_size * head_dim * dtype.itemsize
+    assert shape.num_scales == sum(each[0].numel() for each in memory.scales if each is not None)
+    assert 0 <= shape.block_bytes - shape.vector_bytes - 4 * shape.num_scales < 32
+    assert shape.block_bytes % (16 if shape.is_quantized else dtype.itemsize) == 0
+    assert len(memory.read(1)) == shape.block_bytes
 
 
 def finish_steps(memory: KvMemory) -> None:
@@ -52,7 +55,7 @@ def finish_steps(memory: KvMemory) -> None:
 @DEVICES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_block_is_copied_with_all_that_belongs_to_it(dtype: torch.dtype, device: torch.device) -> None:
-    shape = KvShape(2, 3, 4, 8, dtype)
+    shape = KvShape(2, 3, 4, 8, dtype_name(dtype))
     memory = KvMemory(shape, 4, device)
     host = KvMemory(shape, 4, CPU, is_pinned=device.type == "cuda")
     for layer, scales in zip(memory.layers, memory.scales, strict=True):
@@ -75,7 +78,7 @@ def test_a_block_is_copied_with_all_that_belongs_to_it(dtype: torch.dtype, devic
 @DEVICES
 def test_what_came_from_the_host_can_be_read_at_once(device: torch.device) -> None:
     """As a block that a peer asked for is, between two steps."""
-    shape = KvShape(4, 2, 16, 64, torch.float32)
+    shape = KvShape(4, 2, 16, 64, "float32")
     memory = KvMemory(shape, 256, device)
     host = KvMemory(shape, 256, CPU, is_pinned=device.type == "cuda")
     host.blocks[:] = torch.arange(256)[:, None, None, None, None, None]
@@ -88,7 +91,7 @@ def test_what_came_from_the_host_can_be_read_at_once(device: torch.device) -> No
 
 
 def test_a_payload_of_another_size_is_refused() -> None:
-    memory = KvMemory(KvShape(1, 1, 4, 8, torch.int8), 2, CPU)
+    memory = KvMemory(KvShape(1, 1, 4, 8, "int8"), 2, CPU)
     with pytest.raises(ValueError, match="a block has"):
         memory.write(0, b"short")
 
@@ -97,7 +100,7 @@ def test_a_payload_of_another_size_is_refused() -> None:
 def test_copies_to_the_host_bring_what_was_there_and_not_what_the_next_step_writes(
     device: torch.device,
 ) -> None:
-    shape = KvShape(4, 2, 16, 64, torch.float32)
+    shape = KvShape(4, 2, 16, 64, "float32")
     memory = KvMemory(shape, 64, device)
     host = KvMemory(shape, 64, CPU, is_pinned=device.type == "cuda")
     places = [(block_id, 63 - block_id) for block_id in range(64)]
@@ -117,7 +120,7 @@ def test_copies_to_the_host_bring_what_was_there_and_not_what_the_next_step_writ
 def test_a_block_with_a_scale_that_nothing_can_be_divided_by_is_refused(
     dtype: torch.dtype, scale: float
 ) -> None:
-    memory = KvMemory(KvShape(2, 3, 4, 8, dtype), 3, CPU)
+    memory = KvMemory(KvShape(2, 3, 4, 8, dtype_name(dtype)), 3, CPU)
     for scales in memory.scales:
         assert scales is not None
         scales[1:] = 1.0

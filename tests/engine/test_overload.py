@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.kv_memory import KvMemory
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
+from quire.kvindex.kv_layout import KvShape
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, TOKEN = 16, 256, 64, 5
 NUM_STEPS, NUM_WARM_UP_STEPS, NUM_QUEUED = 1200, 200, 8
@@ -36,7 +37,7 @@ class FirstTokens:
 
 def make_engine() -> Engine:
     model: Any = SimpleNamespace(max_position_embeddings=10_000, eos_token_ids=frozenset({1}), window=None)
-    shape = KvShape(1, 1, BLOCK_SIZE, 1, torch.float32)
+    shape = KvShape(1, 1, BLOCK_SIZE, 1, "float32")
     cpu = torch.device("cpu")
     engine = Engine(
         model,

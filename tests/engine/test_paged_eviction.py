@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
-from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.paged_eviction import PagedEviction, Score, importance
 from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
+from quire.kvindex.kv_layout import KvShape
 
 BLOCK_SIZE, BUDGET = 16, 64
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def run(engine: Engine, *requests: Sequence) -> list[list[int]]:
 
 
 def test_a_block_matters_by_its_values_and_keys() -> None:
-    memory = KvMemory(KvShape(2, 2, 4, 8, torch.float32), 3, CPU)
+    memory = KvMemory(KvShape(2, 2, 4, 8, "float32"), 3, CPU)
     memory.blocks[:, :, 0] = 2.0
     memory.blocks[:, :, 1] = 1.0
     memory.blocks[1, :, 1] = 3.0

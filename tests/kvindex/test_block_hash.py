@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from quire.kvindex.block_hash import (
     SHARED,
-    CacheDescriptor,
     CacheScope,
     block_hash,
     block_hashes,
     fingerprint,
     root_hash,
 )
+from quire.kvindex.kv_layout import LAYOUT_VERSION, KvLayout
 
-DESCRIPTOR = CacheDescriptor("model", 4, 2, 16, 32, "bfloat16", "bfloat16", "cpu").to_bytes()
+DESCRIPTOR = KvLayout(4, 2, 16, 32, "bfloat16", "model", "bfloat16", "cpu").descriptor()
 VECTORS = json.loads(Path(__file__).with_name("block_hash_vectors.json").read_text(encoding="utf-8"))
 LIMIT_SECONDS = 0.005
 scopes = st.builds(CacheScope, st.text(max_size=20), st.text(max_size=20))
@@ -36,7 +36,9 @@ tokens = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["case"])
 def test_golden_vectors(vector: dict[str, Any]) -> None:
     descriptor, secret = vector["descriptor"].encode(), bytes.fromhex(vector["secret_hex"])
-    assert CacheDescriptor(**json.loads(descriptor)).to_bytes() == descriptor
+    fields = json.loads(descriptor)
+    assert fields.pop("layout_version") == LAYOUT_VERSION
+    assert KvLayout(**fields).descriptor() == descriptor
     root = root_hash(descriptor, secret, CacheScope(vector["scope"], vector.get("salt", "")))
     assert root.hex() == vector["root_hex"]
     hashes = block_hashes(root, vector["token_ids"], vector["block_size"])
@@ -48,7 +50,8 @@ def test_golden_vectors(vector: dict[str, Any]) -> None:
 def test_another_process_agrees(seed: str) -> None:
     program = (
         "from quire.kvindex.block_hash import *\n"
-        "d = CacheDescriptor('model', 4, 2, 16, 32, 'bfloat16', 'bfloat16', 'cpu').to_bytes()\n"
+        "from quire.kvindex.kv_layout import KvLayout\n"
+        "d = KvLayout(4, 2, 16, 32, 'bfloat16', 'model', 'bfloat16', 'cpu').descriptor()\n"
         "root = root_hash(d, b'secret', CacheScope('tenant'))\n"
         "print(*(h.hex() for h in block_hashes(root, range(40), 16)))\n"
     )
@@ -87,7 +90,7 @@ def test_scopes_never_share_a_block(a: CacheScope, b: CacheScope, token_ids: lis
 
 
 def test_secret_scope_and_descriptor_separate() -> None:
-    other = CacheDescriptor("model", 4, 2, 16, 64, "bfloat16", "bfloat16", "cpu").to_bytes()
+    other = KvLayout(4, 2, 16, 64, "bfloat16", "model", "bfloat16", "cpu").descriptor()
     roots = {
         root_hash(DESCRIPTOR, b"", SHARED),
         root_hash(DESCRIPTOR, b"x", SHARED),

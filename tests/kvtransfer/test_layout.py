@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import LayoutMismatchError
-from quire.kvtransfer.layout import KvLayout, require_equal
+from quire.kvtransfer.layout import layout_from_proto, layout_to_proto, require_equal
 
 LAYOUT = KvLayout(
     num_layers=80,
@@ -26,7 +27,7 @@ def test_a_block_of_a_70b_model_has_5_mib() -> None:
 
 
 def test_the_wire_form_keeps_every_field() -> None:
-    assert KvLayout.from_proto(LAYOUT.to_proto()) == LAYOUT
+    assert layout_from_proto(layout_to_proto(LAYOUT)) == LAYOUT
 
 
 @pytest.mark.parametrize(

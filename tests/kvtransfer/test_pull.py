@@ -12,10 +12,11 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFailedError, UnknownLeaseError
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases
 from quire.kvtransfer.pull_client import BlockPull
 from quire.kvtransfer.pull_metrics import PullMetrics
@@ -207,7 +208,7 @@ async def test_a_lease_ends_by_itself(holder: Holder) -> None:
 
 async def test_a_lease_that_has_run_out_is_found_by_nobody_even_before_the_sweep(holder: Holder) -> None:
     pinned = await holder.stub.Pin(
-        pb.PinRequest(holder_epoch=EPOCH, layout=LAYOUT.to_proto(), block_hashes=hashes(2))
+        pb.PinRequest(holder_epoch=EPOCH, layout=layout_to_proto(LAYOUT), block_hashes=hashes(2))
     )
     holder.clock.now += pinned.expires_in_ms / 1000
     with pytest.raises(grpc.aio.AioRpcError, match="pin the blocks again"):
@@ -275,7 +276,9 @@ async def test_a_holder_that_takes_too_long_is_given_up(holder: Holder) -> None:
 
 
 async def test_a_borrower_that_vanishes_holds_nothing_after_the_lease(holder: Holder) -> None:
-    await holder.stub.Pin(pb.PinRequest(holder_epoch=EPOCH, layout=LAYOUT.to_proto(), block_hashes=hashes(2)))
+    await holder.stub.Pin(
+        pb.PinRequest(holder_epoch=EPOCH, layout=layout_to_proto(LAYOUT), block_hashes=hashes(2))
+    )
     await holder.channels.close()
     assert holder.source.pins
     holder.clock.now += LEASE_SECONDS

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import (
@@ -27,7 +28,7 @@ from quire.kvtransfer.errors import (
     UnknownTicketError,
 )
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.layout import KvLayout
+from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push_receiver import KvTransferServicer
 from quire.kvtransfer.push_sender import BlockPush
@@ -192,7 +193,7 @@ def opening(num_blocks: int, **changes: Any) -> pb.PushRequest:
         "ticket_id": TICKET,
         "receiver_epoch": EPOCH,
         "attempt": ATTEMPT,
-        "layout": LAYOUT.to_proto(),
+        "layout": layout_to_proto(LAYOUT),
         "num_blocks": num_blocks,
     }
     return pb.PushRequest(open=pb.PushOpen(**(fields | changes)))

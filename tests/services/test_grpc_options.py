@@ -11,9 +11,9 @@ from typing import Any
 import grpc._cython.cygrpc
 from prometheus_client import CollectorRegistry
 
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.layout import KvLayout
 from quire.kvtransfer.push_sender import BlockPush
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc

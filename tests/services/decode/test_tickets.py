@@ -12,13 +12,13 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
-from quire.engine.kv_memory import KvMemory, KvShape
+from quire.engine.kv_memory import KvMemory
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceUpdate
+from quire.kvindex.kv_layout import KvLayout, KvShape
 from quire.kvtransfer.errors import BadBlockError
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.layout import KvLayout
 from quire.protos import kvtransfer_pb2 as pb
 from quire.services.decode.tickets import PromisedBlocks, Tickets
 from quire.services.server.errors import Aborted
@@ -33,7 +33,7 @@ class Receiver:
 
     def __init__(self) -> None:
         model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
-        self.memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, torch.float32), 8, torch.device("cpu"))
+        self.memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), 8, torch.device("cpu"))
         limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64)
         self.thread = EngineThread(
             Engine(model, self.memory, limits, lambda parent, tokens: parent + bytes(tokens))
@@ -103,7 +103,7 @@ async def test_a_commit_that_is_cancelled_while_it_runs_is_one() -> None:
 
 async def test_a_block_that_would_end_the_engine_is_the_senders_fault() -> None:
     """The tokens that follow in a block are divided by its stored scale."""
-    memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, torch.int8), 8, torch.device("cpu"))
+    memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "int8"), 8, torch.device("cpu"))
     promise: Any = SimpleNamespace(sequence=Sequence("r", [2] * 3, 3, SamplingParams(), b""))
     promise.require_open = lambda: None
     promise.sequence.block_table = [1]

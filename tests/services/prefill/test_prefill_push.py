@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 from prometheus_client import CollectorRegistry
 
+from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
-from quire.kvtransfer.layout import KvLayout
 from quire.protos import inference_pb2 as pb
 from quire.protos import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2
 from quire.services.prefill.calls import PrefillCalls

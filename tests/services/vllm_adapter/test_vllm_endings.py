@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from quire.kvtransfer.layout import KvLayout
+from quire.kvindex.kv_layout import KvLayout
 from quire.protos import worker_pb2
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.grpc_server import grpc_server
