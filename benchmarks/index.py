@@ -50,7 +50,7 @@ OBVIOUS_BLOCKS = 25 * PROMPT_BLOCKS
 OBVIOUS_LOOKUPS = 40
 WARM_UP = 20
 STRIDES = (4, 16)
-Prompt = list[bytes]
+BlockHashes = list[bytes]
 
 
 class Row(NamedTuple):
@@ -96,7 +96,7 @@ def stopwatch() -> Iterator[Stopwatch]:
     watch.seconds = time.perf_counter() - start
 
 
-def make_prompts(num_blocks: int, seed: int) -> list[Prompt]:
+def make_prompts(num_blocks: int, seed: int) -> list[BlockHashes]:
     """Return prompts of random hashes."""
     random = Random(seed)
     return [
@@ -137,9 +137,9 @@ async def loaded(admin: Redis, num_blocks: int, load: Callable[[], Awaitable[int
 # --- the index ----------------------------------------------------------------------------------------------
 
 
-async def publish(writer: Redis, prompts: Sequence[Prompt], stride: int = 1) -> int:
+async def publish(writer: Redis, prompts: Sequence[BlockHashes], stride: int = 1) -> int:
     """Publish from all workers at once, each in order; return the number of entries."""
-    held: list[list[Prompt]] = [[] for _ in range(NUM_WORKERS)]
+    held: list[list[BlockHashes]] = [[] for _ in range(NUM_WORKERS)]
     for number, prompt in enumerate(prompts):
         whole, half = holders(number)
         held[whole].append(prompt[stride - 1 :: stride])
@@ -155,7 +155,9 @@ async def publish(writer: Redis, prompts: Sequence[Prompt], stride: int = 1) -> 
     return sum(len(prompt) for prompts in held for prompt in prompts)
 
 
-async def look_up_latency(reader: Redis, prompts: Sequence[Prompt], repeats: int, stride: int = 1) -> Latency:
+async def look_up_latency(
+    reader: Redis, prompts: Sequence[BlockHashes], repeats: int, stride: int = 1
+) -> Latency:
     index = StridedIndex(RedisIndex(reader), stride)
 
     async def look_up(number: int) -> None:
@@ -166,7 +168,7 @@ async def look_up_latency(reader: Redis, prompts: Sequence[Prompt], repeats: int
 
 
 @asynccontextmanager
-async def publishers(writer: Redis, blocks: Prompt) -> AsyncIterator[list[BlockPublisher]]:
+async def publishers(writer: Redis, blocks: BlockHashes) -> AsyncIterator[list[BlockPublisher]]:
     """Yield publishers that share the blocks among them."""
     loop, running = asyncio.get_running_loop(), []
     for worker in range(NUM_WORKERS):
@@ -180,7 +182,7 @@ async def publishers(writer: Redis, blocks: Prompt) -> AsyncIterator[list[BlockP
         await publisher.close()
 
 
-async def rebuild_seconds(admin: Redis, writer: Redis, blocks: Prompt) -> float:
+async def rebuild_seconds(admin: Redis, writer: Redis, blocks: BlockHashes) -> float:
     """Return how long the workers take to publish everything again after a flush."""
     async with publishers(writer, blocks) as running:
 
@@ -201,8 +203,8 @@ async def rebuild_seconds(admin: Redis, writer: Redis, blocks: Prompt) -> float:
 # --- the obvious design -------------------------------------------------------------------------------------
 
 
-async def publish_obviously(writer: Redis, prompts: Sequence[Prompt]) -> int:
-    async def put(worker: int, blocks: Prompt) -> None:
+async def publish_obviously(writer: Redis, prompts: Sequence[BlockHashes]) -> int:
+    async def put(worker: int, blocks: BlockHashes) -> None:
         for start in range(0, len(blocks), PUBLISH_BLOCKS):
             async with writer.pipeline(transaction=False) as pipeline:
                 for each in blocks[start : start + PUBLISH_BLOCKS]:
@@ -215,7 +217,7 @@ async def publish_obviously(writer: Redis, prompts: Sequence[Prompt]) -> int:
     return len(prompts) * PROMPT_BLOCKS * 3 // 2
 
 
-async def obvious_latency(reader: Redis, prompts: Sequence[Prompt], repeats: int) -> Latency:
+async def obvious_latency(reader: Redis, prompts: Sequence[BlockHashes], repeats: int) -> Latency:
     async def look_up(number: int) -> None:
         async with reader.pipeline(transaction=False) as pipeline:
             for each in prompts[number % len(prompts)]:

@@ -29,7 +29,7 @@ from quire.services.router.app import RouterConfig
 from quire.services.worker.config import WorkerConfig
 from quire.simulator.calibrate import calibrate
 from quire.simulator.calibration import Calibration, write_calibration
-from quire.simulator.cluster import ClusterConfig, Outcome, replay
+from quire.simulator.cluster import ClusterConfig, RequestOutcome, replay
 from quire.simulator.figures import quantile
 from quire.simulator.trace import TraceRequest
 from quire.simulator.workload import Workload, make_requests
@@ -126,7 +126,7 @@ def _compare(
     }
 
 
-def _figures(outcomes: list[LiveOutcome] | list[Outcome]) -> dict[str, float]:
+def _figures(outcomes: list[LiveOutcome] | list[RequestOutcome]) -> dict[str, float]:
     ttft = sorted(outcome.ttft_seconds for outcome in outcomes)
     tpot = sorted(outcome.tpot_seconds for outcome in outcomes)
     num_tokens = sum(outcome.request.input_tokens for outcome in outcomes)

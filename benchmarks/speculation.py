@@ -73,7 +73,7 @@ class Text(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The time of runs, the number of sampled tokens, the tokens themselves, and the draft tokens."""
 
     seconds: float
@@ -81,10 +81,10 @@ class Outcome:
     outputs: Outputs
     counts: SpeculationCounts
 
-    def __add__(self, other: Outcome) -> Outcome:
+    def __add__(self, other: RunOutcome) -> RunOutcome:
         """Return both together."""
         (drafted, accepted), (more, right) = self.counts, other.counts
-        return Outcome(
+        return RunOutcome(
             self.seconds + other.seconds,
             self.num_tokens + other.num_tokens,
             self.outputs + other.outputs,
@@ -175,7 +175,7 @@ class Bench:
         self._memory = KvMemory(model.kv_shape(BLOCK_SIZE), NUM_BLOCKS, CPU)
         self._draft_memory = KvMemory(draft.kv_shape(BLOCK_SIZE), NUM_BLOCKS, CPU)
 
-    def measure(self, text: Text, batch: int, num_rounds: int) -> dict[str, Outcome]:
+    def measure(self, text: Text, batch: int, num_rounds: int) -> dict[str, RunOutcome]:
         """Return each way's outcome over all rounds except the first; all ways must sample the same tokens.
 
         Raises:
@@ -183,7 +183,7 @@ class Bench:
         """
         oracle = Oracle()
         speculators = {way: self._speculator(way, oracle) for way in WAYS}
-        totals: dict[str, Outcome] = {}
+        totals: dict[str, RunOutcome] = {}
         for number in range(num_rounds + 1):
             prompts = [text.prompt(number * batch + index) for index in range(batch)]
             expected = oracle.outputs = self._run(text, prompts, None).outputs
@@ -208,7 +208,7 @@ class Bench:
             return Speculator(proposer, self._num_guesses, self._clock)
         return Always(proposer, self._num_guesses)
 
-    def _run(self, text: Text, prompts: list[list[int]], speculator: Speculator | None) -> Outcome:
+    def _run(self, text: Text, prompts: list[list[int]], speculator: Speculator | None) -> RunOutcome:
         engine = Engine(
             self._model, self._memory, LIMITS, block_hash, clock=self._clock, speculator=speculator
         )
@@ -226,7 +226,7 @@ class Bench:
         outputs = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
         drafted, accepted = speculator.counts if speculator else before
         counts = SpeculationCounts(drafted - before.drafted, accepted - before.accepted)
-        return Outcome(seconds, sum(map(len, outputs)), outputs, counts)
+        return RunOutcome(seconds, sum(map(len, outputs)), outputs, counts)
 
     def _cache(self, engine: Engine, prompts: list[list[int]]) -> None:
         """Fill the prefix cache, so that only decoding is timed."""
@@ -236,7 +236,7 @@ class Bench:
             engine.step()
 
 
-def rows_of(outcomes: dict[str, Outcome], num_guesses: int) -> list[dict[str, object]]:
+def rows_of(outcomes: dict[str, RunOutcome], num_guesses: int) -> list[dict[str, object]]:
     """Return the figures of each way."""
     rows = []
     for way, outcome in outcomes.items():

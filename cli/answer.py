@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """A finished answer (the first if there are several), and the timings of all answers."""
 
     text: str
@@ -36,7 +36,7 @@ def stream_answer(
     options: GenerationOptions,
     show: Callable[[Delta], None],
     clock: Callable[[], float] = time.perf_counter,
-) -> Answer:
+) -> TimedAnswer:
     """Show the steps of one or several answers as they arrive; an interrupt cancels the request.
 
     Raises:
@@ -58,10 +58,10 @@ def stream_answer(
         from quire.client import ServerError
 
         raise ServerError("the answer ended without its usage")
-    return Answer("".join(pieces), usage, (end if first is None else first) - begin, end - begin)
+    return TimedAnswer("".join(pieces), usage, (end if first is None else first) - begin, end - begin)
 
 
-def format_stats(answer: Answer) -> str:
+def format_stats(answer: TimedAnswer) -> str:
     """Return one line about an answer: its speed, and the origin of its KV blocks."""
     usage = answer.usage
     parts = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli import options
-from quire.cli.answer import Answer, format_stats, stream_answer
+from quire.cli.answer import TimedAnswer, format_stats, stream_answer
 from quire.cli.failure import describe
 from quire.cli.spread import spread
 
@@ -92,7 +92,7 @@ class Conversation:
         self._start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
         self._with_stats = with_stats
-        self._last: Answer | None = None
+        self._last: TimedAnswer | None = None
         self.num_failures = 0
 
     def run(self, read_turn: Callable[[], str | None]) -> None:

@@ -30,7 +30,7 @@ from quire.llm.interrupt import uninterrupted
 from quire.llm.outputs import EngineStats, RequestOutput
 from quire.llm.params import BeamSearchParams, SamplingParams
 from quire.llm.progress import Advance, progress_bar
-from quire.llm.request import Prompt, Request, TextOptions
+from quire.llm.request import EncodedPrompt, Request, TextOptions
 from quire.llm.structured import StructuredOutputsParams
 from quire.models.bundled import demo_model_path
 from quire.tokenization.chat_template import ChatTemplate
@@ -210,7 +210,7 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [self._chat_template.render(conversation) for conversation in conversations]
         # The template already contains the special tokens.
-        prompts = map(Prompt, texts, self.tokenizer.encode_batch(texts, add_special_tokens=False))
+        prompts = map(EncodedPrompt, texts, self.tokenizer.encode_batch(texts, add_special_tokens=False))
         return self._generate(list(prompts), sampling_params, use_tqdm)
 
     def beam_search(
@@ -234,18 +234,20 @@ class LLM:
 
     # --- from prompts to requests -------------------------------------------------------------------------
 
-    def _encode(self, prompts: Prompts) -> list[Prompt]:
+    def _encode(self, prompts: Prompts) -> list[EncodedPrompt]:
         given: Any = [prompts] if isinstance(prompts, str) or _are_token_ids(prompts) else prompts
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_batch(texts))
         return [
-            Prompt(prompt, next(encoded)) if isinstance(prompt, str) else Prompt(None, list(prompt))
+            EncodedPrompt(prompt, next(encoded))
+            if isinstance(prompt, str)
+            else EncodedPrompt(None, list(prompt))
             for prompt in given
         ]
 
     def _generate(
         self,
-        prompts: list[Prompt],
+        prompts: list[EncodedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -282,7 +284,7 @@ class LLM:
         return self._run(requests, use_tqdm)
 
     def _request(
-        self, at: int, prompt: Prompt, params: EngineSamplingParams, options: TextOptions
+        self, at: int, prompt: EncodedPrompt, params: EngineSamplingParams, options: TextOptions
     ) -> Request:
         self._check_token_ids(f"prompts[{at}]", prompt.token_ids)
         sequence = engine_types.Sequence(
@@ -294,7 +296,7 @@ class LLM:
         )
         return Request(prompt, sequence, options, self.tokenizer)
 
-    def _num_left(self, at: int, prompt: Prompt) -> int:
+    def _num_left(self, at: int, prompt: EncodedPrompt) -> int:
         """Return how many tokens may follow a prompt; raise ValueError if there is no room for any."""
         num_tokens, limit = len(prompt.token_ids), self.engine.max_model_len - 1
         if not 1 <= num_tokens <= limit:
@@ -374,7 +376,7 @@ def _are_token_ids(prompts: Prompts) -> bool:
     return bool(prompts) and isinstance(prompts[0], int)
 
 
-def _paired(prompts: list[Prompt], params: P | Sequence[P]) -> list[tuple[Prompt, P]]:
+def _paired(prompts: list[EncodedPrompt], params: P | Sequence[P]) -> list[tuple[EncodedPrompt, P]]:
     """Return each prompt with its parameters; raise ValueError if their numbers differ."""
     each: Any = params if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts):

@@ -12,7 +12,7 @@ from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """A prompt; ``text`` is None if it was given as token ids."""
 
     text: str | None
@@ -35,7 +35,7 @@ class TextOptions(NamedTuple):
     has_logprobs: bool = True
 
 
-class Answer:
+class AnswerCollector:
     """Collects one sequence's tokens; the answer is finished when ``finish_reason`` is set."""
 
     def __init__(self, index: int, options: TextOptions, tokenizer: Tokenizer) -> None:
@@ -122,14 +122,14 @@ class Request:
     """A prompt in the engine, and the answers to it."""
 
     def __init__(
-        self, prompt: Prompt, sequence: Sequence, options: TextOptions, tokenizer: Tokenizer
+        self, prompt: EncodedPrompt, sequence: Sequence, options: TextOptions, tokenizer: Tokenizer
     ) -> None:
         self.sequence = sequence
         self.error: RequestFailedError | None = None
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._num_best = options.num_best
-        self._answers = [Answer(i, options, tokenizer) for i in range(sequence.params.num_sequences)]
+        self._answers = [AnswerCollector(i, options, tokenizer) for i in range(sequence.params.num_sequences)]
 
     @property
     def num_generated_tokens(self) -> int:

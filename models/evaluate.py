@@ -64,7 +64,7 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedT
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), tokenizer
 
 
-class Answer(NamedTuple):
+class ScoredAnswer(NamedTuple):
     """The model's answer and its margin in nats."""
 
     text: str
@@ -73,9 +73,9 @@ class Answer(NamedTuple):
 
 def answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], batch: int = 16
-) -> list[Answer]:
+) -> list[ScoredAnswer]:
     """Return the greedy answer to the last question of each example."""
-    found: list[Answer] = []
+    found: list[ScoredAnswer] = []
     for start in range(0, len(examples), batch):
         inputs = tokenizer.apply_chat_template(
             [example.messages for example in examples[start : start + batch]],
@@ -92,7 +92,7 @@ def answers(
         best = torch.stack(outputs.logits, dim=1).float().topk(2).values
         margins = (best[..., 0] - best[..., 1]).masked_fill(said == tokenizer.pad_token_id, torch.inf).amin(1)
         texts = tokenizer.batch_decode(said, skip_special_tokens=True)
-        found += map(Answer, texts, margins.tolist())
+        found += map(ScoredAnswer, texts, margins.tolist())
     return found
 
 

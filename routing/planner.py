@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from quire.routing import policy
 from quire.routing.history import PrefixHistory
-from quire.routing.policy import Blocks, Candidate, Estimate, Peer, Policy, PullChoice, Pulls
+from quire.routing.policy import Blocks, CandidateWorker, Estimate, Peer, Policy, PullChoice, Pulls
 from quire.routing.rates import Rates
 
 PREFILL_TOKENS_PER_SECOND = 10_000.0
@@ -64,7 +64,7 @@ class WorkerState(NamedTuple):
     is_unhealthy: bool = False
 
 
-class Prompt(NamedTuple):
+class PlannedPrompt(NamedTuple):
     """A prompt to be placed."""
 
     num_tokens: int
@@ -86,7 +86,7 @@ class Placement(NamedTuple):
     """The prefill worker; None: the decode worker computes the prompt."""
     estimate: Estimate
     """Estimate for the worker that computes the prompt."""
-    prompt: Prompt
+    prompt: PlannedPrompt
     sent_at: float
     resident_tokens: int
     """Tokens that the decode worker will keep blocks for: the prompt's and the expected answers'."""
@@ -147,7 +147,7 @@ class Planner:
         self._busy_until: dict[str, float] = {}
 
     def place(
-        self, prompt: Prompt, prefill: Sequence[WorkerState], decode: Sequence[WorkerState]
+        self, prompt: PlannedPrompt, prefill: Sequence[WorkerState], decode: Sequence[WorkerState]
     ) -> Placement | None:
         """Choose the workers for a prompt; return None if there is no decode worker.
 
@@ -223,7 +223,7 @@ class Planner:
         self._pull_rates.forget(worker_id)
         self._busy_until.pop(worker_id, None)
 
-    def _note(self, candidate: Candidate, prompt: Prompt) -> None:
+    def _note(self, candidate: CandidateWorker, prompt: PlannedPrompt) -> None:
         max_blocks = candidate.capacity_tokens // self._blocks.tokens
         self._history.note(candidate.worker_id, prompt.block_hashes, max_blocks)
 
@@ -235,11 +235,11 @@ class Planner:
             seconds = max(pull.seconds - policy.PULL_ROUND_TRIP_SECONDS, pull.seconds / 10)
             self._pull_rates.add(choice.worker_id, pull.num_bytes, seconds)
 
-    def _estimate(self, candidate: Candidate, prompt: Prompt, peers: Sequence[Peer]) -> Estimate:
+    def _estimate(self, candidate: CandidateWorker, prompt: PlannedPrompt, peers: Sequence[Peer]) -> Estimate:
         return policy.estimate(candidate, prompt.num_tokens, peers, self._blocks, self.config.pulls)
 
-    def _candidate(self, state: WorkerState, prompt: Prompt) -> Candidate:
-        return Candidate(
+    def _candidate(self, state: WorkerState, prompt: PlannedPrompt) -> CandidateWorker:
+        return CandidateWorker(
             state.worker_id,
             cached_tokens=self._cached_tokens(state.worker_id, prompt),
             pending_tokens=state.pending_tokens,
@@ -249,14 +249,14 @@ class Planner:
             is_unhealthy=state.is_unhealthy,
         )
 
-    def _cached_tokens(self, worker_id: str, prompt: Prompt) -> int:
+    def _cached_tokens(self, worker_id: str, prompt: PlannedPrompt) -> int:
         """Return how many prompt tokens a worker probably has cached, by the index and by recent requests."""
         cached = prompt.cached_by_worker
         max_age = float("inf") if cached is None else IN_FLIGHT_SECONDS
         sent = self._history.num_cached(worker_id, prompt.block_hashes, max_age) * self._blocks.tokens
         return sent if cached is None else max(sent, cached.get(worker_id, 0))
 
-    def _peers(self, prompt: Prompt, states: Mapping[str, WorkerState]) -> list[Peer]:
+    def _peers(self, prompt: PlannedPrompt, states: Mapping[str, WorkerState]) -> list[Peer]:
         """Return the peers that have blocks of the prompt, according to the index.
 
         Workers that are still computing the prefix cannot be pulled from, so the history is not used here.

@@ -73,7 +73,7 @@ class Pulls(StrEnum):
     ALWAYS = "always"
 
 
-class Candidate(NamedTuple):
+class CandidateWorker(NamedTuple):
     """A worker that could serve the request."""
 
     worker_id: str
@@ -120,7 +120,7 @@ class PullChoice(NamedTuple):
 class Estimate(NamedTuple):
     """Expected time until a worker's first token."""
 
-    candidate: Candidate
+    candidate: CandidateWorker
     queue_seconds: float
     pull: PullChoice | None
     compute_seconds: float
@@ -152,7 +152,7 @@ class PrefillChoice(NamedTuple):
 class DecodeChoice(NamedTuple):
     """The chosen decode worker and the reason, one of ``PrefillChoice.reason``."""
 
-    candidate: Candidate
+    candidate: CandidateWorker
     reason: str
 
     @property
@@ -195,7 +195,7 @@ def best_peers(peers: Sequence[Peer]) -> list[Peer]:
 
 
 def estimate(
-    candidate: Candidate, num_tokens: int, peers: Sequence[Peer], blocks: Blocks, pulls: Pulls
+    candidate: CandidateWorker, num_tokens: int, peers: Sequence[Peer], blocks: Blocks, pulls: Pulls
 ) -> Estimate:
     """Return the expected time until a worker samples the first token of a prompt of ``num_tokens``."""
     rate = candidate.tokens_per_second
@@ -239,7 +239,7 @@ def choose_prefill(
 
 
 def choose_decode(
-    policy: Policy, candidates: Sequence[Candidate], num_tokens: int, key: bytes, rng: Random
+    policy: Policy, candidates: Sequence[CandidateWorker], num_tokens: int, key: bytes, rng: Random
 ) -> DecodeChoice | None:
     """Return the decode worker with the most room for the request, or None if there are no candidates.
 
@@ -258,7 +258,7 @@ def choose_decode(
     if policy is Policy.RANDOM:
         return DecodeChoice(rng.choice(with_room), "random")
 
-    def taken(candidate: Candidate) -> float:
+    def taken(candidate: CandidateWorker) -> float:
         """Return the share of the pool's blocks that are taken once the worker has the request."""
         own = candidate.cached_tokens if policy.knows_prefixes else 0
         return (candidate.resident_tokens + num_tokens - own * OVERLAP_SHARE) / candidate.capacity_tokens

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from quire.kvindex.memory_index import MemoryIndex, MemoryStore
-from quire.routing.planner import Planner, PolicyConfig, Prompt, PullOutcome, WorkerState
+from quire.routing.planner import PlannedPrompt, Planner, PolicyConfig, PullOutcome, WorkerState
 from quire.routing.policy import Blocks, Policy, Pulls
 from quire.simulator.block_cache import BlockCache, now
 from quire.simulator.calibration import Calibration
@@ -41,7 +41,7 @@ class ClusterConfig:
             )
 
 
-class Outcome(NamedTuple):
+class RequestOutcome(NamedTuple):
     """The latencies and cache hits of one request; times in seconds."""
 
     request: TraceRequest
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
     tpot_seconds: float
     """Mean time of each token after the first; 0 if there is none."""
     cached_tokens: int
-    """Prompt tokens that the worker had cached or pulled."""
+    """PlannedPrompt tokens that the worker had cached or pulled."""
     pulled_bytes: float
     is_local: bool
     """Whether the decode worker computed the prompt."""
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 class Replay(NamedTuple):
     """The outcomes of all requests of one run."""
 
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[RequestOutcome]
     num_rejected: int
     seconds: float
     """Time from the first arrival to the last token."""
@@ -108,7 +108,7 @@ class Simulation:
         )
         self._num_open = 0
         self._num_rejected = 0
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RequestOutcome] = []
 
     def run(self, requests: Iterable[TraceRequest], on_arrival: Callable[[], None] = lambda: None) -> Replay:
         """Replay requests, in the order of their arrival, and return their outcomes."""
@@ -153,7 +153,7 @@ class Simulation:
             cached = {holding.worker.worker_id: holding.num_blocks * block_tokens for holding in holdings}
         placement = self._planner.place(
             # A trace does not contain the limit on the length of the answer.
-            Prompt(request.input_tokens, hashes, cached, max_output_tokens=sys.maxsize),
+            PlannedPrompt(request.input_tokens, hashes, cached, max_output_tokens=sys.maxsize),
             _states(self._prefill.values(), self._calibration),
             _states(self._decode.values(), self._calibration),
         )
@@ -218,7 +218,7 @@ class Simulation:
         server.num_requests -= 1
         num_further = request.output_tokens - 1
         self._outcomes.append(
-            Outcome(
+            RequestOutcome(
                 request,
                 ttft_seconds=job.first_token_at - request.arrival_seconds,
                 tpot_seconds=(self.now - job.first_token_at) / num_further if num_further else 0.0,

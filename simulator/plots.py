@@ -7,10 +7,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from quire.simulator.cluster import Outcome
+from quire.simulator.cluster import RequestOutcome
 
 
-def plot_policies(replays: Mapping[str, Sequence[Outcome]], path: Path) -> None:
+def plot_policies(replays: Mapping[str, Sequence[RequestOutcome]], path: Path) -> None:
     """Plot, for each policy, the cumulative distribution of the time to the first token."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()

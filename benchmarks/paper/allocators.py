@@ -62,7 +62,7 @@ class BuddyAllocator:
         self._free[order].add(start)
 
 
-class Admission(Protocol):
+class AdmissionPolicy(Protocol):
     """Decides which requests may run at once, by the memory that it reserves for them."""
 
     @property
@@ -150,7 +150,7 @@ def reserve_oracle(request: Request) -> int:
     return request.num_input + request.num_output
 
 
-def baselines(num_slots: int, max_length: int) -> dict[str, Admission]:
+def baselines(num_slots: int, max_length: int) -> dict[str, AdmissionPolicy]:
     """Return the paper's baselines over a pool of ``num_slots`` token slots."""
     return {
         "FasterTransformer": StaticBatch(num_slots, max_length),

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from quire.benchmarks.paper.allocators import Admission
+from quire.benchmarks.paper.allocators import AdmissionPolicy
 from quire.benchmarks.paper.workload import Request
 
 
@@ -77,7 +77,7 @@ def is_steady(num_ended: int, num_requests: int) -> bool:
     return num_ended >= num_requests / 4
 
 
-def simulate(admission: Admission, requests: list[Request], num_slots: int) -> Load:
+def simulate(admission: AdmissionPolicy, requests: list[Request], num_slots: int) -> Load:
     """Run requests that all wait from the start, a token of each placed one a step.
 
     Measured from the end of the first quarter of the requests, while any waits. A prompt takes one step. An

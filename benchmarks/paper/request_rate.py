@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
-from quire.benchmarks.paper.allocators import Admission, baselines
+from quire.benchmarks.paper.allocators import AdmissionPolicy, baselines
 from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts
 from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import SHAREGPT, Request, poisson_arrivals
@@ -65,7 +65,11 @@ class Served(NamedTuple):
 
 
 def serve(
-    engine: Engine, admission: Admission, requests: list[Request], arrivals: list[float], prompts: Prompts
+    engine: Engine,
+    admission: AdmissionPolicy,
+    requests: list[Request],
+    arrivals: list[float],
+    prompts: Prompts,
 ) -> Served:
     """Run requests as they arrive, on a clock that advances by the measured time of each step."""
     coming, queue = deque(zip(arrivals, range(len(requests)), strict=True)), deque[int]()
@@ -109,7 +113,7 @@ class Bench(NamedTuple):
 
     def serve(self, name: str, arrivals: list[float]) -> Served:
         """Run one system from a fresh start."""
-        admissions: dict[str, Admission] = {
+        admissions: dict[str, AdmissionPolicy] = {
             **baselines(NUM_SLOTS, LENGTHS.max_length),
             "quire": Paged(),
         }

@@ -12,7 +12,7 @@ from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.push_sender import BlockPush
 from quire.protos import worker_pb2
 from quire.services.prefill.push import PrefillPush, PushedPrompt
-from quire.services.prefill.write_back import WriteBacks
+from quire.services.prefill.write_back import WriteBackCopier
 from quire.services.server.errors import Aborted, ServiceError
 from quire.services.server.phases import Phase, RequestPhases
 from quire.services.worker.convert import converting, finish_reason, token_to_proto, without_last_token
@@ -26,7 +26,7 @@ class PrefillCalls:
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
-        self._write_backs = WriteBacks(parts.engine, parts.puller)
+        self._write_backs = WriteBackCopier(parts.engine, parts.puller)
 
     async def prefill(
         self, request: worker_pb2.PrefillRequest, context: Any

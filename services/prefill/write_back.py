@@ -17,7 +17,7 @@ MAX_USED_SHARE = 0.5
 """Of the pool; beyond it there are better uses for its blocks."""
 
 
-class WriteBacks:
+class WriteBackCopier:
     """One copy after the other, each when the engine has nothing to compute."""
 
     def __init__(self, engine: EngineThread, puller: PrefixPuller) -> None:

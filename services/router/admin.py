@@ -28,7 +28,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
 CALL_SECONDS = 5.0
 
 _log = get_logger("admin")
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 
 
 class AdminServicer(pb_grpc.AdminServiceServicer):
@@ -145,7 +145,7 @@ async def _load(worker: Worker) -> pb.WorkerLoad | None:
     )
 
 
-async def _ask(worker: Worker, method: Callable[..., Awaitable[Answer]], request: object) -> Answer:
+async def _ask(worker: Worker, method: Callable[..., Awaitable[Response]], request: object) -> Response:
     try:
         with closed_channel_errors():
             return await method(request, timeout=CALL_SECONDS)

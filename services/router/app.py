@@ -37,7 +37,7 @@ from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
 from quire.services.router.worker_calls import Spawn
 from quire.services.router.workers import SILENT_SECONDS, WorkerSet
-from quire.services.router.write_back import WriteBackMetrics, WriteBacks
+from quire.services.router.write_back import WriteBackCalls, WriteBackMetrics
 from quire.services.server.call_limits import CALL_MARGIN_SECONDS
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.grpc_server import (
@@ -280,7 +280,7 @@ async def _cluster(
     blocks = Blocks(layout.block_size, layout.block_bytes)
     planner = Planner(config.placing, blocks, time.monotonic, Random())
     workers.on_leave = planner.forget
-    write_backs = WriteBacks(spawn, WriteBackMetrics(metrics.registry)) if config.write_back else None
+    write_backs = WriteBackCalls(spawn, WriteBackMetrics(metrics.registry)) if config.write_back else None
     return Cluster(model, workers, sources.prefixes(model), metrics, spawn, planner, write_backs=write_backs)
 
 

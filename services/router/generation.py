@@ -20,7 +20,7 @@ import grpc.aio
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.routing.planner import Placement, Planner, Prompt, WorkerState
+from quire.routing.planner import Placement, PlannedPrompt, Planner, WorkerState
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.answer_group import AnswerGroup
@@ -41,7 +41,7 @@ from quire.services.router.request_account import RequestAccount
 from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Suspects
 from quire.services.router.worker_calls import Event, Spawn, WorkerCalls, connection_lost
 from quire.services.router.workers import Worker, WorkerSet
-from quire.services.router.write_back import WriteBacks
+from quire.services.router.write_back import WriteBackCalls
 from quire.services.server.errors import InvalidArgument
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
@@ -68,7 +68,7 @@ class Cluster:
     planner: Planner
     clock: Callable[[], float] = time.monotonic
     suspects: Suspects = field(default_factory=Suspects)
-    write_backs: WriteBacks | None = None
+    write_backs: WriteBackCalls | None = None
     """Copies the blocks of answers to prefill workers; None: they are not copied."""
 
 
@@ -234,7 +234,7 @@ class GenerationRun:
         is_scored = not group.is_single and self._request.num_prompt_logprobs is not None
         must_be_local = is_scored or group.num_prefilled_tokens == 0
         placement = cluster.planner.place(
-            Prompt(
+            PlannedPrompt(
                 len(token_ids),
                 block_hashes,
                 cached_by_worker,

@@ -72,7 +72,7 @@ def worker_stub(channel: grpc.aio.Channel | Peer) -> worker_pb2_grpc.WorkerServi
 
 
 @dataclass(eq=False, slots=True)
-class Connection:
+class WorkerConnection:
     """A channel to a worker and its stubs."""
 
     channel: grpc.aio.Channel
@@ -84,7 +84,7 @@ class Connection:
     """Whether another process may have answered a call: probe the address again even if the lease is live."""
 
     @classmethod
-    def to(cls, address: str, connect: Connect) -> Connection:
+    def to(cls, address: str, connect: Connect) -> WorkerConnection:
         """Return a connection to an address; its channel connects with the first call."""
         # gRPC must not retry: only the router knows what was already sent to the client.
         channel = connect(address, options=[*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)])
@@ -116,7 +116,7 @@ class Worker:
 
     address: str
     info: worker_pb2.GetWorkerInfoResponse
-    connection: Connection
+    connection: WorkerConnection
     is_draining: bool = False
     has_left: bool = False
     is_lost: bool = False
@@ -328,7 +328,7 @@ class WorkerSet:
         """Probe the address of a new record, and let its worker join if it serves and is accepted."""
         if not records:
             return
-        connection = Connection.to(address, self._connect)
+        connection = WorkerConnection.to(address, self._connect)
         try:
             probe = await self._probe(connection)
         except (grpc.aio.AioRpcError, ChannelClosedError):
@@ -374,7 +374,7 @@ class WorkerSet:
             self._leave(worker, "no_answer")
         return probe
 
-    async def _probe(self, connection: Connection) -> _Probe:
+    async def _probe(self, connection: WorkerConnection) -> _Probe:
         """Return the worker's health and description.
 
         Raises:
@@ -390,7 +390,7 @@ class WorkerSet:
         # A connection that was lost while idle fails one call with UNAVAILABLE; then gRPC connects again.
         return await self._probe_once(connection)
 
-    async def _probe_once(self, connection: Connection) -> _Probe:
+    async def _probe_once(self, connection: WorkerConnection) -> _Probe:
         seconds, nonce = self._probe_seconds, new_challenge()
         request = worker_pb2.GetWorkerInfoRequest(nonce=nonce)
         with closed_channel_errors():
@@ -457,7 +457,7 @@ class WorkerSet:
         if is_stalled and worker.num_requests and self._has_substitute(worker):
             # Closing the channel ends its calls, and their requests continue on other workers.
             self._close_soon(worker.connection)
-            worker.connection = Connection.to(worker.address, self._connect)
+            worker.connection = WorkerConnection.to(worker.address, self._connect)
             worker.connection.sign_as(self._caller, worker.info)
 
     def _has_substitute(self, worker: Worker) -> bool:
@@ -465,7 +465,7 @@ class WorkerSet:
         others = {*self.live(worker.info.role), *self.live("decode")} - {worker}
         return any(not other.is_in_doubt for other in others)
 
-    def _close_soon(self, connection: Connection) -> None:
+    def _close_soon(self, connection: WorkerConnection) -> None:
         task = asyncio.create_task(connection.channel.close(grace=None))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

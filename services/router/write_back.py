@@ -42,7 +42,7 @@ class WriteBackMetrics:
             self.results.labels(result)
 
 
-class WriteBacks:
+class WriteBackCalls:
     """Starts copies, and limits how many are in flight."""
 
     def __init__(self, spawn: Spawn, metrics: WriteBackMetrics) -> None:

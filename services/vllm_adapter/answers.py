@@ -18,7 +18,7 @@ _FINISH_REASONS = {
 }
 
 
-class Answer:
+class AnswerWriter:
     """One answer of a request: collects its tokens, and ends it at a stop string."""
 
     def __init__(self, request: ValidRequest, tokenizer: Tokenizer, index: int) -> None:

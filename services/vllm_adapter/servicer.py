@@ -34,7 +34,7 @@ from quire.services.server.errors import (
     Unimplemented,
 )
 from quire.services.server.grpc_server import Service
-from quire.services.vllm_adapter.answers import Answer
+from quire.services.vllm_adapter.answers import AnswerWriter
 from quire.services.vllm_adapter.hand_off import hand_off, has_hand_off, pull_source
 from quire.services.vllm_adapter.requests import fields_as_sent, generation_from_proto
 from quire.services.vllm_adapter.tokenizer_archive import pieces, tokenizer_archive
@@ -132,7 +132,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                 "do_remote_prefill is for a decode worker, and this is a prefill worker",
             )
         prefill = worker_pb2.PrefillRequest(sequence=_sequence(valid))
-        answer = Answer(valid, self._model.tokenizer, 0)
+        answer = AnswerWriter(valid, self._model.tokenizer, 0)
         async with aclosing(self._worker.Prefill(prefill, context)) as responses:
             async for response in responses:
                 answer.num_cached_tokens = response.num_cached_tokens
@@ -151,7 +151,9 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         decode = worker_pb2.DecodeRequest(
             sequence=_sequence(valid), pull_from=pull_source(request, self._trust)
         )
-        answers = [Answer(valid, self._model.tokenizer, index) for index in range(max(1, valid.sampling.n))]
+        answers = [
+            AnswerWriter(valid, self._model.tokenizer, index) for index in range(max(1, valid.sampling.n))
+        ]
         async with aclosing(self._worker.Decode(decode, context)) as responses:
             async for response in responses:
                 if response.HasField("accepted"):

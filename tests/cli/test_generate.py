@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from quire.cli.answer import Answer, format_stats
+from quire.cli.answer import TimedAnswer, format_stats
 from quire.client import Usage
 from quire.protos import inference_pb2 as pb
 from quire.services.server import errors as service_errors
@@ -87,7 +87,7 @@ def test_stats_of_a_single_token_have_no_speed() -> None:
         blocks_pulled=3,
         bytes_pulled=3072,
     )
-    line = format_stats(Answer("x", usage, ttft_seconds=0.0124, e2e_seconds=0.0124))
+    line = format_stats(TimedAnswer("x", usage, ttft_seconds=0.0124, e2e_seconds=0.0124))
     assert line.startswith("TTFT 12 ms · 1 tokens at 0.0 tokens/s")
     assert " · 3 blocks (3.0 KiB) pulled · " in line
     assert line.endswith("1 retries")

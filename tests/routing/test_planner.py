@@ -11,9 +11,9 @@ from quire.routing.history import PrefixHistory
 from quire.routing.planner import (
     IN_FLIGHT_SECONDS,
     Placement,
+    PlannedPrompt,
     Planner,
     PolicyConfig,
-    Prompt,
     PullOutcome,
     WorkerState,
 )
@@ -43,8 +43,8 @@ def hashes(number: int, count: int = 100) -> list[bytes]:
     return [number.to_bytes(8, "big") + index.to_bytes(8, "big") for index in range(count)]
 
 
-def prompt(number: int = 0, cached: dict[str, int] | None = None, *, is_indexed: bool = True) -> Prompt:
-    return Prompt(LENGTH, hashes(number), (cached or {}) if is_indexed else None)
+def prompt(number: int = 0, cached: dict[str, int] | None = None, *, is_indexed: bool = True) -> PlannedPrompt:
+    return PlannedPrompt(LENGTH, hashes(number), (cached or {}) if is_indexed else None)
 
 
 class Cluster:
@@ -56,7 +56,7 @@ class Cluster:
         self.prefill = {name: WorkerState(name, 1000) for name in ("p1", "p2")}
         self.decode = [WorkerState("d", 1000)]
 
-    def place(self, prompt: Prompt, **pending: int) -> Placement:
+    def place(self, prompt: PlannedPrompt, **pending: int) -> Placement:
         states = [s._replace(pending_tokens=pending.get(name, 0)) for name, s in self.prefill.items()]
         placement = self.planner.place(prompt, states, self.decode)
         assert placement is not None
@@ -281,7 +281,7 @@ def test_a_worker_whose_sequences_will_grow_is_not_taken_for_empty(clock: Clock)
 def test_chance_breaks_the_ties_of_prompts_of_less_than_a_block(clock: Clock) -> None:
     cluster = Cluster(clock, local_prefill_tokens=0)
     cluster.decode = [WorkerState(name, 1000) for name in ("d1", "d2", "d3")]
-    placements = [cluster.place(Prompt(5, [], {})) for _ in range(300)]
+    placements = [cluster.place(PlannedPrompt(5, [], {})) for _ in range(300)]
     for names, count in (
         (Counter(placement.decode.worker_id for placement in placements), 3),
         (Counter(placement.computing for placement in placements), 2),

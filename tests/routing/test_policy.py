@@ -9,7 +9,7 @@ import pytest
 from quire.routing.policy import (
     IMBALANCE_SECONDS,
     Blocks,
-    Candidate,
+    CandidateWorker,
     Estimate,
     Peer,
     Policy,
@@ -27,17 +27,17 @@ BLOCKS = Blocks(16, 1 << 20)
 RATE = 1000.0
 
 
-def worker(name: str, cached: int = 0, pending: int = 0, **more: float) -> Candidate:
+def worker(name: str, cached: int = 0, pending: int = 0, **more: float) -> CandidateWorker:
     values = {"resident_tokens": 0, "capacity_tokens": 10_000, "tokens_per_second": RATE, **more}
-    return Candidate(name, cached, pending, **values)  # type: ignore[arg-type]
+    return CandidateWorker(name, cached, pending, **values)  # type: ignore[arg-type]
 
 
-def estimates(candidates: list[Candidate], num_tokens: int, *peers: Peer) -> list[Estimate]:
+def estimates(candidates: list[CandidateWorker], num_tokens: int, *peers: Peer) -> list[Estimate]:
     return [estimate(each, num_tokens, peers, BLOCKS, Pulls.MEASURED) for each in candidates]
 
 
 def prefill(
-    candidates: list[Candidate],
+    candidates: list[CandidateWorker],
     *peers: Peer,
     num_tokens: int = 100,
     policy: Policy = Policy.PRECISE,
@@ -49,7 +49,7 @@ def prefill(
 
 
 def decode(
-    candidates: list[Candidate], policy: Policy = Policy.PRECISE, rng: Random | None = None
+    candidates: list[CandidateWorker], policy: Policy = Policy.PRECISE, rng: Random | None = None
 ) -> tuple[str, str] | None:
     choice = choose_decode(policy, candidates, 100, KEY, rng or Random(0))
     return choice and (choice.worker_id, choice.reason)

@@ -28,7 +28,7 @@ Count = Callable[[str, int], None]
 """A function that counts an answer by its route and status."""
 
 
-class Connection(web.RequestHandler):
+class HttpConnection(web.RequestHandler):
     """aiohttp's connection, but without a client's input in the log or in error messages.
 
     It also ends the connection of a client that stops reading.

@@ -20,7 +20,7 @@ from quire.services.router.http.bodies import (
     first_request_id,
     json_response,
 )
-from quire.services.router.http.connection import SERVER, Connection, Count
+from quire.services.router.http.connection import SERVER, Count, HttpConnection
 from quire.services.router.http.errors import (
     ANTHROPIC_PATH,
     HttpError,
@@ -126,7 +126,7 @@ async def http_server(
     assert handler is not None
     try:
         listening = await asyncio.get_running_loop().create_server(
-            lambda: Connection(handler, times, count),
+            lambda: HttpConnection(handler, times, count),
             host,
             port,
             ssl=tls,

@@ -14,8 +14,8 @@ from quire.protos import admin_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.services.router.admin import AdminServicer
 from quire.services.router.app import background
 from quire.services.router.worker_calls import WorkerCalls
-from quire.services.router.workers import Connection, StaticMembership, Worker, WorkerSet
-from quire.services.router.write_back import WriteBackMetrics, WriteBacks
+from quire.services.router.workers import WorkerConnection, StaticMembership, Worker, WorkerSet
+from quire.services.router.write_back import WriteBackMetrics, WriteBackCalls
 from quire.services.server.errors import Unavailable
 from quire.services.server.grpc_server import Service, grpc_server
 
@@ -75,7 +75,7 @@ async def silent() -> AsyncIterator[tuple[SilentWorker, Worker, WorkerSet]]:
         await workers.close()
 
 
-async def close(connection: Connection) -> None:
+async def close(connection: WorkerConnection) -> None:
     await connection.channel.close(grace=None)
 
 
@@ -85,7 +85,7 @@ async def test_a_write_back_whose_channel_is_closed_failed(
 ) -> None:
     servicer, worker, _ = silent
     registry = CollectorRegistry()
-    write_backs = WriteBacks(spawned.spawn, WriteBackMetrics(registry))
+    write_backs = WriteBackCalls(spawned.spawn, WriteBackMetrics(registry))
     if not is_under_way:
         await close(worker.connection)
     write_backs.offer(worker, worker, list(range(9)), 4, worker_pb2.CacheScope())
@@ -146,7 +146,7 @@ async def test_a_cancelled_request_is_cancelled_still(
     silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned
 ) -> None:
     servicer, worker, _ = silent
-    WriteBacks(spawned.spawn, WriteBackMetrics(CollectorRegistry())).offer(
+    WriteBackCalls(spawned.spawn, WriteBackMetrics(CollectorRegistry())).offer(
         worker, worker, list(range(9)), 4, worker_pb2.CacheScope()
     )
     await servicer.begun.wait()
