@@ -1,7 +1,6 @@
 """Puts load on a stack under a real Prometheus, so that everything happens that dashboards and alerts show.
 
-    python -m quire.observability.live           # every expression, and which are empty or not numbers
-    python -m quire.observability.live --images  # pictures of the dashboards too, into docs/images/
+    python -m quire.observability.live  # which expressions are empty or not numbers
 
 Two prefill and two decode workers with few blocks serve the demo model: requests wait for blocks, are
 preempted, copy prefixes from peers, are cancelled, and lose a prefill worker during the run. Blocks move to
@@ -15,7 +14,6 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -36,7 +34,6 @@ WINDOW_SECONDS = 10
 NUM_WORKERS = 4
 HOST_CACHE_BYTES = 1 << 20
 DISK_CACHE_BYTES = 64 << 20
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 SECONDS = 60.0
 
 
@@ -134,12 +131,11 @@ def live_run(binary: str, seconds: float) -> Iterator[LiveRun]:
 
 
 def main() -> None:
-    """Run a load, say what is wrong with the dashboards and the alert rules, and draw them if asked to."""
+    """Run a load, and say what is wrong with the dashboards and the alert rules."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="about how long to put load on the stack"
     )
-    parser.add_argument("--images", action="store_true", help="draw each dashboard into docs/images/")
     options = parser.parse_args()
     binary = find_prometheus()
     if binary is None:
@@ -157,11 +153,6 @@ def main() -> None:
         for text in absent_series(run):
             print(f"alerts ask for what nobody reports: {text}")
         print(f"{len(rules)} alert rules, {len(failing)} of them failing; not inactive: {states}")
-        if options.images:
-            from quire.observability.preview import draw
-
-            for board in BOARDS:
-                print(f"wrote {draw(board, run, IMAGES)}")
 
 
 if __name__ == "__main__":
