@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.observability.boards.all import BOARDS
+from quire.observability.dashboard import to_json
 from quire.observability.metric_docs import metrics_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +27,7 @@ class BuiltFile(NamedTuple):
 def built_files() -> Iterator[BuiltFile]:
     """Yield all files that are generated from code."""
     for board in BOARDS:
-        yield BuiltFile(DASHBOARDS / f"{board.uid}.json", board.to_json())
+        yield BuiltFile(DASHBOARDS / f"{board.uid}.json", to_json(board))
     yield BuiltFile(ROOT / "docs" / "metrics.md", metrics_page())
 
 

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from quire.observability.boards.all import BOARDS
-from quire.observability.dashboard import Expression
+from quire.observability.dashboard import Expression, expressions
 from quire.observability.load import put_load
 from quire.observability.ports import free_ports
 from quire.observability.prometheus import PrometheusClient, Series, find_prometheus, running_prometheus
@@ -61,14 +61,14 @@ def with_variables(expression: str) -> str:
     return expression.replace("$__rate_interval", f"{WINDOW_SECONDS}s").replace("$instance", ".*")
 
 
-def expressions() -> list[Expression]:
+def all_expressions() -> list[Expression]:
     """Return every expression of every dashboard."""
-    return [expression for board in BOARDS for expression in board.expressions()]
+    return [expression for board in BOARDS for expression in expressions(board)]
 
 
 def findings(run: LiveRun) -> Iterator[Finding]:
     """Yield the dashboards' expressions that showed nothing, or something that is not a number."""
-    for expression in expressions():
+    for expression in all_expressions():
         series = run.series(expression.expression)
         if not series:
             yield Finding(expression, "empty")
@@ -78,7 +78,7 @@ def findings(run: LiveRun) -> Iterator[Finding]:
 
 def never_above_zero(run: LiveRun) -> Iterator[Expression]:
     """Yield the expressions of events that did not happen."""
-    for expression in expressions():
+    for expression in all_expressions():
         if not any(value > 0 for series in run.series(expression.expression) for value in series.values):
             yield expression
 
@@ -149,7 +149,7 @@ def main() -> None:
         states = {rule["name"]: rule["state"] for rule in rules if rule["state"] != "inactive"}
         for quiet in never_above_zero(run):
             print(f"always 0: {quiet.board}, {quiet.panel}")
-        print(f"{len(expressions())} expressions, {len(found)} of them empty or NaN")
+        print(f"{len(all_expressions())} expressions, {len(found)} of them empty or NaN")
         for text in absent_series(run):
             print(f"alerts ask for what nobody reports: {text}")
         print(f"{len(rules)} alert rules, {len(failing)} of them failing; not inactive: {states}")

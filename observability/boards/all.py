@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
 from quire.observability.boards.decode import decode_board
 from quire.observability.boards.prefill import prefill_board
 from quire.observability.boards.router import router_board
 from quire.observability.boards.slo import slo_board
 from quire.observability.boards.transfer import transfer_board
 from quire.observability.boards.ttft import ttft_board
-from quire.observability.dashboard import Board
 
-BOARDS: Sequence[Board] = (
+BOARDS: Sequence[Dashboard] = (
     slo_board(),
     ttft_board(),
     prefill_board(),

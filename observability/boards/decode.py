@@ -2,112 +2,103 @@
 
 from __future__ import annotations
 
-from quire.observability.boards.panels import (
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from quire.observability.boards.shared import (
     PHASE,
     block_panels,
     busy_panel,
-    line,
     process_panels,
-    side_by_side,
     step_panels,
     tier_panels,
 )
-from quire.observability.dashboard import Board, Panel, Row, Target
+from quire.observability.dashboard import build_board
+from quire.observability.panels import Target, chart, line, side_by_side
 from quire.observability.promql import quantile, quotient, rate, total
 
 
-def decode_board() -> Board:
+def decode_board() -> Dashboard:
     """Return the board of the decode workers."""
     ours, guesses = 'job="decode",instance=~"$instance"', "quire_speculation_tokens_total"
-    return Board(
+    return build_board(
         uid="quire-decode",
         title="quire / Decode pool",
         description="Batches, blocks and preemptions of the decode workers.",
         instances_of='quire_engine_up{job="decode"}',
-        rows=[
-            Row(
-                "Load",
-                [
-                    Panel(
-                        title="Requests",
-                        description="Sequences in the running batch; requests that wait to be admitted;"
-                        " requests"
-                        " whose blocks are on the way, and those of them that have no room yet.",
-                        targets=[
-                            Target(total("quire_requests_running", ours), "running"),
-                            Target(total("quire_requests_waiting", ours), "waiting"),
-                            Target(total("quire_requests_transferring", ours), "transferring"),
-                            Target(total("quire_requests_waiting_for_blocks", ours), "waiting for blocks"),
-                        ],
-                    ),
-                    line(
-                        "Tokens",
-                        "Sequences computed by all steps, each of which gives a token.",
-                        rate("quire_step_sequences_total", ours, "instance"),
-                        "{{instance}}",
-                    ),
-                    busy_panel(),
-                    line(
-                        "Admission, p95",
-                        "From the push's commit to the first step of a sequence.",
-                        quantile(0.95, PHASE, f'phase="decode_queue",{ours}', "instance"),
-                        "{{instance}}",
-                        "s",
-                    ),
-                    line(
-                        "First step, p95",
-                        "From a sequence's admission to this worker's first token of it.",
-                        quantile(0.95, PHASE, f'phase="first_decode_step",{ours}', "instance"),
-                        "{{instance}}",
-                        "s",
-                    ),
-                    line(
-                        "Preemptions",
-                        "Requests that gave up their blocks, by how they come back.",
-                        rate("quire_preemptions_total", ours, "kind"),
-                        "{{kind}}",
-                        "ops",
-                    ),
-                ],
-            ),
-            Row("Steps", step_panels(ours)),
-            Row(
-                "Speculation",
-                side_by_side(
-                    2,
+        rows={
+            "Load": [
+                chart(
+                    "Requests",
+                    "Sequences in the running batch; requests that wait to be admitted; requests whose"
+                    " blocks are on the way, and those of them that have no room yet.",
                     [
-                        line(
-                            "Guessed tokens",
-                            "Tokens that speculation drafted, and those of them that were right.",
-                            rate(guesses, ours, "kind"),
-                            "{{kind}}",
-                        ),
-                        line(
-                            "Right guesses",
-                            "Right guesses / guesses, over a worker; nothing without --speculation.",
-                            quotient(
-                                rate(guesses, f'kind="accepted",{ours}', "instance"),
-                                rate(guesses, f'kind="drafted",{ours}', "instance"),
-                            ),
-                            "{{instance}}",
-                            "percentunit",
-                        ),
+                        Target(total("quire_requests_running", ours), "running"),
+                        Target(total("quire_requests_waiting", ours), "waiting"),
+                        Target(total("quire_requests_transferring", ours), "transferring"),
+                        Target(total("quire_requests_waiting_for_blocks", ours), "waiting for blocks"),
                     ],
                 ),
-            ),
-            Row(
-                "Blocks",
+                line(
+                    "Tokens",
+                    "Sequences computed by all steps, each of which gives a token.",
+                    rate("quire_step_sequences_total", ours, "instance"),
+                    "{{instance}}",
+                ),
+                busy_panel(),
+                line(
+                    "Admission, p95",
+                    "From the push's commit to the first step of a sequence.",
+                    quantile(0.95, PHASE, f'phase="decode_queue",{ours}', "instance"),
+                    "{{instance}}",
+                    "s",
+                ),
+                line(
+                    "First step, p95",
+                    "From a sequence's admission to this worker's first token of it.",
+                    quantile(0.95, PHASE, f'phase="first_decode_step",{ours}', "instance"),
+                    "{{instance}}",
+                    "s",
+                ),
+                line(
+                    "Preemptions",
+                    "Requests that gave up their blocks, by how they come back.",
+                    rate("quire_preemptions_total", ours, "kind"),
+                    "{{kind}}",
+                    "ops",
+                ),
+            ],
+            "Steps": step_panels(ours),
+            "Speculation": side_by_side(
+                2,
                 [
-                    *block_panels(ours),
                     line(
-                        "Prompts computed here",
-                        "Prompt tokens that decode workers computed themselves.",
-                        rate("quire_prefix_cache_queries_total", ours, "instance"),
+                        "Guessed tokens",
+                        "Tokens that speculation drafted, and those of them that were right.",
+                        rate(guesses, ours, "kind"),
+                        "{{kind}}",
+                    ),
+                    line(
+                        "Right guesses",
+                        "Right guesses / guesses, over a worker; nothing without --speculation.",
+                        quotient(
+                            rate(guesses, f'kind="accepted",{ours}', "instance"),
+                            rate(guesses, f'kind="drafted",{ours}', "instance"),
+                        ),
                         "{{instance}}",
+                        "percentunit",
                     ),
                 ],
             ),
-            Row("Tiers below the pool", side_by_side(4, tier_panels(ours))),
-            Row("Process", process_panels(ours)),
-        ],
+            "Blocks": [
+                *block_panels(ours),
+                line(
+                    "Prompts computed here",
+                    "Prompt tokens that decode workers computed themselves.",
+                    rate("quire_prefix_cache_queries_total", ours, "instance"),
+                    "{{instance}}",
+                ),
+            ],
+            "Tiers below the pool": side_by_side(4, tier_panels(ours)),
+            "Process": process_panels(ours),
+        },
     )

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from quire.observability.boards.panels import PHASE, TTFT, heatmap, line, side_by_side
-from quire.observability.dashboard import Board, Panel, Row, Target
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from quire.observability.boards.shared import (
+    PHASE,
+    TTFT,
+)
+from quire.observability.dashboard import build_board
+from quire.observability.panels import Target, chart, distribution, line, side_by_side
 from quire.observability.promql import quantile, quotient, rate, share_of_all
 from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, ROUTER_PHASES, Phase
 
@@ -17,78 +23,70 @@ def _share(phase: Phase, count: str) -> Target:
     return Target(quotient(seconds, count), phase)
 
 
-def ttft_board() -> Board:
+def ttft_board() -> Dashboard:
     """Return the board of phases."""
     count = rate(f"{TTFT}_count")
     all_before = rate(f"{PHASE}_sum", f'phase=~"{BEFORE_FIRST_TOKEN}"')
     num_pushes = rate(f"{PHASE}_count", 'phase="transfer"')
-    return Board(
+    return build_board(
         uid="quire-ttft",
         title="quire / TTFT decomposition",
         description="Where the time to the first token goes, and the time from there to the second.",
-        rows=[
-            Row(
-                "Mean of a request",
+        rows={
+            "Mean of a request": [
+                chart(
+                    "To the first token",
+                    "Time of each phase / first tokens. The rest is TTFT less all phases: the network and"
+                    " the event loops.",
+                    [
+                        *(_share(phase, count) for phase in (*ROUTER_PHASES, *PROMPT_PHASES)),
+                        Target(
+                            f"clamp_min(({rate(TTFT + '_sum')} - {all_before}) / {count}, 0) >= 0", "rest"
+                        ),
+                    ],
+                    "s",
+                    is_stacked=True,
+                )
+                .span(12)
+                .height(10),
+                chart(
+                    "From the first token to the second",
+                    "Time of each phase / pushes. A push runs beside the computation: only what follows it"
+                    " counts here.",
+                    [_share(phase, num_pushes) for phase in HAND_OVER],
+                    "s",
+                    is_stacked=True,
+                )
+                .span(12)
+                .height(10),
+            ],
+            "Slow requests": side_by_side(
+                2,
                 [
-                    Panel(
-                        title="To the first token",
-                        description="Time of each phase / first tokens. The rest is TTFT less all phases:"
-                        " the network"
-                        " and the event loops.",
-                        targets=[
-                            *(_share(phase, count) for phase in (*ROUTER_PHASES, *PROMPT_PHASES)),
-                            Target(
-                                f"clamp_min(({rate(TTFT + '_sum')} - {all_before}) / {count}, 0) >= 0", "rest"
-                            ),
-                        ],
-                        unit="s",
-                        is_stacked=True,
-                        width=12,
-                        height=10,
+                    line(
+                        "p95 by phase, to the first token",
+                        "95th percentile of each phase by itself; these do not add up.",
+                        quantile(0.95, PHASE, f'phase=~"{BEFORE_FIRST_TOKEN}"', "phase"),
+                        "{{phase}}",
+                        "s",
                     ),
-                    Panel(
-                        title="From the first token to the second",
-                        description="Time of each phase / pushes. A push runs beside the computation:"
-                        " only what"
-                        " follows it counts here.",
-                        targets=[_share(phase, num_pushes) for phase in HAND_OVER],
-                        unit="s",
-                        is_stacked=True,
-                        width=12,
-                        height=10,
+                    line(
+                        "p95 by phase, to the second",
+                        "95th percentile of each phase by itself; these do not add up.",
+                        quantile(0.95, PHASE, f'phase=~"{AFTER_FIRST_TOKEN}"', "phase"),
+                        "{{phase}}",
+                        "s",
+                    ),
+                    distribution("TTFT", "Distribution of the time to the first token.", TTFT, "s"),
+                    line(
+                        "Phases per request",
+                        "Observations of each phase / first tokens: above 1, attempts were repeated.",
+                        share_of_all(
+                            rate(f"{PHASE}_count", f'phase=~"{BEFORE_FIRST_TOKEN}"', "phase"), count
+                        ),
+                        "{{phase}}",
                     ),
                 ],
             ),
-            Row(
-                "Slow requests",
-                side_by_side(
-                    2,
-                    [
-                        line(
-                            "p95 by phase, to the first token",
-                            "95th percentile of each phase by itself; these do not add up.",
-                            quantile(0.95, PHASE, f'phase=~"{BEFORE_FIRST_TOKEN}"', "phase"),
-                            "{{phase}}",
-                            "s",
-                        ),
-                        line(
-                            "p95 by phase, to the second",
-                            "95th percentile of each phase by itself; these do not add up.",
-                            quantile(0.95, PHASE, f'phase=~"{AFTER_FIRST_TOKEN}"', "phase"),
-                            "{{phase}}",
-                            "s",
-                        ),
-                        heatmap("TTFT", "Distribution of the time to the first token.", TTFT, "s"),
-                        line(
-                            "Phases per request",
-                            "Observations of each phase / first tokens: above 1, attempts were repeated.",
-                            share_of_all(
-                                rate(f"{PHASE}_count", f'phase=~"{BEFORE_FIRST_TOKEN}"', "phase"), count
-                            ),
-                            "{{phase}}",
-                        ),
-                    ],
-                ),
-            ),
-        ],
+        },
     )

@@ -9,10 +9,11 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from quire.observability.boards.all import BOARDS
 from quire.observability.build import BuiltFile, built_files
-from quire.observability.dashboard import Board
+from quire.observability.dashboard import expressions, panels_of, to_json
 from quire.observability.references import references
 
 
@@ -23,9 +24,9 @@ def test_committed_files_are_what_the_code_makes(file: BuiltFile) -> None:
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
 def test_expressions_speak_of_series_and_labels_that_exist(
-    board: Board, known_series: dict[str, set[str]]
+    board: Dashboard, known_series: dict[str, set[str]]
 ) -> None:
-    for expression in board.expressions():
+    for expression in expressions(board):
         found = references(expression.expression)
         assert found.selectors
         for selector in found.selectors:
@@ -35,23 +36,24 @@ def test_expressions_speak_of_series_and_labels_that_exist(
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_counters_are_shown_as_rates(board: Board) -> None:
-    for expression in board.expressions():
+def test_counters_are_shown_as_rates(board: Dashboard) -> None:
+    for expression in expressions(board):
         following = re.findall(r"\w+(?:_total|_bucket|_sum|_count)\b(?:{[^}]*})?(.)", expression.expression)
         assert set(following) <= {"["}, expression
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_every_panel_says_what_it_shows(board: Board) -> None:
-    panels = [panel for row in board.rows for panel in row.panels]
-    assert all(panel.title and panel.description.endswith(".") and panel.targets for panel in panels)
+def test_every_panel_says_what_it_shows(board: Dashboard) -> None:
+    panels = panels_of(board)
+    assert all(panel.title and panel.targets for panel in panels)
+    assert all((panel.description or "").endswith(".") for panel in panels)
     repeated = [title for title, count in Counter(panel.title for panel in panels).items() if count > 1]
     assert repeated == []
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_panels_fill_the_grid_without_overlap(board: Board) -> None:
-    shown = json.loads(board.to_json())
+def test_panels_fill_the_grid_without_overlap(board: Dashboard) -> None:
+    shown = json.loads(to_json(board))
     assert len({panel["id"] for panel in shown["panels"]}) == len(shown["panels"])
     boxes = [panel["gridPos"] for panel in shown["panels"]]
     assert all(box["x"] + box["w"] <= 24 for box in boxes)
@@ -59,12 +61,12 @@ def test_panels_fill_the_grid_without_overlap(board: Board) -> None:
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_boards_work_with_any_datasource(board: Board) -> None:
-    shown = json.loads(board.to_json())
+def test_boards_work_with_any_datasource(board: Dashboard) -> None:
+    shown = json.loads(to_json(board))
     uids = {panel["datasource"]["uid"] for panel in shown["panels"] if panel["type"] != "row"}
     assert uids == {"${datasource}"}
     variables = {variable["name"] for variable in shown["templating"]["list"]}
-    used = set(re.findall(r"\$(\w+)", " ".join(e.expression for e in board.expressions())))
+    used = set(re.findall(r"\$(\w+)", " ".join(e.expression for e in expressions(board))))
     assert used <= variables | {"__rate_interval"}
 
 

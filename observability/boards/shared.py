@@ -1,72 +1,15 @@
-"""Panels that more than one board has, and short forms of the usual ones."""
+"""Panels that more than one board has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from quire.observability.dashboard import WIDTH, Panel, Target
-from quire.observability.promql import INTERVAL, buckets, mean, quantile, rate, selector, total
+from quire.observability.panels import Panel, Target, chart, line
+from quire.observability.promql import INTERVAL, mean, quantile, rate, selector, total
 
 STEP = "quire_step_phase_seconds"
 TTFT = "quire_time_to_first_token_seconds"
 PHASE = "quire_request_phase_seconds"
-
-
-def latency(title: str, histogram: str, description: str, target: str = "") -> Panel:
-    """Return a panel of a histogram's quantiles, with the target that the router was given."""
-    targets = [Target(quantile(share, histogram), f"p{share * 100:g}") for share in (0.5, 0.95, 0.99)]
-    if target:
-        targets.append(Target(f'max(quire_slo_target_seconds{{target="{target}"}})', "target"))
-    return Panel(title=title, description=description, targets=targets, unit="s")
-
-
-def line(
-    title: str,
-    description: str,
-    expression: str,
-    legend: str,
-    unit: str = "short",
-    *,
-    is_stacked: bool = False,
-) -> Panel:
-    """Return a panel of one expression."""
-    return Panel(
-        title=title,
-        description=description,
-        targets=[Target(expression, legend)],
-        unit=unit,
-        is_stacked=is_stacked,
-    )
-
-
-def stat(title: str, description: str, expression: str, unit: str) -> Panel:
-    """Return one number."""
-    return Panel(
-        title=title,
-        description=description,
-        targets=[Target(expression, "")],
-        unit=unit,
-        kind="stat",
-        width=6,
-        height=4,
-    )
-
-
-def heatmap(title: str, description: str, histogram: str, unit: str) -> Panel:
-    """Return the distribution of a histogram over time."""
-    return Panel(
-        title=title,
-        description=description,
-        targets=[Target(buckets(histogram), "{{le}}")],
-        unit=unit,
-        kind="heatmap",
-    )
-
-
-def side_by_side(number: int, panels: Sequence[Panel]) -> Sequence[Panel]:
-    """Return the panels with a width such that ``number`` of them fill a line."""
-    return [replace(panel, width=WIDTH // number) for panel in panels]
 
 
 def busy_panel() -> Panel:
@@ -75,8 +18,7 @@ def busy_panel() -> Panel:
     return line(
         "Busy: prefill against decode",
         "Seconds of steps / seconds, a mean over a pool's workers. Where one pool is full and the other"
-        " idle, the"
-        " ratio of workers is wrong.",
+        " idle, the ratio of workers is wrong.",
         f"{busy} / count by (job) (quire_engine_up) >= 0",
         "{{job}}",
         "percentunit",
@@ -85,11 +27,11 @@ def busy_panel() -> Panel:
 
 def step_panels(ours: str) -> Sequence[Panel]:
     return [
-        Panel(
-            title="Mean step by phase",
-            description="Time of a step: schedule, prepare, forward, sample, process.",
-            targets=[Target(mean(STEP, ours, "phase"), "{{phase}}")],
-            unit="s",
+        chart(
+            "Mean step by phase",
+            "Time of a step: schedule, prepare, forward, sample, process.",
+            [Target(mean(STEP, ours, "phase"), "{{phase}}")],
+            "s",
             is_stacked=True,
         ),
         line(
@@ -144,15 +86,15 @@ def tier_panels(ours: str) -> Sequence[Panel]:
             "ops",
             is_stacked=True,
         ),
-        Panel(
-            title="Blocks moved between tiers",
-            description="Evicted blocks by the tier that took them, gone if none did; blocks brought back by"
-            " the tier they came from.",
-            targets=[
+        chart(
+            "Blocks moved between tiers",
+            "Evicted blocks by the tier that took them, gone if none did; blocks brought back by the tier"
+            " they came from.",
+            [
                 Target(rate("quire_cache_tier_demotions_total", ours, "tier"), "to {{tier}}"),
                 Target(rate("quire_cache_tier_promotions_total", ours, "tier"), "from {{tier}}"),
             ],
-            unit="ops",
+            "ops",
         ),
         line(
             "Disk errors",
