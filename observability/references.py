@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
-KEYWORDS = frozenset(
-    {"and", "or", "unless", "by", "without", "on", "ignoring", "group_left", "group_right", "offset", "bool"}
-)
+import promql_parser
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_DURATION = re.compile(r"\[[^\]]*\]")
-_GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
-_SELECTOR = re.compile(r"\b([a-z_:][\w:]*)(?![\w:])\s*(\{[^}]*\})?(?!\s*\()", re.IGNORECASE)
-_MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
+from quire.observability.promql import INTERVAL
 
 
 class Selector(NamedTuple):
@@ -32,19 +25,24 @@ class References(NamedTuple):
 
 
 def references(expression: str) -> References:
-    """Return the series and labels of an expression."""
-    texts = _STRING.findall(expression)
-    bare = _DURATION.sub("", _STRING.sub('""', expression))
-    groupings = _GROUPING.findall(bare)
-    grouping = frozenset(
-        label.strip() for labels in groupings for label in labels.split(",") if label.strip()
-    )
-    bare = _GROUPING.sub(" ", bare)
-    selectors = []
-    strings = iter(texts)
-    for match in _SELECTOR.finditer(bare):
-        name, matchers = match[1], match[2] or ""
-        filled = re.sub('""', lambda _: next(strings), matchers)
-        if name not in KEYWORDS:
-            selectors.append(Selector(name, frozenset(_MATCHER.findall(matchers)), name + filled))
-    return References(tuple(selectors), grouping)
+    """Return the series and labels of an expression, which may have Grafana's ``$__rate_interval``.
+
+    Raises:
+        ValueError: the expression is not valid PromQL.
+    """
+    selectors: list[Selector] = []
+    grouping: set[str] = set()
+
+    def visit(node: promql_parser.Expr) -> None:
+        if isinstance(node, promql_parser.VectorSelector):
+            labels = frozenset(matcher.name for matcher in node.matchers.matchers)
+            selectors.append(Selector(node.name or "", labels, f"{node.name}{node.matchers}"))
+        elif isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+            grouping.update(node.modifier.labels)
+        elif isinstance(node, promql_parser.BinaryExpr) and node.modifier is not None:
+            matching = node.modifier.matching
+            grouping.update(matching.labels if matching is not None else ())
+            grouping.update(node.modifier.group_labels or ())
+
+    promql_parser.walk(promql_parser.parse(expression.replace(INTERVAL, "1m")), visit)
+    return References(tuple(selectors), frozenset(grouping))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from quire.observability.references import references
 
 
@@ -21,3 +23,14 @@ def test_functions_and_keywords_are_no_series() -> None:
         "clamp_min(histogram_quantile(0.9, up), 0) and max_over_time(up[1d]) unless up == bool 1"
     )
     assert {selector.name for selector in found.selectors} == {"up"}
+
+
+def test_an_interval_of_grafana_is_read() -> None:
+    (selector,) = references("sum(rate(a_total[$__rate_interval]))").selectors
+    assert selector.name == "a_total"
+
+
+@pytest.mark.parametrize("wrong", ["sum(rate(up[5m])", "rate(up)", "up{job=}", "up >"])
+def test_what_is_no_promql_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        references(wrong)
