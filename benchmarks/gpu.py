@@ -82,7 +82,9 @@ def run_module(name: str, *arguments: str) -> dict[str, Any]:
     Raises:
         PartFailedError: the benchmark failed or took too long.
     """
-    return json.loads(_run([sys.executable, "-m", name, *arguments]).splitlines()[-1])  # type: ignore[no-any-return]
+    output = _run([sys.executable, "-m", name, *arguments])
+    report: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return report
 
 
 def _run(command: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import signal
 import grpc
 from rich.console import Console
 
-from quire.client import Client
+from quire.client import Client, GenerationOptions
 from quire.protos.admin_pb2 import ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
@@ -37,7 +37,12 @@ def main() -> None:
     console = Console(highlight=False)
     config = LocalStackConfig(num_prefill=1, num_decode=2, router=RouterConfig(port=0))
     with local_stack(config, console) as stack, Client(stack.address, timeout=60) as client:
-        sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 7, "ignore_eos": True}
+        sampling: GenerationOptions = {
+            "max_tokens": NUM_TOKENS,
+            "temperature": 0.8,
+            "seed": 7,
+            "ignore_eos": True,
+        }
         undisturbed = list(client.generate(PROMPT, **sampling).token_ids)
 
         token_ids: list[int] = []

@@ -15,11 +15,11 @@ from matplotlib.axes import Axes
 from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts, run_to_end
 from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, SHAREGPT, Request
-from quire.engine.attention import PagedStep
 from quire.engine.engine import Engine
 from quire.engine.model_loader import LoadedModel
 from quire.engine.model_runner import ModelRunner
 from quire.engine.sampling_params import BeamParams, SamplingParams
+from quire.engine.step_tensors import StepTensors
 
 BLOCK_SIZE = 16
 WIDTHS = (2, 4, 6)
@@ -41,13 +41,13 @@ class SharingRunner(ModelRunner):
         self.num_used = 0
         self.num_unshared = 0
 
-    def forward(self, arguments: dict[str, torch.Tensor | PagedStep]) -> torch.Tensor:
+    def forward(self, step: StepTensors) -> torch.Tensor:
         """Count, then run the model."""
         groups = self._engine.groups.values()
         tables = [sequence.block_table for group in groups for sequence in group.sequences]
         self.num_used += self._engine.pool.counts.used
         self.num_unshared += sum(map(len, tables))
-        return super().forward(arguments)
+        return super().forward(step)
 
     @property
     def percent_saved(self) -> float:
