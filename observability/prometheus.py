@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
+
+from quire.observability.ports import free_ports
 
 START_SECONDS = 20.0
 STOP_SECONDS = 10.0
@@ -92,7 +93,7 @@ def running_prometheus(
     with tempfile.TemporaryDirectory(prefix="quire-prometheus-") as folder:
         config = Path(folder, "prometheus.json")  # JSON is YAML
         config.write_text(json.dumps(_config(jobs, scrape_seconds)), encoding="utf-8")
-        port = _free_port()
+        port = free_ports(1)
         log = Path(folder, "log")
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -136,13 +137,6 @@ def _wait_until_ready(client: PrometheusClient, process: subprocess.Popen[bytes]
         if process.poll() is not None or time.monotonic() > deadline:
             raise PrometheusNotStartedError(f"prometheus did not start: {log.read_text('utf-8')[-2000:]}")
         time.sleep(POLL_SECONDS)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _series(labels: Mapping[str, str], samples: Sequence[tuple[float, str]]) -> Series:
