@@ -114,9 +114,9 @@ def distribution(title: str, description: str, histogram_name: str, unit: str) -
     return _filled(panel, title, description, targets, unit, PromQueryFormat.HEATMAP)
 
 
-def side_by_side(number: int, panels: Sequence[Panel]) -> Sequence[Panel]:
-    """Return the panels with a width such that ``number`` of them fill a line."""
-    return [panel.span(WIDTH // number) for panel in panels]
+def side_by_side(num_per_line: int, panels: Sequence[Panel]) -> Sequence[Panel]:
+    """Return the panels with a width such that ``num_per_line`` of them fill a line."""
+    return [panel.span(WIDTH // num_per_line) for panel in panels]
 
 
 def _filled(
