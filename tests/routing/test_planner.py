@@ -43,7 +43,9 @@ def hashes(number: int, count: int = 100) -> list[bytes]:
     return [number.to_bytes(8, "big") + index.to_bytes(8, "big") for index in range(count)]
 
 
-def prompt(number: int = 0, cached: dict[str, int] | None = None, *, is_indexed: bool = True) -> PlannedPrompt:
+def prompt(
+    number: int = 0, cached: dict[str, int] | None = None, *, is_indexed: bool = True
+) -> PlannedPrompt:
     return PlannedPrompt(LENGTH, hashes(number), (cached or {}) if is_indexed else None)
 
 
