@@ -124,7 +124,7 @@ async def _prefill(
     stub: WorkerServiceStub, name: str, prompt: list[int], source: worker_pb2.PullSource | None
 ) -> worker_pb2.PrefillResponse:
     sequence = worker_pb2.Sequence(
-        request_id=name,
+        sequence_id=name,
         token_ids=prompt,
         sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
         stopping=inference_pb2.StoppingParams(max_tokens=2, ignore_eos=True),
