@@ -170,10 +170,10 @@ def _tiles(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
     """
     num_tiles = -(-num_new // max_tokens)
     sequence = np.repeat(np.arange(len(num_tiles)), num_tiles)
-    place = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    tile_index = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
     tiles = np.empty((len(sequence), 3), np.int64)
     tiles[:, 0] = sequence
-    tiles[:, 1] = query_starts[sequence] + place * max_tokens
+    tiles[:, 1] = query_starts[sequence] + tile_index * max_tokens
     tiles[:, 2] = np.minimum(tiles[:, 1] + max_tokens, query_starts[sequence + 1])
     return tiles
 
@@ -220,7 +220,7 @@ def _unpack_keys(
     keys_at: int,
     scale: float,
     keys: Array,
-    at: int,
+    first_column: int,
     block_size: int,
     head_dim: int,
     storage: Any,
@@ -233,7 +233,7 @@ def _unpack_keys(
         keys_at: address of the block's keys.
         scale: factor of 8-bit keys.
         keys: the buffer ``[head_dim, columns]``.
-        at: column of the block's first key.
+        first_column: column of the block's first key.
         square: side of the squares; it divides block_size and head_dim.
     """
     for slot in range(0, block_size, square):
@@ -241,7 +241,7 @@ def _unpack_keys(
             transpose(
                 np.int64(keys_at + item_bytes * (slot * head_dim + d)),
                 np.int64(head_dim),
-                np.int64(keys[d:, at + slot :].ctypes.data),
+                np.int64(keys[d:, first_column + slot :].ctypes.data),
                 np.int64(keys.shape[1]),
                 np.float32(scale),
                 storage,
@@ -251,12 +251,12 @@ def _unpack_keys(
 
 @compiled
 def _unpack_values(
-    block_values: Array, scale: float, values: Array, at: int, count: int, head_dim: int
+    block_values: Array, scale: float, values: Array, first_row: int, count: int, head_dim: int
 ) -> None:
-    """Write the first ``count`` values of one block into the rows of ``values`` from ``at`` on, widened."""
+    """Write the first ``count`` values of one block, widened, into ``values`` from ``first_row`` on."""
     for slot in range(count):
         for d in range(head_dim):
-            values[at + slot, d] = widen(block_values[slot, d]) * scale
+            values[first_row + slot, d] = widen(block_values[slot, d]) * scale
 
 
 @compiled
@@ -302,20 +302,23 @@ def _add_block_values(
     values_at: int,
     scale: float,
     num_rows: int,
-    at: int,
+    first_column: int,
     count: int,
     head_dim: int,
     width: int,
     storage: Any,
     item_bytes: int,
 ) -> None:
-    """Add the weighted values of one block to ``total``; the values are read in place."""
+    """Add the weighted values of one block to ``total``; the values are read in place.
+
+    ``first_column`` is the column of ``scores`` that weights the block's first value.
+    """
     strides = (np.int64(total.shape[1]), np.int64(scores.shape[1]), np.int64(head_dim))
     for row in range(0, num_rows, TILE_ROWS):
         for column in range(0, head_dim, width):
             add_product(
                 np.int64(total[row:, column:].ctypes.data),
-                np.int64(scores[row:, at:].ctypes.data),
+                np.int64(scores[row:, first_column:].ctypes.data),
                 np.int64(values_at + item_bytes * column),
                 np.int64(count),
                 strides,
@@ -329,14 +332,16 @@ def _add_block_values(
 
 
 @compiled
-def _bend_scores(scores: Array, row: int, span: int, softcap: float, slope: float, distance: int) -> None:
+def _apply_softcap_and_alibi(
+    scores: Array, row: int, span: int, softcap: float, slope: float, distance: int
+) -> None:
     """Apply the soft cap and ALiBi to a row; ``distance`` is the first key's position minus the row's."""
     if softcap > 0.0:
         for slot in range(span):
             x = scores[row, slot] / softcap
             # tanh(|x|) = 2 / (1 + e^-2|x|) - 1
-            bent = np.float32(2.0) / (np.float32(1.0) + exp(np.float32(-2.0) * abs(x))) - np.float32(1.0)
-            scores[row, slot] = softcap * (bent if x >= 0.0 else -bent)
+            tanh = np.float32(2.0) / (np.float32(1.0) + exp(np.float32(-2.0) * abs(x))) - np.float32(1.0)
+            scores[row, slot] = softcap * (tanh if x >= 0.0 else -tanh)
     if slope != 0.0:
         for slot in range(span):
             scores[row, slot] += slope * np.float32(distance + slot)
@@ -443,8 +448,8 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
             head_at = args.kv + item_bytes * kv_head * args.head_stride
             block_stride, value_offset = item_bytes * args.block_stride, item_bytes * args.value_offset
             scales_at = args.kv_scales + 4 * kv_head
-            for at in range(first_key // span, last_position // span + 1):
-                base = at * span
+            for span_index in range(first_key // span, last_position // span + 1):
+                base = span_index * span
                 # Slots after the last position may hold another sequence's data and are never read.
                 num_keys = min(span, last_position + 1 - base)
                 num_blocks = -(-num_keys // block_size)
@@ -452,7 +457,7 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                 # Blocks before the window are not read either, since they may have been freed.
                 first_block = max(0, first_key - base) // block_size
                 for index in range(first_block, num_blocks):
-                    entry = at * blocks_per_span + index
+                    entry = span_index * blocks_per_span + index
                     block = np.int64(table[entry])
                     key_at = head_at + block_stride * block
                     value_at = key_at + value_offset
@@ -494,13 +499,15 @@ def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                     )
                 for row in range(num_rows):
                     position = first_position + row // group
-                    _bend_scores(scores, row, span, args.softcap, slopes[row % group], base - position)
+                    _apply_softcap_and_alibi(
+                        scores, row, span, args.softcap, slopes[row % group], base - position
+                    )
                     low = min(span, max(0, position - window + 1 - base)) if window > 0 else 0
                     high = max(0, min(num_keys, position + 1 - base))
                     _running_softmax(scores, row, low, high, best, weight, total, span, head_dim)
                 if has_few_rows:
                     for index in range(first_block, num_blocks):
-                        block = np.int64(table[at * blocks_per_span + index])
+                        block = np.int64(table[span_index * blocks_per_span + index])
                         value_at = head_at + block_stride * block + value_offset
                         slot = index * block_size
                         count = min(block_size, num_keys - slot)

@@ -30,11 +30,11 @@ def write_kv(
         return
     per_magnitude = np.float32(KV_FORMATS[kv_layer.dtype].scale_per_magnitude)
     is_integer = kv_layer.dtype == torch.int8
-    for place, vectors in enumerate((key, value)):
+    for index, vectors in enumerate((key, value)):
         _quantize(
             vectors.float().numpy(),
-            _bits(kv_layer)[:, place],
-            kv_scales.numpy()[:, place],
+            _bits(kv_layer)[:, index],
+            kv_scales.numpy()[:, index],
             slots,
             per_magnitude,
             is_integer,
