@@ -47,7 +47,7 @@ from quire.engine.ngram_proposer import NgramProposer
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
-from quire.engine.speculation import Proposer, SpeculationCounts, Speculator, Wanted
+from quire.engine.speculation import DraftRequest, Proposer, SpeculationCounts, Speculator
 from quire.kvindex.block_hash import block_hash
 from quire.models import notes
 from quire.models.bundled import demo_model_path
@@ -98,18 +98,18 @@ class Oracle:
     def __init__(self) -> None:
         self.outputs: Outputs = []
 
-    def propose(self, wanted: list[Wanted]) -> list[list[int]]:
+    def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
         """See ``Proposer``."""
         return [
             self.outputs[int(sequence.request_id)][sequence.num_output_tokens :][:num_tokens]
-            for sequence, num_tokens in wanted
+            for sequence, num_tokens in requests
         ]
 
 
 class Always(Speculator):
     """A speculator that always uses all draft tokens."""
 
-    def stepped(self, num_tokens: int, num_drawn: int, forward_seconds: float, seconds: float) -> None:
+    def record_step(self, num_tokens: int, num_sampled: int, forward_seconds: float, seconds: float) -> None:
         """Learn nothing from what steps cost."""
 
 

@@ -76,17 +76,17 @@ class BeamSearch:
         if not count:
             self.is_done = True
             return []
-        scores, places = totals.topk(count)
+        scores, indices = totals.topk(count)
         length = len(outputs[0]) + 1
-        is_end = torch.isin(places % vocab_size, self._stop_tensor) | (length >= self._max_tokens)
+        is_end = torch.isin(indices % vocab_size, self._stop_tensor) | (length >= self._max_tokens)
         running = scores + is_end * _IMPOSSIBLE
         width = min(self._params.width, count)
         best, order = running.topk(width)
-        candidates = _extensions(places[:width], vocab_size)
+        candidates = _extensions(indices[:width], vocab_size)
         self._finish(scores[:width].tolist(), candidates, is_end[:width].tolist(), outputs, length)
         self._scores = best
         self._update_is_done(float(best[0]), length, bool(is_end.all()))
-        return [] if self.is_done else _extensions(places[order], vocab_size)
+        return [] if self.is_done else _extensions(indices[order], vocab_size)
 
     def _finish(
         self,
@@ -124,6 +124,6 @@ class BeamSearch:
         self.is_done = not self._can_improve or is_enough or have_all_ended
 
 
-def _extensions(places: torch.Tensor, vocab_size: int) -> list[BeamExtension]:
+def _extensions(indices: torch.Tensor, vocab_size: int) -> list[BeamExtension]:
     """Return the beams and tokens at indices of a flattened ``[num_beams, vocab_size]``."""
-    return [BeamExtension(*divmod(place, vocab_size)) for place in places.tolist()]
+    return [BeamExtension(*divmod(index, vocab_size)) for index in indices.tolist()]

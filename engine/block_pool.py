@@ -40,16 +40,16 @@ class BlockListener(Protocol):
 class LowerTiers(Protocol):
     """The cache tiers that may keep evicted blocks. They call the listener instead of the pool."""
 
-    def sealed(self, block_hash: bytes, parent_hash: bytes | None) -> None:
+    def on_block_sealed(self, block_hash: bytes, parent_hash: bytes | None) -> None:
         """Record that a block of the pool became reusable."""
 
-    def evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+    def on_blocks_evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Take over blocks (id, hash) that leave the pool, given with children before parents.
 
         The blocks of the pool hold their content until this call returns.
         """
 
-    def forgotten(self, block_hashes: Sequence[bytes]) -> None:
+    def on_blocks_forgotten(self, block_hashes: Sequence[bytes]) -> None:
         """Record that the pool has dropped the content of these blocks."""
 
 
@@ -115,7 +115,7 @@ class BlockPool:
         for block_id in block_ids:
             self._ref_cnt[block_id] = 1
         if evicted and self._lower:
-            self._lower.evicted(evicted)
+            self._lower.on_blocks_evicted(evicted)
         elif evicted and self._listener:
             self._listener.removed([block_hash for _, block_hash in evicted])
         return block_ids
@@ -189,7 +189,7 @@ class BlockPool:
                 self._parent_of[block_hash] = parent_hash
                 self._children.setdefault(parent_hash, set()).add(block_hash)
             if self._lower:
-                self._lower.sealed(block_hash, parent_hash)
+                self._lower.on_block_sealed(block_hash, parent_hash)
             elif self._listener:
                 self._listener.stored([block_hash], parent_hash)
         return block_id
@@ -218,7 +218,7 @@ class BlockPool:
             if (block_hash := self._hash_of[block_id]) is not None:
                 removed += [forgotten for _, forgotten in self._forget(block_hash)]
         if removed and self._lower:
-            self._lower.forgotten(removed)
+            self._lower.on_blocks_forgotten(removed)
         elif removed and self._listener:
             self._listener.removed(removed)
 

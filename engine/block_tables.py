@@ -53,7 +53,7 @@ class BlockTables:
         max_tokens = min(max_tokens, sequence.max_cached_tokens)
         block_ids = self._pool.look_up(sequence.block_hashes[: max_tokens // self.block_size])
         self._pool.share(block_ids)
-        self._block_tokens.note(sequence, 0, len(block_ids), self.block_size)
+        self._block_tokens.remember(sequence, 0, len(block_ids), self.block_size)
         sequence.block_table = block_ids
         sequence.num_sealed_blocks = len(block_ids)
         sequence.num_computed_tokens = sequence.num_dropped_blocks = 0
@@ -109,7 +109,7 @@ class BlockTables:
             if (block_id := sequence.block_table[index]) != NO_BLOCK:
                 block_hash, parent = sequence.block_hashes[index], sequence.parent_hash(index)
                 sequence.block_table[index] = self._pool.seal(block_id, block_hash, parent if index else None)
-        self._block_tokens.note(sequence, sequence.num_sealed_blocks, num_full, self.block_size)
+        self._block_tokens.remember(sequence, sequence.num_sealed_blocks, num_full, self.block_size)
         sequence.num_sealed_blocks = num_full
 
     def trim(self, sequence: Sequence) -> None:
@@ -131,13 +131,13 @@ class BlockTables:
             sequence.block_table[first:last] = [NO_BLOCK] * (last - first)
             sequence.num_dropped_blocks = last
 
-    def drop(self, sequence: Sequence, places: list[int]) -> None:
+    def drop(self, sequence: Sequence, indices: list[int]) -> None:
         """Free the blocks at some indices of a table."""
         table = sequence.block_table
-        self._pool.free([table[place] for place in sorted(places)])
-        for place in places:
-            table[place] = NO_BLOCK
-        sequence.num_dropped_blocks += len(places)
+        self._pool.free([table[index] for index in sorted(indices)])
+        for index in indices:
+            table[index] = NO_BLOCK
+        sequence.num_dropped_blocks += len(indices)
 
     def max_blocks(self, group: SequenceGroup, num_tokens: int) -> int:
         """Return the most blocks that a group can hold when its sequences have ``num_tokens`` tokens each."""

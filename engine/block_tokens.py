@@ -39,9 +39,10 @@ class BlockTokens:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._siblings: dict[bytes, dict[bytes, array[int]]] = {}
-        self._num_blocks = 0
+        self.num_blocks = 0
+        """Number of blocks whose tokens are known, evicted ones included."""
 
-    def note(self, sequence: Sequence, first: int, last: int, block_size: int) -> None:
+    def remember(self, sequence: Sequence, first: int, last: int, block_size: int) -> None:
         """Remember the tokens of a sequence's sealed blocks ``first..last - 1`` as the most recently used."""
         for index in range(first, last):
             siblings = self._siblings.setdefault(sequence.parent_hash(index), {})
@@ -49,12 +50,12 @@ class BlockTokens:
             token_ids = siblings.pop(block_hash, None)
             if token_ids is None:
                 token_ids = array("I", sequence.token_ids[index * block_size : (index + 1) * block_size])
-                self._num_blocks += 1
+                self.num_blocks += 1
             siblings[block_hash] = token_ids
             if len(siblings) > MAX_SIBLINGS:
                 del siblings[next(iter(siblings))]
-                self._num_blocks -= 1
-        if self._num_blocks > 2 * self._pool.num_blocks:
+                self.num_blocks -= 1
+        if self.num_blocks > 2 * self._pool.num_blocks:
             self._forget_evicted()
 
     def find(self, parent_hash: bytes, token_ids: list[int]) -> PartialHit | None:
@@ -78,4 +79,4 @@ class BlockTokens:
             for parent, siblings in self._siblings.items()
         )
         self._siblings = {parent: siblings for parent, siblings in held if siblings}
-        self._num_blocks = sum(map(len, self._siblings.values()))
+        self.num_blocks = sum(map(len, self._siblings.values()))

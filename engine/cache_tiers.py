@@ -18,7 +18,7 @@ back into the pool is planned with the step's other moves, or made immediately b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -112,7 +112,7 @@ class CacheTiers:
             children.setdefault(parent_hash, []).append(block_hash)
         reachable = children.get(None, [])[:]
         for each in reachable:
-            self._add(each, disk.parents[each])
+            self._publish(each, disk.parents[each])
             reachable += children.get(each, ())
         for each in disk.parents.keys() - set(reachable):
             disk.discard(each)
@@ -120,15 +120,15 @@ class CacheTiers:
 
     # --- called by the pool -------------------------------------------------------------------------------
 
-    def sealed(self, block_hash: bytes, parent_hash: bytes | None) -> None:
+    def on_block_sealed(self, block_hash: bytes, parent_hash: bytes | None) -> None:
         """Record a block that the pool holds from now on."""
-        if block_hash not in self._tree and not self._add(block_hash, parent_hash):
+        if block_hash not in self._tree and not self._publish(block_hash, parent_hash):
             return  # its parent was dropped, so no prompt can find it
         self._pooled.add(block_hash)
         self._loaded.discard(block_hash)
         self.host.discard(block_hash)
 
-    def evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+    def on_blocks_evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Move blocks that leave the pool, children before parents, to host memory."""
         for block_id, block_hash in blocks:
             if block_hash not in self._pooled:
@@ -137,17 +137,17 @@ class CacheTiers:
             self._pooled.discard(block_hash)
             if host_id is not None:
                 self.host.copy_in(self._memory, block_id, host_id)
-                self.host.add(block_hash, host_id)
+                self.host.add_block(block_hash, host_id)
                 self.counts.demotions["host"] += 1
             elif not self._is_on_disk(block_hash):
-                self._gone(block_hash)
+                self._drop(block_hash)
 
-    def forgotten(self, block_hashes: Sequence[bytes]) -> None:
+    def on_blocks_forgotten(self, block_hashes: Sequence[bytes]) -> None:
         """Drop blocks that the pool has forgotten, and all their descendants."""
         for each in block_hashes:
             self._pooled.discard(each)
             if each in self._tree:
-                self._gone(each)
+                self._drop(each)
 
     def clear(self) -> int:
         """Drop the blocks below the pool; return how many blocks no tier holds any more.
@@ -157,17 +157,17 @@ class CacheTiers:
         num_held = len(self._tree)
         for each in list(self.host):
             if each in self._tree:
-                self._gone(each)
+                self._drop(each)
         for each in list(self.disk or ()):
             assert self.disk is not None
             if self._is_above_disk(each):
                 self.disk.discard(each)
             elif each in self._tree:
-                self._gone(each)
+                self._drop(each)
         return num_held - len(self._tree)
 
-    def _add(self, block_hash: bytes, parent_hash: bytes | None) -> bool:
-        is_new = self._tree.add(block_hash, parent_hash)
+    def _publish(self, block_hash: bytes, parent_hash: bytes | None) -> bool:
+        is_new = self._tree.add_block(block_hash, parent_hash)
         if is_new and self._listener:
             self._listener.stored([block_hash], parent_hash)
         return is_new
@@ -194,7 +194,7 @@ class CacheTiers:
             assert self.disk is not None
             self.disk.touch([block_hash])
         elif block_hash in self._tree:
-            self._gone(block_hash)
+            self._drop(block_hash)
 
     def _make_room_on_disk(self, block_hash: bytes) -> bool:
         """Return whether a block is to be written to disk.
@@ -205,7 +205,7 @@ class CacheTiers:
             return False
         oldest = self.disk.pop_oldest_if_full()
         if oldest is not None and not self._is_above_disk(oldest):
-            self._gone(oldest)
+            self._drop(oldest)
         return block_hash in self._tree
 
     def _is_on_disk(self, block_hash: bytes) -> bool:
@@ -214,9 +214,9 @@ class CacheTiers:
     def _is_above_disk(self, block_hash: bytes) -> bool:
         return block_hash in self._pooled or block_hash in self.host
 
-    def _gone(self, block_hash: bytes) -> None:
+    def _drop(self, block_hash: bytes) -> None:
         """Drop a block that no tier has any longer, and all its descendants."""
-        removed = self._tree.remove(block_hash)
+        removed = self._tree.remove_subtree(block_hash)
         for each in removed:
             self._pooled.discard(each)
             self._loaded.discard(each)
@@ -233,7 +233,7 @@ class CacheTiers:
         """Return how many leading blocks are in host memory."""
         return sum(1 for _ in takewhile(self.host.__contains__, block_hashes))
 
-    def lend(self, block_hashes: Sequence[bytes]) -> list[int]:
+    def begin_promotion(self, block_hashes: Sequence[bytes]) -> list[int]:
         """Return the host blocks of blocks that this step copies into the pool and seals there."""
         for each in block_hashes:
             tier = "disk" if each in self._loaded else "host"
@@ -241,12 +241,12 @@ class CacheTiers:
             self.counts.hits[tier] += 1
         self.counts.promotions["host"] += len(block_hashes)
         self._pooled.update(block_hashes)
-        return [self.host.lend(each) for each in block_hashes]
+        return [self.host.pop_for_promotion(each) for each in block_hashes]
 
     def promote(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, given as (host block, block), from host memory into the pool."""
         self.host.copy_out(self._memory, pairs)
-        self.host.step_done()
+        self.host.end_step()
 
     def promote_into(self, pool: BlockPool, block_hashes: Sequence[bytes]) -> None:
         """Copy the blocks of a chain that are in host memory into the pool, as far as there is room.
@@ -258,7 +258,7 @@ class CacheTiers:
         wanted = block_hashes[len(held) :]
         pool.share(held)
         wanted = wanted[: min(self.num_on_host(wanted), pool.num_allocatable)]
-        host_ids = self.lend(wanted)
+        host_ids = self.begin_promotion(wanted)
         table = held + pool.allocate(len(wanted))
         self.promote(list(zip(host_ids, table[len(held) :], strict=True)))
         for index in range(len(held), len(table)):
@@ -277,11 +277,11 @@ class CacheTiers:
         if self.disk is not None:
             self.disk.touch(chain)
             for each in chain:
-                if not self._is_above_disk(each) and not self._load(each, prefetch):
+                if not self._is_above_disk(each) and not self._begin_load(each, prefetch):
                     break
         return prefetch
 
-    def _load(self, block_hash: bytes, prefetch: Prefetch) -> bool:
+    def _begin_load(self, block_hash: bytes, prefetch: Prefetch) -> bool:
         """Begin to read a block, unless another prefetch has begun; return whether it is being read."""
         assert self.disk is not None
         load = self._loading.get(block_hash)
@@ -299,31 +299,31 @@ class CacheTiers:
         prefetch.num_left += 1
         return True
 
-    def settle(self) -> None:
+    def apply_disk_results(self) -> None:
         """Apply the disk's reads and writes that have ended since the last call."""
         if self.disk is None:
             return
-        for finished in self.disk.finished():
+        for finished in self.disk.drain_finished():
             if finished.failure:
-                self._failed(finished)
+                self._drop_damaged(finished)
             if finished.is_read:
-                self._loaded_into_host(finished)
+                self._end_load(finished)
 
-    def _failed(self, finished: Finished) -> None:
+    def _drop_damaged(self, finished: Finished) -> None:
         """Drop a block whose file cannot be trusted."""
         assert self.disk is not None
         self.counts.disk_errors[finished.failure] += 1
         self.disk.discard(finished.block_hash)
         if finished.block_hash in self._tree and not self._is_above_disk(finished.block_hash):
-            self._gone(finished.block_hash)
+            self._drop(finished.block_hash)
 
-    def _loaded_into_host(self, finished: Finished) -> None:
+    def _end_load(self, finished: Finished) -> None:
         block_hash = finished.block_hash
         load = self._loading.pop(block_hash)
         if finished.failure or block_hash not in self._tree or self._is_above_disk(block_hash):
             self.host.free(load.host_id)
         else:
-            self.host.add(block_hash, load.host_id)
+            self.host.add_block(block_hash, load.host_id)
             self._loaded.add(block_hash)
             self.counts.promotions["disk"] += 1
         for prefetch in load.waiting:
@@ -335,17 +335,11 @@ class CacheTiers:
 
     # --- checks -------------------------------------------------------------------------------------------
 
-    def held(self) -> Iterator[tuple[bytes, str]]:
-        """Yield the hash of each block below the pool, with the name of its tier."""
-        yield from ((each, "host") for each in self.host)
-        if self.disk is not None:
-            yield from ((each, "disk") for each in self.disk)
-
     def check_conservation(self, pool: BlockPool) -> None:
         """Raise AssertionError unless the tiers agree with each other and the pool; call between steps."""
         above = {each for each in self._pooled if pool.look_up([each])}
         assert above == self._pooled, "the pool lacks blocks that it is said to hold"
-        held = self._pooled | {each for each, _ in self.held()}
+        held = {*self._pooled, *self.host, *(self.disk or ())}
         assert held == self._tree.hashes, "blocks are held that are not published, or the other way round"
         assert not any(each in self.host for each in self._pooled), "a block is in the pool and below it"
         num_used = len(self.host) + len(self._loading)

@@ -162,10 +162,10 @@ class DiskCache:
             self._writer.submit(self._path(block_hash).unlink, missing_ok=True)
 
     def read(self, block_hash: bytes, target: memoryview) -> None:
-        """Read a block into ``target`` in the background; ``finished`` yields the outcome later."""
+        """Read a block into ``target`` in the background; ``drain_finished`` yields the outcome later."""
         self._reader.submit(self._read, block_hash, self._pending.get(block_hash), target)
 
-    def finished(self) -> Iterator[Finished]:
+    def drain_finished(self) -> Iterator[Finished]:
         """Yield the reads and writes that have ended since the last call."""
         while True:
             try:

@@ -20,7 +20,7 @@ from quire.engine.model_runner import ModelRunner
 from quire.engine.sampler import sample
 from quire.engine.scheduler import ScheduledSequence, SchedulerConfig
 from quire.engine.sequence import HashBlock, Sequence
-from quire.engine.speculation import Wanted
+from quire.engine.speculation import DraftRequest
 
 
 @dataclass(slots=True)
@@ -30,12 +30,12 @@ class Lookahead:
     Attributes:
         copy: the copied sequence, with block table and hashes of the draft model.
         num_known: how many leading tokens of the copy are the sequence's own; draft tokens follow.
-        num_wanted: how many tokens the copy is to have after this step.
+        target_length: how many tokens the copy is to have after this step.
     """
 
     copy: Sequence
     num_known: int
-    num_wanted: int = 0
+    target_length: int = 0
 
 
 class DraftProposer:
@@ -69,28 +69,28 @@ class DraftProposer:
         self._eos_token_ids = eos_token_ids
         self._lookaheads: dict[Sequence, Lookahead] = {}
 
-    def propose(self, wanted: list[Wanted]) -> list[list[int]]:
+    def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
         """Return draft tokens for each sequence; see ``Proposer.propose``."""
         self._forget_finished()
-        ahead = [self._follow(each) for each in wanted]
-        self._guess(ahead)
+        ahead = [self._follow(each) for each in requests]
+        self._extend_drafts(ahead)
         return [each.copy.token_ids[each.num_known :] for each in ahead]
 
     def _forget_finished(self) -> None:
         for sequence in [sequence for sequence in self._lookaheads if sequence.status.is_finished]:
             self.pool.free(self._lookaheads.pop(sequence).copy.block_table)
 
-    def _follow(self, wanted: Wanted) -> Lookahead:
+    def _follow(self, request: DraftRequest) -> Lookahead:
         """Give the copy of a sequence its current tokens; keep the blocks of draft tokens that were right."""
-        sequence = wanted.sequence
+        sequence = request.sequence
         ahead = self._lookaheads.get(sequence)
         if ahead is None:
             ahead = self._lookaheads[sequence] = Lookahead(_blank_copy(sequence), sequence.num_tokens)
             self._tables.take_cached_prefix(ahead.copy, max_tokens=sequence.num_tokens - 1)
         copy, num_right = ahead.copy, ahead.num_known
         following = sequence.token_ids[ahead.num_known :]
-        for guess, token_id in zip(copy.token_ids[ahead.num_known :], following, strict=False):
-            if guess != token_id:
+        for draft_id, token_id in zip(copy.token_ids[ahead.num_known :], following, strict=False):
+            if draft_id != token_id:
                 break
             num_right += 1
         copy.token_ids[ahead.num_known :] = following
@@ -99,12 +99,12 @@ class DraftProposer:
         self._tables.seal(copy)
         self._tables.trim(copy)
         ahead.num_known = sequence.num_tokens
-        ahead.num_wanted = min(sequence.num_tokens + wanted.num_tokens, self._max_num_tokens)
+        ahead.target_length = min(sequence.num_tokens + request.num_tokens, self._max_num_tokens)
         return ahead
 
-    def _guess(self, ahead: list[Lookahead]) -> None:
+    def _extend_drafts(self, ahead: list[Lookahead]) -> None:
         """Compute the copies' missing tokens, then append draft tokens, one to each copy in each round."""
-        while ahead := [each for each in ahead if each.copy.num_tokens < each.num_wanted]:
+        while ahead := [each for each in ahead if each.copy.num_tokens < each.target_length]:
             scheduled = list(self._schedule(ahead))
             if not scheduled:
                 return
@@ -123,10 +123,10 @@ class DraftProposer:
             sampled = sample(logits[index], copies, self._eos_token_ids)
             # After a draft token the request's constraints may allow no token. This is no error of the
             # request, since the draft token may be rejected.
-            guessed = [row for row in range(len(copies)) if row not in sampled.errors]
-            for row in guessed:
+            drafted = [row for row in range(len(copies)) if row not in sampled.errors]
+            for row in drafted:
                 copies[row].token_ids.append(sampled.token_ids[row])
-            ahead = [each for each in ahead if any(each.copy is copies[row] for row in guessed)]
+            ahead = [each for each in ahead if any(each.copy is copies[row] for row in drafted)]
 
     def _schedule(self, ahead: list[Lookahead]) -> Iterator[ScheduledSequence]:
         """Yield the copies that have enough blocks, and how many tokens to compute of each."""

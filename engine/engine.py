@@ -26,8 +26,8 @@ from quire.engine.model_runner import ModelRunner
 from quire.engine.paged_eviction import PagedEviction
 from quire.engine.request_errors import NoTokenLeftError, RequestFailedError, request_error
 from quire.engine.sampler import are_finite, not_finite, rank_tokens
-from quire.engine.sampling_step import Drawing, draw, first_rows
-from quire.engine.scheduler import OnSettled, Schedule, ScheduledSequence, Scheduler, SchedulerConfig
+from quire.engine.sampling_step import SampledSequence, first_rows, sample_tokens
+from quire.engine.scheduler import OnOutcome, Schedule, ScheduledSequence, Scheduler, SchedulerConfig
 from quire.engine.sequence import (
     GeneratedToken,
     HashBlock,
@@ -36,7 +36,7 @@ from quire.engine.sequence import (
     SequenceUpdate,
 )
 from quire.engine.sequence_group import SequenceGroup
-from quire.engine.speculation import Speculator, Wanted
+from quire.engine.speculation import DraftRequest, Speculator
 from quire.engine.swap_cost import SwapCost
 from quire.engine.swap_space import SwapSpace
 
@@ -225,20 +225,20 @@ class Engine:
                 f"this worker has {self.pool.num_blocks}: ask for fewer sequences or a lower max_tokens"
             )
 
-    def reserve(self, request_id: str, on_settled: OnSettled) -> None:
-        """Ask for the blocks of an accepted request's whole prompt; ``on_settled`` later gets the outcome.
+    def reserve(self, request_id: str, on_outcome: OnOutcome) -> None:
+        """Ask for the blocks of an accepted request's whole prompt; ``on_outcome`` later gets the outcome.
 
-        ``on_settled(True)`` means that the request got all of its blocks; it never gets only some of them.
+        ``on_outcome(True)`` means that the request got all of its blocks; it never gets only some of them.
         Accepted requests and requests that are computed here share one order of arrival.
 
-        ``on_settled(False)`` means that the request ended first. It may be ended to break a deadlock: waiting
+        ``on_outcome(False)`` means that the request ended first. It may be ended to break a deadlock: waiting
         requests may hold cached prefixes, and if only these stand in the way, the newest waiting request is
         ended, since another worker may have room for it.
 
         Raises:
             KeyError: the request has ended.
         """
-        self.scheduler.add_transfer(self.groups[request_id], on_settled)
+        self.scheduler.add_transfer(self.groups[request_id], on_outcome)
 
     def grant_blocks(self) -> None:
         """Give free blocks to waiting transfers; end the newest one if no other group will free blocks."""
@@ -292,10 +292,10 @@ class Engine:
         if self.tiers is None or self.tiers.prefetch(block_hashes, on_done).is_done:
             on_done()
 
-    def settle(self) -> None:
+    def apply_disk_results(self) -> None:
         """Apply the disk reads and writes that have ended since the last call."""
         if self.tiers is not None:
-            self.tiers.settle()
+            self.tiers.apply_disk_results()
 
     def pin(self, name: str, block_hashes: Items[bytes]) -> list[int]:
         """Begin a pin with the leading blocks that are in the pool or in host memory; return their ids."""
@@ -341,7 +341,7 @@ class Engine:
         begin = self._clock()
         self._propose()
         start = self._clock()
-        self.settle()
+        self.apply_disk_results()
         schedule = self.scheduler.schedule()
         self.step_seconds.propose = start - begin
         self.step_seconds.schedule = self._clock() - start
@@ -352,45 +352,47 @@ class Engine:
         if not schedule.sequences:
             return []
         num_tokens = sum(s.num_scheduled_tokens for s in schedule.sequences)
-        num_decoding = sum(s.num_scheduled_tokens == s.num_drawn for s in schedule.sequences)
+        num_decoding = sum(s.num_scheduled_tokens == s.num_sampled_rows for s in schedule.sequences)
         logits, prompt_logits = self._run(schedule.sequences)
         start = self._clock()
         self._failed.clear()
         self._score_prompts(schedule.sequences, prompt_logits)
         updates = self._advance(schedule.sequences)
-        drawn = self._drawings(schedule.sequences)
-        self._failed |= draw(drawn, logits, self.model.eos_token_ids, self._status_after_token)
-        sampled = self._clock()
-        updates += self._search(schedule.sequences, logits)
-        updates += [self._settle(each) for each in drawn if each.sequence.request_id not in self._failed]
+        sampled = self._sequences_to_sample(schedule.sequences)
+        self._failed |= sample_tokens(sampled, logits, self.model.eos_token_ids, self._status_after_token)
+        sampled_at = self._clock()
+        updates += self._advance_beam_searches(schedule.sequences, logits)
+        updates += [
+            self._record_sampled(each) for each in sampled if each.sequence.request_id not in self._failed
+        ]
         updates = self._without_failed(updates)
         end = self._clock()
-        self.step_seconds.sample = sampled - start
-        self.step_seconds.process = end - sampled
+        self.step_seconds.sample = sampled_at - start
+        self.step_seconds.process = end - sampled_at
         if self.speculator is not None and num_decoding == len(schedule.sequences):
-            num_drawn = sum(len(each.tokens) for each in drawn)
-            self.speculator.stepped(num_tokens, num_drawn, self.step_seconds.forward, end - begin)
+            num_sampled = sum(len(each.tokens) for each in sampled)
+            self.speculator.record_step(num_tokens, num_sampled, self.step_seconds.forward, end - begin)
         return updates
 
     def _propose(self) -> None:
         """Propose draft tokens for the sequences that decode, except for the beams of a beam search."""
         if self.speculator is None:
             return
-        wanted = []
+        requests = []
         for group in self.scheduler.running:
             group.drop_drafts()
-            is_drawing = group.prompt.draws_tokens and not group.prompt.stops_after_prefill
-            if group.beam is not None or not is_drawing or not (group.is_forked or group.params.n == 1):
+            is_sampling = group.prompt.samples_tokens and not group.prompt.stops_after_prefill
+            if group.beam is not None or not is_sampling or not (group.is_forked or group.params.n == 1):
                 continue
             if group.params.kv_budget_tokens is not None:  # each token decides which blocks are evicted
                 continue
-            wanted += [
-                Wanted(sequence, num_wanted)
+            requests += [
+                DraftRequest(sequence, num_wanted)
                 for sequence in group.sequences
                 if sequence.num_tokens == sequence.num_computed_tokens + 1
                 and (num_wanted := self._max_tokens_left(sequence) - 1) > 0
             ]
-        self.speculator.propose(wanted)
+        self.speculator.propose(requests)
 
     def _move_blocks(self, schedule: Schedule) -> None:
         if not schedule.moves_blocks:
@@ -400,13 +402,13 @@ class Engine:
         if self.tiers is not None:
             self.tiers.promote(schedule.promotions)
         num_swapped = len(schedule.swap_out) + len(schedule.swap_in)
-        self._swap_cost.swapped(num_swapped, self._clock() - start)
-        self.scheduler.moved(schedule)
+        self._swap_cost.record_swap(num_swapped, self._clock() - start)
+        self.scheduler.on_blocks_moved(schedule)
 
     def _run(self, scheduled: list[ScheduledSequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the model; return the logits to sample from, and the logits for prompt logprobs.
 
-        Their shapes are ``[num_rows, vocab_size]``. The first has ``num_drawn`` rows for each sequence.
+        Their shapes are ``[num_rows, vocab_size]``. The first has ``num_sampled_rows`` rows a sequence.
         """
         start = self._clock()
         arguments = self.runner.prepare(scheduled)
@@ -416,9 +418,9 @@ class Engine:
         self.step_seconds.prepare = prepared - start
         self.step_seconds.forward = computed - prepared
         self.num_step_tokens = sum(s.num_scheduled_tokens for s in scheduled)
-        self._swap_cost.computed(self.num_step_tokens, computed - prepared)
-        num_drawn = sum(s.num_drawn for s in scheduled)
-        return logits[:num_drawn], logits[num_drawn:]
+        self._swap_cost.record_forward(self.num_step_tokens, computed - prepared)
+        num_sampled_rows = sum(s.num_sampled_rows for s in scheduled)
+        return logits[:num_sampled_rows], logits[num_sampled_rows:]
 
     def _score_prompts(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> None:
         """Record the logprobs of prompt tokens that this step's logits give, where they are requested."""
@@ -446,7 +448,7 @@ class Engine:
             self.tables.drop_unseen(sequence, sequence.num_computed_tokens)
             self._evict(sequence)
             is_done = sequence.num_computed_tokens == sequence.num_tokens
-            if is_done and sequence.draws_tokens:
+            if is_done and sequence.samples_tokens:
                 continue
             if is_done:
                 self._finish(sequence, SequenceStatus.FINISHED_HANDED_OVER)
@@ -455,33 +457,37 @@ class Engine:
 
     def _evict(self, sequence: Sequence) -> None:
         """Free the blocks that exceed a sequence's KV budget."""
-        places: list[int] = []
+        indices: list[int] = []
         with self._failing(sequence.request_id):
-            places = self._eviction.choose(sequence)
-        if places:
-            self.tables.drop(sequence, places)
+            indices = self._eviction.choose(sequence)
+        if indices:
+            self.tables.drop(sequence, indices)
 
-    def _drawings(self, scheduled: list[ScheduledSequence]) -> list[Drawing]:
+    def _sequences_to_sample(self, scheduled: list[ScheduledSequence]) -> list[SampledSequence]:
         """Return the sequences that were computed to their end; fork the samples of new prompts first."""
-        drawings = []
+        chosen = []
         for (sequence, _), row in zip(scheduled, first_rows(scheduled), strict=True):
             group = self.groups[sequence.request_id]
-            if sequence.num_computed_tokens < sequence.num_tokens or not sequence.draws_tokens or group.beam:
+            if (
+                sequence.num_computed_tokens < sequence.num_tokens
+                or not sequence.samples_tokens
+                or group.beam
+            ):
                 continue
             if group.request_id in self._failed:
                 continue
             # The prompt's last row gives the first token of every sample.
             sequences = [sequence] if group.is_forked else group.fork_samples(self.pool)
-            drawings += [Drawing(each, row, []) for each in sequences]
-        return drawings
+            chosen += [SampledSequence(each, row, []) for each in sequences]
+        return chosen
 
-    def _settle(self, drawn: Drawing) -> SequenceUpdate:
+    def _record_sampled(self, sampled: SampledSequence) -> SequenceUpdate:
         """Keep the blocks of accepted draft tokens, drop the rest, and free the sequence if it has ended."""
-        sequence = drawn.sequence
+        sequence = sampled.sequence
         num_computed, num_accepted = sequence.num_computed_tokens, 0
         if sequence.draft_token_ids and self.speculator is not None:
-            num_accepted = drawn.num_accepted_tokens
-            self.speculator.verified(sequence, len(sequence.draft_token_ids), num_accepted)
+            num_accepted = sampled.num_accepted_tokens
+            self.speculator.record_verification(sequence, len(sequence.draft_token_ids), num_accepted)
             sequence.num_computed_tokens += num_accepted
             sequence.draft_token_ids = []
             self.tables.seal(sequence)
@@ -489,10 +495,12 @@ class Engine:
         if sequence.status.is_finished:
             self._finish(sequence, sequence.status)
         return SequenceUpdate(
-            sequence, num_computed, drawn.tokens, sequence.status, num_accepted_tokens=num_accepted
+            sequence, num_computed, sampled.tokens, sequence.status, num_accepted_tokens=num_accepted
         )
 
-    def _search(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[SequenceUpdate]:
+    def _advance_beam_searches(
+        self, scheduled: list[ScheduledSequence], logits: torch.Tensor
+    ) -> list[SequenceUpdate]:
         """Advance each beam search whose beams have all been computed."""
         rows = {id(s.sequence): row for s, row in zip(scheduled, first_rows(scheduled), strict=True)}
         names = dict.fromkeys(sequence.request_id for sequence, _ in scheduled)
@@ -507,7 +515,7 @@ class Engine:
             if group.request_id in self._failed:
                 continue
             if group.beam.is_done:
-                updates += self._end_search(group, group.beam.hypotheses)
+                updates += self._end_beam_search(group, group.beam.hypotheses)
                 continue
             group.extend_beams(extensions, self.pool)
         return updates
@@ -539,7 +547,7 @@ class Engine:
             raise next((error for error in errors if error is not None), not_finite())
         return extensions
 
-    def _end_search(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> list[SequenceUpdate]:
+    def _end_beam_search(self, group: SequenceGroup, hypotheses: list[Hypothesis]) -> list[SequenceUpdate]:
         """End a beam search; return one update for each answer, the best first."""
         del self.groups[group.request_id]
         self.scheduler.discard(group, SequenceStatus.FINISHED_STOPPED)

@@ -67,12 +67,12 @@ class EngineThread:
         self._updates: dict[str, asyncio.Queue[SequenceUpdate | Exception]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         if engine.tiers is not None and engine.tiers.disk is not None:
-            engine.tiers.disk.wake = self._settle
+            engine.tiers.disk.wake = self._apply_disk_results
 
-    def _settle(self) -> None:
+    def _apply_disk_results(self) -> None:
         """Let the engine apply finished disk reads; called from the disk cache's threads."""
         with suppress(EngineStoppedError):
-            self.post(lambda engine: engine.settle())
+            self.post(lambda engine: engine.apply_disk_results())
 
     def start(self) -> None:
         """Start the thread; updates go to the event loop that is running now."""
@@ -133,12 +133,12 @@ class EngineThread:
 
     def post(self, command: Callable[[Engine], T]) -> Future[T]:
         """Queue a command without waiting for it; see ``call``."""
-        return self._post(lambda engine, settle: settle(command(engine)))
+        return self._post(lambda engine, resolve: resolve(command(engine)))
 
     def _post(self, command: Callable[[Engine, Callable[[T], None]], object]) -> Future[T]:
         future: Future[T] = Future()
 
-        def settle(value: T) -> None:
+        def resolve(value: T) -> None:
             with suppress(InvalidStateError):  # ``watch`` found the thread stuck and failed the future
                 future.set_result(value)
 
@@ -147,7 +147,7 @@ class EngineThread:
             if future.done() or not future.set_running_or_notify_cancel():
                 return
             try:
-                command(self._engine, settle)
+                command(self._engine, resolve)
             except Exception as error:
                 with suppress(InvalidStateError):
                     future.set_exception(error)

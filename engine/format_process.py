@@ -105,15 +105,15 @@ def _try(tokenizer: LLTokenizer, output_format: OutputFormat) -> dict[str, Any]:
 
 def _walk(matcher: LLMatcher) -> str:
     """Write a random beginning of an answer; return the error if it cannot be continued, else ""."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     answer = matcher.deep_copy()
     for _ in range(_NUM_TRIAL_TOKENS):
         bits = answer.compute_bitmask()
         if answer.is_stopped():
             break
-        allowed = [at for at, byte in enumerate(bits) if byte]
-        at = draw.choice(allowed)
-        answer.consume_token(8 * at + bits[at].bit_length() - 1)
+        allowed = [index for index, byte in enumerate(bits) if byte]
+        index = rng.choice(allowed)
+        answer.consume_token(8 * index + bits[index].bit_length() - 1)
     return first_line(answer.get_error())
 
 

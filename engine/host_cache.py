@@ -52,7 +52,7 @@ class HostCache:
         """Give back a host block that was allocated but not added."""
         self._space.free([host_id])
 
-    def add(self, block_hash: bytes, host_id: int) -> None:
+    def add_block(self, block_hash: bytes, host_id: int) -> None:
         """Record that a host block holds a block."""
         self._host_ids[block_hash] = host_id
 
@@ -72,7 +72,7 @@ class HostCache:
         if host_id is not None:
             self._space.free([host_id])
 
-    def lend(self, block_hash: bytes) -> int:
+    def pop_for_promotion(self, block_hash: bytes) -> int:
         """Forget a block that the current step copies into the pool; return its host block.
 
         The host block is free after the step.
@@ -81,22 +81,22 @@ class HostCache:
         self._space.free_after_step([host_id])
         return host_id
 
-    def step_done(self) -> None:
+    def end_step(self) -> None:
         """Free the host blocks whose copies the step has made."""
-        self._space.step_done()
+        self._space.end_step()
 
     # --- bytes --------------------------------------------------------------------------------------------
 
     def copy_in(self, source: KvMemory, block_id: int, host_id: int) -> None:
         """Copy a block of the pool into a host block."""
         source.copy_out(self.memory, [(block_id, host_id)])
-        self._note_copy(source, host_id)
+        self._record_copy(source, host_id)
 
     def copy_out(self, target: KvMemory, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, given as (host block, block), into the pool."""
         target.copy_in(self.memory, pairs)
         for host_id, _ in pairs:
-            self._note_copy(target, host_id)
+            self._record_copy(target, host_id)
 
     def payload(self, host_id: int) -> memoryview:
         """Return a host block's bytes, not a copy, once the CPU may read and write them."""
@@ -104,6 +104,6 @@ class HostCache:
             copied.synchronize()
         return self.memory.payload(host_id)
 
-    def _note_copy(self, pool_memory: KvMemory, host_id: int) -> None:
+    def _record_copy(self, pool_memory: KvMemory, host_id: int) -> None:
         if (event := pool_memory.copies_event()) is not None:
             self._copied[host_id] = event

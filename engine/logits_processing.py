@@ -42,40 +42,40 @@ class TokenCounts:
     def __init__(self, num_prompt_tokens: int, *, with_prompt: bool) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_seen = 0 if with_prompt else num_prompt_tokens
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._ids = np.zeros(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)
 
     def update(self, token_ids: list[int]) -> None:
         """Count the tokens that were appended since the last call."""
         prompt_end = max(self._num_seen, self._num_prompt_tokens)
-        self._add(token_ids[self._num_seen : prompt_end], 0.0)
-        self._add(token_ids[prompt_end:], 1.0)
+        self._count_tokens(token_ids[self._num_seen : prompt_end], 0.0)
+        self._count_tokens(token_ids[prompt_end:], 1.0)
         self._num_seen = len(token_ids)
 
-    def _add(self, token_ids: list[int], amount: float) -> None:
+    def _count_tokens(self, token_ids: list[int], amount: float) -> None:
         for token_id in token_ids:
-            place = self._places.setdefault(token_id, len(self._places))
-            if place == len(self._ids):
+            index = self._indices.setdefault(token_id, len(self._indices))
+            if index == len(self._ids):
                 self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._ids[place] = token_id
-            self._counts[place] += amount
+            self._ids[index] = token_id
+            self._counts[index] += amount
 
     @property
     def ids(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Token ids, each once."""
-        return self._ids[: len(self._places)]
+        return self._ids[: len(self._indices)]
 
     @property
     def counts(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         """How often each of ``ids`` occurs in the output."""
-        return self._counts[: len(self._places)]
+        return self._counts[: len(self._indices)]
 
     def copy(self) -> TokenCounts:
         """Return an independent copy of the counts."""
         other = copy(self)
-        other._places = self._places.copy()
+        other._indices = self._indices.copy()
         other._ids, other._counts = self._ids.copy(), self._counts.copy()
         return other
 

@@ -156,12 +156,13 @@ def _run_chunks(
     lengths = [len(tokens) for _, tokens, _ in chunks]
     positions = [torch.arange(first, first + len(tokens)) for first, tokens, _ in chunks]
     slots = [
-        tables[row][at // _BLOCK_SIZE] * _BLOCK_SIZE + at % _BLOCK_SIZE for row, at in enumerate(positions)
+        tables[row][each // _BLOCK_SIZE] * _BLOCK_SIZE + each % _BLOCK_SIZE
+        for row, each in enumerate(positions)
     ]
     metadata = AttentionMetadata(
         block_tables=tables.to(device),
         query_starts=torch.tensor([0, *lengths], device=device).cumsum(0).int(),
-        seq_lens=torch.tensor([int(at[-1]) + 1 for at in positions], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([int(each[-1]) + 1 for each in positions], dtype=torch.int32, device=device),
         slot_mapping=torch.cat(slots).long().to(device),
     )
     output = module(

@@ -15,7 +15,7 @@ from quire.engine.kv_memory import dtype_name
 from quire.engine.model_check import UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model_digest import model_digest
 from quire.engine.packed_linear import pack_linear_layers
-from quire.engine.row_activations import keep_rows_alike
+from quire.engine.row_activations import make_batch_invariant
 from quire.kvindex.kv_layout import KvShape
 from quire.models.source import find_model
 
@@ -135,7 +135,7 @@ def _prepare_module(module: PreTrainedModel, device: torch.device) -> PreTrained
     module = module.to(device).eval().requires_grad_(False)
     pack_linear_layers(module)
     if device.type == "cpu":
-        keep_rows_alike(module)
+        make_batch_invariant(module)
     return module
 
 

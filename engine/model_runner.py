@@ -15,6 +15,8 @@ from quire.engine.step_tensors import StepTensors
 from quire.kernels import ops
 from quire.kernels.metadata import AttentionMetadata
 
+Tables = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
 
 class ModelRunner:
     """Turns scheduled sequences into logits.
@@ -49,38 +51,49 @@ class ModelRunner:
         # Position of each packed token: its sequence's computed tokens, plus its index among the new ones.
         owner = np.repeat(np.arange(len(scheduled)), num_new)
         positions = np.arange(starts[-1], dtype=np.int64) + (computed - starts[:-1])[owner]
-        # Freed blocks are left out of the tables, since attention with a window depends only on distances.
-        # What the kernels call a sequence's length is thus the number of tokens in its remaining blocks.
-        num_hidden = [self._num_hidden_blocks(s.sequence) for s in scheduled]
-        held = [[0] * n + s.sequence.held_blocks for n, s in zip(num_hidden, scheduled, strict=True)]
-        num_dropped = np.array([s.sequence.num_dropped_blocks for s in scheduled], dtype=np.int32)
-        dropped = (num_dropped - np.array(num_hidden, dtype=np.int32)) * block_size
-        tables = np.zeros((len(scheduled), max(map(len, held))), dtype=np.int32)
+        tables, num_left_out = self._held_tables([s.sequence for s in scheduled])
         # Logits are needed after each sequence's last token and after each of its draft tokens.
-        num_drawn = np.array([s.num_drawn for s in scheduled], dtype=np.int64)
-        ends = np.cumsum(num_drawn)
-        rows_to_draw = np.arange(ends[-1]) + np.repeat(starts[1:] - ends, num_drawn)
+        num_sampled_rows = np.array([s.num_sampled_rows for s in scheduled], dtype=np.int64)
+        ends = np.cumsum(num_sampled_rows)
+        rows_to_sample = np.arange(ends[-1]) + np.repeat(starts[1:] - ends, num_sampled_rows)
         token_ids: list[int] = []
         rows_to_score: list[np.ndarray] = []
         for row, (sequence, num_tokens) in enumerate(scheduled):
-            tables[row, : len(held[row])] = held[row]
             first = sequence.num_computed_tokens
             token_ids += sequence.token_ids[first : first + num_tokens] + sequence.draft_token_ids
             if scored := sequence.positions_to_score(num_tokens):
                 rows_to_score.append(starts[row] + np.arange(scored.start - first, scored.stop - first))
-        places = positions - dropped[owner]
-        slots = tables[owner, places // block_size].astype(np.int64) * block_size + places % block_size
+        indices = positions - num_left_out[owner]
+        slots = tables[owner, indices // block_size].astype(np.int64) * block_size + indices % block_size
         metadata = AttentionMetadata(
             block_tables=torch.from_numpy(tables),
             query_starts=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(computed + num_new - dropped),
+            seq_lens=torch.from_numpy(computed + num_new - num_left_out),
             slot_mapping=torch.from_numpy(slots),
             max_new_tokens=int(num_new.max()),
         )
-        logit_rows = np.concatenate([rows_to_draw, *rows_to_score], dtype=np.int64)
+        logit_rows = np.concatenate([rows_to_sample, *rows_to_score], dtype=np.int64)
         return StepTensors(
             torch.tensor(token_ids), torch.from_numpy(positions), torch.from_numpy(logit_rows), metadata
         )
+
+    def _held_tables(self, sequences: list[Sequence]) -> tuple[Tables, Tables]:
+        """Return the tables of the blocks that the sequences hold, and how many tokens they leave out.
+
+        Freed blocks are left out, since attention with a window depends only on distances. What the kernels
+        call a sequence's length is thus the number of tokens in its remaining blocks.
+
+        Returns:
+            Block tables ``[num_sequences, max_blocks]``, padded with 0, and numbers of tokens
+            ``[num_sequences]``.
+        """
+        num_hidden = [self._num_hidden_blocks(s) for s in sequences]
+        held = [[0] * n + s.held_blocks for n, s in zip(num_hidden, sequences, strict=True)]
+        tables = np.zeros((len(sequences), max(map(len, held))), dtype=np.int32)
+        for row, block_ids in enumerate(held):
+            tables[row, : len(block_ids)] = block_ids
+        num_dropped = np.array([s.num_dropped_blocks for s in sequences], dtype=np.int32)
+        return tables, (num_dropped - np.array(num_hidden, dtype=np.int32)) * self.memory.shape.block_size
 
     def _num_hidden_blocks(self, sequence: Sequence) -> int:
         """Return how many dummy blocks to list before the first held one.

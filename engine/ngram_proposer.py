@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from quire.engine.sequence import Sequence
-from quire.engine.speculation import Wanted
+from quire.engine.speculation import DraftRequest
 
 _SHORTEST, _LONGEST = 2, 8
 """Fewest last tokens that must have occurred before, and most that are compared to rank occurrences."""
@@ -46,10 +46,10 @@ class NgramProposer:
     def __init__(self) -> None:
         self._buffers: WeakKeyDictionary[Sequence, TokenBuffer] = WeakKeyDictionary()
 
-    def propose(self, wanted: list[Wanted]) -> list[list[int]]:
+    def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
         """Return draft tokens for each sequence; see ``Proposer.propose``."""
         drafts = []
-        for sequence, num_tokens in wanted:
+        for sequence, num_tokens in requests:
             buffer = self._buffers.setdefault(sequence, TokenBuffer())
             drafts.append(continue_repetition(buffer.extend(sequence.token_ids)[-_WINDOW:], num_tokens))
         return drafts
@@ -61,18 +61,18 @@ def continue_repetition(tokens: Tokens, num_tokens: int) -> list[int]:
     If the tokens from there to the end are fewer than requested, they are repeated.
     """
     last = len(tokens) - 1
-    places = np.flatnonzero(tokens[:last] == tokens[last])
+    positions = np.flatnonzero(tokens[:last] == tokens[last])
     for length in range(2, min(_LONGEST, last) + 1):
-        before = places[places >= length - 1]
+        before = positions[positions >= length - 1]
         longer = before[tokens[before - length + 1] == tokens[last - length + 1]]
         if not len(longer):
             if length <= _SHORTEST:
                 return []
             break
-        places = longer
-    if last < _SHORTEST or not len(places):
+        positions = longer
+    if last < _SHORTEST or not len(positions):
         return []
-    first = int(places[-1]) + 1
+    first = int(positions[-1]) + 1
     period = len(tokens) - first
     following: list[int] = tokens[first + np.arange(num_tokens) % period].tolist()
     return following

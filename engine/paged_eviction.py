@@ -43,11 +43,11 @@ class PagedEviction:
         if budget is None or not is_decoding or sequence.stops_after_prefill:
             return []
         num_full = sequence.num_computed_tokens // size
-        places = [place for place in range(num_full) if sequence.block_table[place] != NO_BLOCK]
+        indices = [index for index in range(num_full) if sequence.block_table[index] != NO_BLOCK]
         # One block of the budget is being filled, or soon will be.
-        num_excess = len(places) - (budget // size - 1)
+        num_excess = len(indices) - (budget // size - 1)
         if num_excess <= 0:
             return []
-        scores = self._score(self._memory, [sequence.block_table[place] for place in places[:-1]])
-        ranked = sorted(zip(scores, places, strict=False))
-        return [place for _, place in ranked[:num_excess]]
+        scores = self._score(self._memory, [sequence.block_table[index] for index in indices[:-1]])
+        ranked = sorted(zip(scores, indices, strict=False))
+        return [index for _, index in ranked[:num_excess]]

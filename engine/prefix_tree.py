@@ -29,7 +29,7 @@ class PrefixTree:
         """Return the parent's hash of a block in the tree; None if it is a prompt's first block."""
         return self._parents[block_hash]
 
-    def add(self, block_hash: bytes, parent_hash: bytes | None) -> bool:
+    def add_block(self, block_hash: bytes, parent_hash: bytes | None) -> bool:
         """Add a block; return False if the tree already has it, or lacks its parent."""
         if block_hash in self._parents or (parent_hash is not None and parent_hash not in self._parents):
             return False
@@ -38,7 +38,7 @@ class PrefixTree:
             self._children.setdefault(parent_hash, {})[block_hash] = None
         return True
 
-    def remove(self, block_hash: bytes) -> list[bytes]:
+    def remove_subtree(self, block_hash: bytes) -> list[bytes]:
         """Remove a block and all its descendants; return their hashes, children before parents."""
         removed = [block_hash]
         for each in removed:

@@ -58,7 +58,7 @@ def _most_even(num_values: int, stride: int) -> int:
     return num_values
 
 
-def keep_rows_alike(model: torch.nn.Module) -> None:
+def make_batch_invariant(model: torch.nn.Module) -> None:
     """Wrap the activation functions of a model on the CPU in ``RowActivation``."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

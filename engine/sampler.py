@@ -72,11 +72,11 @@ def _sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: froz
     is_good = _are_usable(logits.gather(1, token_ids[:, None])[:, 0])
     if logits is not raw:  # the rules may have hidden logits that are not finite
         is_good &= are_finite(raw)
-    drawn_rows = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
-    if drawn_rows:
-        drawn = [sequences[row] for row in drawn_rows]
-        index = torch.tensor(drawn_rows, device=logits.device)
-        token_ids[index] = _draw(logits[index], drawn)
+    sampled_rows = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
+    if sampled_rows:
+        sampled = [sequences[row] for row in sampled_rows]
+        index = torch.tensor(sampled_rows, device=logits.device)
+        token_ids[index] = _sample_rows(logits[index], sampled)
     ids: list[int]
     # Both lists come in one copy, since the host waits for the GPU at each copy.
     ids, good = torch.stack([token_ids, is_good.long()]).tolist()
@@ -110,7 +110,7 @@ def not_finite() -> RequestFailedError:
     return RequestFailedError("the model's logits are not finite")
 
 
-def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+def _sample_rows(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Sample each row by inverting its cumulative distribution at one uniform number; return token ids.
 
     Rows are divided by the temperature and sorted by probability (ties by token id). Then they are truncated,

@@ -14,7 +14,7 @@ from quire.engine.scheduler import ScheduledSequence
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus
 
 
-class Drawing(NamedTuple):
+class SampledSequence(NamedTuple):
     """A sequence that a step samples tokens for: the first token's row of logits, and the tokens so far."""
 
     sequence: Sequence
@@ -35,18 +35,18 @@ class Drawing(NamedTuple):
         return is_open and self.num_accepted_tokens == len(self.tokens)
 
 
-def draw(
-    drawings: list[Drawing],
+def sample_tokens(
+    sequences: list[SampledSequence],
     logits: torch.Tensor,
     eos_token_ids: frozenset[int],
     status_after_token: Callable[[Sequence], SequenceStatus],
 ) -> dict[str, RequestFailedError]:
     """Sample the next token of each sequence, and one more after each right draft token.
 
-    The tokens are appended to the drawings and to the sequences, whose status is updated.
+    The tokens are appended to ``sequences`` and to the sequences themselves, whose status is updated.
 
     Args:
-        drawings: the sequences.
+        sequences: the sequences.
         logits: ``[num_rows, vocab_size]``.
         eos_token_ids: forbidden to a sequence that has not reached its ``min_tokens``.
         status_after_token: returns the status of a sequence after a new token.
@@ -55,13 +55,13 @@ def draw(
         By request id, why a sequence of the request could not get a token.
     """
     failed: dict[str, RequestFailedError] = {}
-    while drawings:
-        rows = [each.row + len(each.tokens) for each in drawings]
+    while sequences:
+        rows = [each.row + len(each.tokens) for each in sequences]
         chosen = logits
         if rows != list(range(len(logits))):
             chosen = logits[torch.tensor(rows, device=logits.device)]
-        sampled = sample(chosen, [each.sequence for each in drawings], eos_token_ids)
-        for row, each in enumerate(drawings):
+        sampled = sample(chosen, [each.sequence for each in sequences], eos_token_ids)
+        for row, each in enumerate(sequences):
             if row in sampled.errors:
                 each.sequence.status = SequenceStatus.FINISHED_FAILED
                 failed[each.sequence.request_id] = sampled.errors[row]
@@ -70,7 +70,7 @@ def draw(
             each.tokens.append(GeneratedToken(token_id, logprobs))
             each.sequence.token_ids.append(token_id)
             each.sequence.status = status_after_token(each.sequence)
-        drawings = [each for each in drawings if each.goes_on]
+        sequences = [each for each in sequences if each.goes_on]
     return failed
 
 
@@ -79,4 +79,4 @@ def first_rows(scheduled: list[ScheduledSequence]) -> Iterator[int]:
     row = 0
     for each in scheduled:
         yield row
-        row += each.num_drawn
+        row += each.num_sampled_rows

@@ -48,7 +48,7 @@ from quire.engine.swap_space import SwapSpace
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 
-OnSettled = Callable[[bool], None]
+OnOutcome = Callable[[bool], None]
 """Called with True when a transfer got its blocks, with False when it ended without them."""
 
 WATERMARK = 0.01
@@ -92,7 +92,7 @@ class ScheduledSequence(NamedTuple):
     num_scheduled_tokens: int
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled_rows(self) -> int:
         """Rows of logits to sample from: one after its last token and one after each draft token."""
         return 1 + len(self.sequence.draft_token_ids)
 
@@ -105,7 +105,7 @@ class Schedule:
         swap_out: (block, host block) to copy to host memory.
         swap_in: (host block, block) to copy back.
         copies: (block, block) to copy before the second is written.
-        lent: cached blocks that are referenced until all copies have been made.
+        pinned: cached blocks that are pinned until all copies have been made.
         promotions: (host block, block) to copy from the prefix cache in host memory.
         promoted: (sequence, number of blocks) for each table that gets promoted blocks: that many of its
             leading blocks are full after the copies.
@@ -116,7 +116,7 @@ class Schedule:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    lent: list[int] = field(default_factory=list)
+    pinned: list[int] = field(default_factory=list)
     promotions: list[tuple[int, int]] = field(default_factory=list)
     promoted: list[tuple[Sequence, int]] = field(default_factory=list)
     sequences: list[ScheduledSequence] = field(default_factory=list)
@@ -162,7 +162,7 @@ class Scheduler:
         self.tables = tables
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []
-        self.transfers: dict[SequenceGroup, OnSettled] = {}
+        self.transfers: dict[SequenceGroup, OnOutcome] = {}
         """Groups whose prompts other workers compute and that wait for blocks, in the order of arrival."""
         self.preemptions = PreemptionCounts(0, 0)
         self._swap_space = swap_space or SwapSpace(0)
@@ -189,13 +189,13 @@ class Scheduler:
         """Queue a group in the order of arrival; a transfer may be complete after one that began later."""
         insort(self.waiting, group, key=lambda g: g.arrival)
 
-    def add_transfer(self, group: SequenceGroup, on_settled: OnSettled) -> None:
-        """Queue a group for the blocks that it lacks; ``on_settled`` is told whether it gets them."""
+    def add_transfer(self, group: SequenceGroup, on_outcome: OnOutcome) -> None:
+        """Queue a group for the blocks that it lacks; ``on_outcome`` is told whether it gets them."""
         self._stamp_arrival(group)
-        self.transfers[group] = on_settled
+        self.transfers[group] = on_outcome
 
     def _stamp_arrival(self, group: SequenceGroup) -> None:
-        """Give a group its place in the order of arrival, unless it has one."""
+        """Give a group its position in the order of arrival, unless it has one."""
         if not group.arrival:
             self._num_arrived += 1
             group.arrival = self._num_arrived
@@ -224,8 +224,8 @@ class Scheduler:
             sequence.status = status
             group.free(sequence, self.pool)
         group.sequences.clear()
-        if (on_settled := self.transfers.pop(group, None)) is not None:
-            on_settled(False)
+        if (on_outcome := self.transfers.pop(group, None)) is not None:
+            on_outcome(False)
 
     def _leave_queues(self, group: SequenceGroup) -> None:
         if group in self.running:
@@ -418,8 +418,8 @@ class Scheduler:
             return False
         host_ids = self._swap_space.allocate(len(block_ids))
         self._next.swap_out += zip(block_ids, host_ids, strict=True)
-        place = {NO_BLOCK: NO_BLOCK, **{block_id: index for index, block_id in enumerate(block_ids)}}
-        tables = [[place[block_id] for block_id in table] for table in computed]
+        index_of = {NO_BLOCK: NO_BLOCK, **{block_id: index for index, block_id in enumerate(block_ids)}}
+        tables = [[index_of[block_id] for block_id in table] for table in computed]
         victim.swapped = SwappedTables(host_ids, tables)
         return True
 
@@ -429,7 +429,7 @@ class Scheduler:
             return False
         block_ids = self.pool.allocate(len(swapped.host_ids))
         for sequence, table in zip(group.sequences, swapped.tables, strict=True):
-            sequence.block_table = [block_ids[place] if place != NO_BLOCK else NO_BLOCK for place in table]
+            sequence.block_table = [block_ids[index] if index != NO_BLOCK else NO_BLOCK for index in table]
             self.pool.share(sequence.held_blocks)
         self.pool.free(block_ids)
         if self._num_missing(self._wanted(group, budget)) > self._num_spare_blocks:
@@ -530,7 +530,7 @@ class Scheduler:
             self._next.promoted.append((sequence, len(sequence.block_table) + len(host_ids)))
         sequence.block_table += new_blocks
         if hit is not None:
-            self._next.lent.append(hit.block_id)
+            self._next.pinned.append(hit.block_id)
             self._next.copies.append((hit.block_id, sequence.block_table[sequence.num_sealed_blocks]))
             self.tables.count_cached(sequence, hit.num_tokens)
         return True
@@ -555,12 +555,12 @@ class Scheduler:
             return None
         return hit
 
-    def moved(self, schedule: Schedule) -> None:
+    def on_blocks_moved(self, schedule: Schedule) -> None:
         """Record that a step's blocks have been moved: seal promoted blocks and free what was held."""
-        self._swap_space.step_done()
+        self._swap_space.end_step()
         for sequence, num_full in schedule.promoted:
             self.tables.seal_blocks(sequence, num_full)
-        self.pool.free(schedule.lent)
+        self.pool.free(schedule.pinned)
 
     def _take_from_host(self, sequence: Sequence, max_blocks: int) -> list[int]:
         """Return the cached host blocks that follow a sequence's table, and count their tokens as computed.
@@ -576,7 +576,7 @@ class Scheduler:
         num_held = self._tiers.num_on_host(wanted)
         if not num_held or not self._hold_dropped(sequence, max_blocks):
             return []
-        host_ids = self._tiers.lend(wanted[:num_held])
+        host_ids = self._tiers.begin_promotion(wanted[:num_held])
         num_tokens = len(host_ids) * self.config.block_size
         self.tables.count_cached(sequence, num_tokens)
         if sequence.status != SequenceStatus.PREEMPTED:
@@ -597,7 +597,7 @@ class Scheduler:
         if num_new_blocks > self.pool.num_allocatable:
             self.pool.free(dropped)
             return False
-        self._next.lent += dropped
+        self._next.pinned += dropped
         return True
 
     def _is_loading(self, group: SequenceGroup) -> bool:

@@ -67,7 +67,7 @@ class Sequence:
     root_hash: bytes
     stops_after_prefill: bool = False
     """True on a prefill worker: the sequence ends with its prompt, and its blocks stay until released."""
-    draws_tokens: bool = True
+    samples_tokens: bool = True
     """False on a prefill worker if the decode worker samples all tokens of the request."""
 
     index: int = 0

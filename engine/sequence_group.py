@@ -52,7 +52,7 @@ class SequenceGroup:
         prompt: the first sequence, which the others are forked from.
         sequences: the sequences that have not ended, or the one of a finished prefill.
         beam: the state of a beam search.
-        arrival: place in the order of arrival; the newest group is preempted first.
+        arrival: position in the order of arrival; the newest group is preempted first.
         swapped: where the blocks are, if they are in host memory.
         prefetch: blocks of its prompt that are read from disk, or have been read.
         lack: why it could not begin the last time that it was tried.

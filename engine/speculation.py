@@ -33,7 +33,7 @@ Otherwise the costs and acceptance rates of the other choice would never be meas
 """
 
 
-class Wanted(NamedTuple):
+class DraftRequest(NamedTuple):
     """A sequence that is computed except for its last token, and how many draft tokens to propose for it."""
 
     sequence: Sequence
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
 class Proposer(Protocol):
     """Proposes draft tokens."""
 
-    def propose(self, wanted: list[Wanted]) -> list[list[int]]:
+    def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
         """Return draft tokens for each sequence: at most its ``num_tokens``, perhaps none."""
 
 
@@ -61,7 +61,7 @@ class Acceptance:
     hits: float = 0.0
     trials: float = 0.0
 
-    def note(self, num_drafted: int, num_accepted: int) -> None:
+    def record_verification(self, num_drafted: int, num_accepted: int) -> None:
         """Record a verification; draft tokens after the first wrong one do not count as trials."""
         self.hits = _KEEP * self.hits + num_accepted
         self.trials = _KEEP * self.trials + min(num_accepted + 1, num_drafted)
@@ -83,7 +83,7 @@ class StepCost:
         self._weight = self._tokens = self._seconds = 0.0
         self._variance = self._covariance = 0.0
 
-    def note(self, num_tokens: int, seconds: float) -> None:
+    def record_step(self, num_tokens: int, seconds: float) -> None:
         """Record the tokens and seconds of a step's forward pass."""
         # A running fit (Welford's update) with exponentially falling weights.
         self._weight = _KEEP * self._weight + 1.0
@@ -122,28 +122,30 @@ class Speculator:
         self._tokens_per_second = 0.0
         self._num_steps = 0
 
-    def propose(self, wanted: list[Wanted]) -> None:
+    def propose(self, requests: list[DraftRequest]) -> None:
         """Propose draft tokens and store them in the sequences' ``draft_token_ids``.
 
         Args:
-            wanted: the sequences, and the most draft tokens for each.
+            requests: the sequences, and the most draft tokens for each.
         """
         self._num_steps += 1
-        lengths = [min(each.num_tokens, self._length(each.sequence)) for each in wanted]
+        lengths = [min(each.num_tokens, self._length(each.sequence)) for each in requests]
         if self._num_steps % _EXPLORE_EVERY == 0:
             lengths = [int(length == 0) for length in lengths]
-        wanted = [
-            Wanted(each.sequence, length) for each, length in zip(wanted, lengths, strict=True) if length
+        requests = [
+            DraftRequest(each.sequence, length)
+            for each, length in zip(requests, lengths, strict=True)
+            if length
         ]
-        if not wanted:
+        if not requests:
             return
         start = self._clock()
-        drafts = self._proposer.propose(wanted)
-        self._note_draft(sum(map(len, drafts)), self._clock() - start)
-        for each, draft in zip(wanted, drafts, strict=True):
+        drafts = self._proposer.propose(requests)
+        self._record_drafting(sum(map(len, drafts)), self._clock() - start)
+        for each, draft in zip(requests, drafts, strict=True):
             each.sequence.draft_token_ids = draft
 
-    def _note_draft(self, num_drafted: int, seconds: float) -> None:
+    def _record_drafting(self, num_drafted: int, seconds: float) -> None:
         if num_drafted and self._tokens_per_second:
             # Above this limit no draft token pays off, so higher values are clipped. A single delay then
             # affects the mean only for a few steps.
@@ -161,25 +163,25 @@ class Speculator:
             return 0
         return min(self._num_tokens, int(math.log(least) / math.log(rate)))
 
-    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def record_verification(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Record how many of a sequence's draft tokens were right."""
-        self._acceptance.setdefault(sequence, Acceptance()).note(num_drafted, num_accepted)
-        self._all.note(num_drafted, num_accepted)
+        self._acceptance.setdefault(sequence, Acceptance()).record_verification(num_drafted, num_accepted)
+        self._all.record_verification(num_drafted, num_accepted)
         drafted, accepted = self.counts
         self.counts = SpeculationCounts(drafted + num_drafted, accepted + num_accepted)
 
-    def stepped(self, num_tokens: int, num_drawn: int, forward_seconds: float, seconds: float) -> None:
+    def record_step(self, num_tokens: int, num_sampled: int, forward_seconds: float, seconds: float) -> None:
         """Record a step in which every sequence decoded.
 
         Args:
             num_tokens: tokens that the step computed.
-            num_drawn: tokens that it sampled.
+            num_sampled: tokens that it sampled.
             forward_seconds: time of its forward pass.
             seconds: time of the whole step.
         """
-        self._cost.note(num_tokens, forward_seconds)
+        self._cost.record_step(num_tokens, forward_seconds)
         if seconds > 0.0:
-            self._tokens_per_second = _mean(self._tokens_per_second, num_drawn / seconds)
+            self._tokens_per_second = _mean(self._tokens_per_second, num_sampled / seconds)
 
 
 def _mean(before: float, latest: float) -> float:

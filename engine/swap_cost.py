@@ -21,12 +21,12 @@ class SwapCost:
         self._block_seconds = block_bytes / _FIRST_COPY_BYTES_PER_SECOND
         self._token_seconds = 0.0
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
+    def record_forward(self, num_tokens: int, seconds: float) -> None:
         """Record the tokens and seconds of a forward pass."""
         if num_tokens >= _MIN_TOKENS:
             self._token_seconds = _mean(self._token_seconds, seconds / num_tokens)
 
-    def swapped(self, num_blocks: int, seconds: float) -> None:
+    def record_swap(self, num_blocks: int, seconds: float) -> None:
         """Record how many blocks were copied between pool and host, and in how many seconds."""
         if num_blocks:
             self._block_seconds = _mean(self._block_seconds, seconds / num_blocks)

@@ -36,7 +36,7 @@ class SwapSpace:
         """Give blocks back once the current step has copied them."""
         self._freed_after_step += host_ids
 
-    def step_done(self) -> None:
+    def end_step(self) -> None:
         """Free the blocks that the step has copied."""
         self._free += self._freed_after_step
         self._freed_after_step.clear()

@@ -143,7 +143,7 @@ def without_last_token(prompt: Sequence) -> Sequence:
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         params=params,
-        draws_tokens=False,
+        samples_tokens=False,
         logits_rules=None,
     )
 

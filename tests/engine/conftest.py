@@ -48,7 +48,7 @@ class ConstantRunner:
 
 @pytest.fixture
 def make_constant_engine() -> Callable[..., Engine]:
-    """Return a function from limits to an engine of eight blocks of four tokens that always draws 5."""
+    """Return a function from limits to an engine of eight blocks of four tokens that always samples 5."""
 
     def make(max_num_seqs: int, max_num_batched_tokens: int, **options: Any) -> Engine:
         model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)

@@ -250,7 +250,7 @@ class TiersMachine(RuleBasedStateMachine):
     def load(self, word: str) -> None:
         prefetch = self.tiers.prefetch(chain(word))
         self.later.run()
-        self.tiers.settle()
+        self.tiers.apply_disk_results()
         assert prefetch.is_done
         self.model.load(chain(word))
 
@@ -306,7 +306,7 @@ class TiersMachine(RuleBasedStateMachine):
     def damage(self, data: st.DataObject, damage: str) -> None:
         """Damage a file and read it: it is a miss, counted, and gone with what follows it."""
         self.later.run()
-        self.tiers.settle()
+        self.tiers.apply_disk_results()
         block_hash = data.draw(st.sampled_from(list(self.disk)))
         path = Path(self.folder.name) / f"{block_hash.hex()}.kv"
         payload = path.read_bytes()
@@ -321,7 +321,7 @@ class TiersMachine(RuleBasedStateMachine):
         num_errors = sum(self.tiers.counts.disk_errors.values())
         self.tiers.prefetch(hashes)
         self.later.run()
-        self.tiers.settle()
+        self.tiers.apply_disk_results()
         num_new = sum(self.tiers.counts.disk_errors.values()) - num_errors
         if num_new:
             # What the model does not foresee is when a damaged file was read; what is left must be right.
@@ -400,15 +400,15 @@ def test_a_block_that_went_and_came_back_is_read_before_it_is_written_again(tmp_
     disk.store(block, None, bytes(bytearray(content(block))))
     for _ in range(2):  # the first write and the removal
         writer.calls.pop(0)()
-    assert [each.failure for each in disk.finished()] == [""]
+    assert [each.failure for each in disk.drain_finished()] == [""]
     target = bytearray(SHAPE.block_bytes)
     disk.read(block, memoryview(target))
     reader.run()
-    assert [(each.is_read, each.failure) for each in disk.finished()] == [(True, "")]
+    assert [(each.is_read, each.failure) for each in disk.drain_finished()] == [(True, "")]
     assert target == content(block)
     writer.run()
-    assert [each.is_read for each in disk.finished()] == [False]
+    assert [each.is_read for each in disk.drain_finished()] == [False]
     disk.read(block, memoryview(target))  # from its file
     reader.run()
-    assert [each.failure for each in disk.finished()] == [""]
+    assert [each.failure for each in disk.drain_finished()] == [""]
     disk.close()

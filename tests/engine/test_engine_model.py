@@ -33,7 +33,7 @@ from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
 from quire.engine.sequence_group import SequenceGroup
-from quire.engine.speculation import Speculator, Wanted
+from quire.engine.speculation import DraftRequest, Speculator
 from quire.kvindex.kv_layout import KvShape
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class FakeRunner:
 
     def _logits(self, sequence: Sequence, tokens: list[int]) -> torch.Tensor:
         if sequence.params.kv_budget_tokens is not None:
-            return self._draw_from(self._kept(sequence, len(tokens)))
+            return self._logits_after(self._kept(sequence, len(tokens)))
         # The step's first token sees furthest back; the logits are those of its last.
         furthest = max(0, sequence.num_computed_tokens + 1 - self._window) if self._window else 0
         first_block = furthest // BLOCK_SIZE
@@ -99,7 +99,7 @@ class FakeRunner:
         held = held[: len(tokens) - first_block * BLOCK_SIZE]
         seen = tokens[first_block * BLOCK_SIZE :]
         assert held == seen, "the blocks do not hold the sequence's tokens"
-        return self._draw_from(tokens[-self._window :] if self._window else held)
+        return self._logits_after(tokens[-self._window :] if self._window else held)
 
     def _kept(self, sequence: Sequence, length: int) -> list[int]:
         """Return the tokens that a sequence with a budget has not given back."""
@@ -109,7 +109,7 @@ class FakeRunner:
         assert kept == [sequence.token_ids[p] for p in positions], "the blocks do not hold the tokens"
         return kept
 
-    def _draw_from(self, held: list[int]) -> torch.Tensor:
+    def _logits_after(self, held: list[int]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(hash_block(b"", held)[:6], "little"))
         return torch.randn(VOCAB_SIZE, generator=generator) * 3
 
@@ -121,13 +121,13 @@ class Tiers(NamedTuple):
     disk: DiskCache | None
 
 
-class Fortune:
-    """Guesses what will be drawn, and in places something else."""
+class OracleProposer:
+    """Proposes the tokens that will be sampled, with an error here and there."""
 
     def __init__(self, window: int | None) -> None:
         self._window = window
 
-    def propose(self, wanted: list[Wanted]) -> list[list[int]]:
+    def propose(self, wanted: list[DraftRequest]) -> list[list[int]]:
         drafts = []
         for sequence, num_tokens in wanted:
             prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
@@ -146,7 +146,7 @@ def make_engine(
     window: int | None,
     tiers: Tiers | None = None,
     *,
-    guesses: bool = False,
+    has_drafts: bool = False,
 ) -> Engine:
     model: Any = SimpleNamespace(
         max_position_embeddings=128, eos_token_ids=frozenset({EOS}), window=window, windows=()
@@ -159,8 +159,10 @@ def make_engine(
         limits,
         hash_block,
         swap_memory=swap_memory,
-        # A clock that stands still makes every guess worth its time.
-        speculator=Speculator(Fortune(window), num_tokens=6, clock=lambda: 0.0) if guesses else None,
+        # A clock that stands still makes every draft token worth its time.
+        speculator=Speculator(OracleProposer(window), num_tokens=6, clock=lambda: 0.0)
+        if has_drafts
+        else None,
         clock=lambda: 0.0,
         host_cache=tiers and tiers.host,
         disk_cache=tiers and tiers.disk,
@@ -237,7 +239,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, guesses=True)
+        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, has_drafts=True)
         self.wanted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.transfers: dict[str, Transfer] = {}
         self.aborted: set[str] = set()
@@ -294,7 +296,7 @@ class EngineMachine(RuleBasedStateMachine):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self.engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
                 self.engine.runner.write(block_id, position, prompt[position])  # type: ignore[attr-defined]
-            # The first token, as the other worker draws it.
+            # The first token, as the other worker samples it.
             first = alone(tuple(prompt), params, self.window)[0][0] if params.num_sequences == 1 else None
             if first is not None:
                 self.outputs[name, 0] = [first]
@@ -470,7 +472,9 @@ class TieredEngineMachine(EngineMachine):
         self.host = HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU))
         self.lent: tuple[list[int], list[int]] = [], []
         tiers = Tiers(self.host, self.disk)
-        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, tiers, guesses=True)
+        self.engine = make_engine(
+            self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, tiers, has_drafts=True
+        )
         self.num_advanced = 0
 
     @rule(prompt=prompts)

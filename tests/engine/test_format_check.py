@@ -141,13 +141,13 @@ def test_an_answer_that_left_its_format_is_an_error(shared: GrammarCompiler) -> 
 
 def test_a_lexer_that_is_full_is_replaced(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     def masks(compiler: GrammarCompiler, seed: int) -> list[bytes]:
-        draw, matcher = np.random.default_rng(seed), compiler.compile(form, 0)
+        rng, matcher = np.random.default_rng(seed), compiler.compile(form, 0)
         answer: list[int] = []
         found = []
         while len(answer) < 40:
             allowed = matcher.allowed(answer)
             found.append(allowed.tobytes())
-            answer.append(int(draw.choice(np.flatnonzero(allowed))))
+            answer.append(int(rng.choice(np.flatnonzero(allowed))))
         return found
 
     form = OutputFormat("regex", "([a-z ]{1,200}[0-9]){9}x")

@@ -23,7 +23,7 @@ MAX_TOKENS = 200
 
 
 class FirstTokens:
-    """Always draws the same token, in no time."""
+    """Always samples the same token, in no time."""
 
     def move_blocks(self, schedule: Any) -> None:
         pass

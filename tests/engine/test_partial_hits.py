@@ -14,7 +14,7 @@ def hold(pool: BlockPool, known: BlockTokens, token_ids: list[int]) -> int:
     sequence.extend_hashes(4, lambda parent, tokens: parent + bytes(tokens))
     [block_id] = pool.allocate(1)
     pool.seal(block_id, sequence.block_hashes[0])
-    known.note(sequence, 0, 1, 4)
+    known.remember(sequence, 0, 1, 4)
     pool.free([block_id])
     return block_id
 
@@ -43,13 +43,13 @@ def test_what_is_remembered_is_bounded() -> None:
     known = BlockTokens(pool)
     for token in range(100):
         hold(pool, known, [token, 2, 3, 4])
-        assert known._num_blocks == sum(map(len, known._siblings.values())) <= 2 * pool.num_blocks
+        assert known.num_blocks <= 2 * pool.num_blocks
     assert known.find(b"root", [99, 2]) is not None
     assert known.find(b"root", [0, 2]) is None
     large = BlockPool(1000)
     known = BlockTokens(large)
     for token in range(2 * MAX_SIBLINGS):
         hold(large, known, [token, 2, 3, 4])
-    assert len(known._siblings[b"root"]) == MAX_SIBLINGS
+    assert known.num_blocks == MAX_SIBLINGS
     assert known.find(b"root", [2 * MAX_SIBLINGS - 1, 2]) is not None
     assert known.find(b"root", [0, 2]) is None

@@ -92,7 +92,7 @@ def run(engine: Engine, *requests: Sequence) -> tuple[Outputs, Errors]:
 def neighbours() -> list[Sequence]:
     """Return requests of every kind, to run beside one that fails."""
     return [
-        make_request("drawn", temperature=0.9, num_logprobs=2),
+        make_request("sampled", temperature=0.9, num_logprobs=2),
         make_request("greedy", temperature=0.0, presence_penalty=1.0),
         make_request("samples", n=3, top_p=0.8, frequency_penalty=0.5),
         make_request("beams", beam=BeamParams(3)),
@@ -156,14 +156,14 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
 def test_an_error_in_sampling_is_traced_to_its_row(
     model: LoadedModel, undisturbed: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = sampler._draw
+    sample_rows = sampler._sample_rows
 
     def breaking(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
         if any(each.request_id == "culprit" and each.num_output_tokens == 4 for each in sequences):
             raise OverflowError("scripted")
-        return draw(logits, sequences)
+        return sample_rows(logits, sequences)
 
-    monkeypatch.setattr(sampler, "_draw", breaking)
+    monkeypatch.setattr(sampler, "_sample_rows", breaking)
     outputs, errors = run(make_engine(model), make_request("culprit"), *neighbours())
     assert str(errors.pop("culprit")) == "OverflowError: scripted"
     assert not errors

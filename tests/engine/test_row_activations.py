@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from quire.engine.packed_linear import pack_linear_layers
-from quire.engine.row_activations import RowActivation, keep_rows_alike
+from quire.engine.row_activations import RowActivation, make_batch_invariant
 
 
 @pytest.fixture(params=[1, 3, 4])
@@ -31,7 +31,7 @@ def test_rows_alone_equal_rows_in_company(
     mlp = LlamaMLP(config).to(dtype).eval().requires_grad_(False)
     expected = mlp.act_fn
     pack_linear_layers(mlp)
-    keep_rows_alike(mlp)
+    make_batch_invariant(mlp)
     assert isinstance(mlp.act_fn, RowActivation)
     generator = torch.Generator().manual_seed(num_features)
     for num_rows in (2, 3, 5, 7, 17, 200):

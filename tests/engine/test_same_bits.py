@@ -23,7 +23,7 @@ ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "o
 
 
 def run(model: LoadedModel, sequence: Sequence, budget: int, company: int = 0) -> list[object]:
-    """Return the logprobs of the prompt and of what is drawn, beside ``company`` other requests."""
+    """Return the logprobs of the prompt and of what is sampled, beside ``company`` other requests."""
     memory = KvMemory(model.kv_shape(BLOCK_SIZE), 256, torch.device("cpu"))
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=16, max_num_batched_tokens=budget)
     engine = Engine(model, memory, limits, block_hash)

@@ -1,4 +1,4 @@
-"""Speculative decoding: the same tokens with the same bits as without, whoever guesses and however badly."""
+"""Speculative decoding: the same tokens with the same bits, whatever proposes the draft tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.engine.ngram_proposer import NgramProposer, continue_repetition
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, TokenLogprobs
-from quire.engine.speculation import Acceptance, Proposer, Speculator, StepCost, Wanted
+from quire.engine.speculation import Acceptance, DraftRequest, Proposer, Speculator, StepCost
 from quire.engine.speculation_config import SpeculationConfig
 from quire.engine.speculators import DraftModelError, check_same_tokens, load_draft_model
 from quire.models.random_model import make_random_model
@@ -77,7 +77,7 @@ def load_draft(
 
 def make_engine(
     model: LoadedModel,
-    guesser: str | LoadedModel | None = None,
+    draft_source: str | LoadedModel | None = None,
     *,
     num_blocks: int = 512,
     num_swap_blocks: int = 0,
@@ -87,10 +87,10 @@ def make_engine(
 ) -> Engine:
     shape, limits = model.kv_shape(BLOCK_SIZE), SchedulerConfig(BLOCK_SIZE, max_num_seqs, budget)
     proposer: Proposer | None = None
-    if isinstance(guesser, LoadedModel):
-        memory = KvMemory(guesser.kv_shape(BLOCK_SIZE), num_blocks, CPU)
-        proposer = DraftProposer(guesser, memory, limits, hash_block, model.eos_token_ids)
-    elif guesser is not None:
+    if isinstance(draft_source, LoadedModel):
+        memory = KvMemory(draft_source.kv_shape(BLOCK_SIZE), num_blocks, CPU)
+        proposer = DraftProposer(draft_source, memory, limits, hash_block, model.eos_token_ids)
+    elif draft_source is not None:
         proposer = NgramProposer()
     return Engine(
         model,
@@ -98,7 +98,7 @@ def make_engine(
         limits,
         hash_block,
         swap_memory=KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None,
-        # A clock that stands still makes every guess worth its time.
+        # A clock that stands still makes every draft token worth its time.
         speculator=proposer and Speculator(proposer, num_tokens, clock=lambda: 0.0),
     )
 
@@ -126,7 +126,7 @@ def make_requests(
 
 
 def run(engine: Engine, requests: list[Sequence]) -> Outputs:
-    """Run requests, of which some come later, to their ends; return what was drawn."""
+    """Run requests, of which some come later, to their ends; return what was sampled."""
     outputs: Outputs = {}
     waiting = list(requests)
     while waiting or not engine.is_idle:
@@ -154,7 +154,7 @@ def counts(engine: Engine) -> tuple[int, int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tokens_equal_those_without_guesses(
+def test_tokens_equal_those_without_drafts(
     load: Callable[[str], LoadedModel],
     load_draft: Callable[[str], LoadedModel],
     architecture: str,
@@ -162,15 +162,15 @@ def test_tokens_equal_those_without_guesses(
 ) -> None:
     model = load(architecture)
     expected = run(make_engine(model), make_requests(temperature))
-    for guesser in ("ngram", load_draft(architecture)):
-        engine = make_engine(model, guesser)
+    for draft_source in ("ngram", load_draft(architecture)):
+        engine = make_engine(model, draft_source)
         got = run(engine, make_requests(temperature))
         assert token_ids(got) == token_ids(expected)
         if architecture not in ROUNDED:
             assert got == expected, "the logprobs differ in their last bits"
         drafted, accepted = counts(engine)
         assert drafted > accepted
-        if isinstance(guesser, LoadedModel):
+        if isinstance(draft_source, LoadedModel):
             assert accepted > 10
 
 
@@ -190,15 +190,15 @@ def test_tokens_equal_those_without_guesses(
     ids=lambda params: "-".join(params),
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_rules_see_guesses_as_if_they_were_drawn(
+def test_rules_see_draft_tokens_as_if_they_were_sampled(
     load: Callable[[str], LoadedModel],
     load_draft: Callable[[str], LoadedModel],
     temperature: float,
     params: dict[str, object],
 ) -> None:
     expected = run(make_engine(load("llama")), make_requests(temperature, **params))
-    for guesser in ("ngram", load_draft("llama")):
-        engine = make_engine(load("llama"), guesser)
+    for draft_source in ("ngram", load_draft("llama")):
+        engine = make_engine(load("llama"), draft_source)
         assert run(engine, make_requests(temperature, **params)) == expected
     assert counts(engine)[0] > 0
 
@@ -212,10 +212,10 @@ def test_few_blocks_and_a_small_budget(
 ) -> None:
     lengths = (30, 31, 32)
     expected = run(make_engine(load("llama")), make_requests(1.0, lengths))
-    for guesser in ("ngram", load_draft("llama")):
+    for draft_source in ("ngram", load_draft("llama")):
         engine = make_engine(
             load("llama"),
-            guesser,
+            draft_source,
             num_blocks=6,
             num_swap_blocks=num_swap_blocks,
             budget=16,
@@ -257,12 +257,12 @@ def test_a_draft_that_finished_sequences_used_has_its_blocks_again(
     assert drafter.pool.counts.used == 0
 
 
-# --- who guesses --------------------------------------------------------------------------------------------
+# --- the proposers ------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 7))
-def test_ngram_guesses_what_followed_the_longest_latest_repetition(tokens: list[int], k: int) -> None:
+def test_ngram_proposes_what_followed_the_longest_latest_repetition(tokens: list[int], k: int) -> None:
     def suffix_length(end: int) -> int:
         """Return how many tokens before ``end`` equal the last ones, up to 8."""
         length = 0
@@ -316,10 +316,10 @@ def test_bad_settings(values: tuple[str, int, str], message: str) -> None:
 def test_the_cost_of_a_token_is_the_slope() -> None:
     cost = StepCost()
     for _ in range(50):
-        cost.note(8, 0.010)
+        cost.record_step(8, 0.010)
     assert cost.token_seconds == 0.0  # nothing is known yet
     for index in range(50):
-        cost.note(8 + index % 3, 0.010 + 0.001 * (index % 3))
+        cost.record_step(8 + index % 3, 0.010 + 0.001 * (index % 3))
     assert cost.token_seconds == pytest.approx(0.001, rel=0.05)
 
 
@@ -327,50 +327,50 @@ def test_acceptance_forgets() -> None:
     acceptance = Acceptance()
     assert acceptance.rate(0.5) == 0.5
     for _ in range(100):
-        acceptance.note(4, 0)
+        acceptance.record_verification(4, 0)
     assert acceptance.rate(1.0) < 0.2
     for _ in range(100):
-        acceptance.note(4, 4)
+        acceptance.record_verification(4, 4)
     assert acceptance.rate(0.0) > 0.9
 
 
 class Recorder:
-    """Guesses as many zeros as it is asked for."""
+    """Proposes as many zeros as are requested."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
 
-    def propose(self, wanted: list[Wanted]) -> list[list[int]]:
-        self.lengths += [num_tokens for _, num_tokens in wanted]
-        return [[0] * num_tokens for _, num_tokens in wanted]
+    def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
+        self.lengths += [num_tokens for _, num_tokens in requests]
+        return [[0] * num_tokens for _, num_tokens in requests]
 
 
 def decode(rate: float, token_seconds: float, num_steps: int = 300) -> list[int]:
-    """Return how many guesses were asked for in steps of 10 ms, of which a share ``rate`` is right."""
+    """Return how many draft tokens were requested in steps of 10 ms, of which a share ``rate`` is right."""
     recorder, random = Recorder(), Random(0)
     speculator = Speculator(recorder, 4, clock=lambda: 0.0)
     sequence = Sequence("r", [1, 2], 2, SamplingParams(), b"")
     for _ in range(num_steps):
         sequence.draft_token_ids = []
-        speculator.propose([Wanted(sequence, 9)])
+        speculator.propose([DraftRequest(sequence, 9)])
         num_drafted = len(sequence.draft_token_ids)
         num_accepted = 0
         while num_accepted < num_drafted and random.random() < rate:
             num_accepted += 1
         if num_drafted:
-            speculator.verified(sequence, num_drafted, num_accepted)
+            speculator.record_verification(sequence, num_drafted, num_accepted)
         seconds = 0.010 + token_seconds * num_drafted
-        speculator.stepped(1 + num_drafted, 1 + num_accepted, seconds, seconds)
+        speculator.record_step(1 + num_drafted, 1 + num_accepted, seconds, seconds)
     return recorder.lengths[-100:]
 
 
-def test_right_guesses_that_cost_little_are_asked_for() -> None:
+def test_right_drafts_that_cost_little_are_requested() -> None:
     assert set(decode(rate=0.95, token_seconds=0.0005)) == {4}
 
 
-def test_guesses_that_do_not_pay_are_tried_now_and_then() -> None:
+def test_drafts_that_do_not_pay_are_tried_now_and_then() -> None:
     assert set(decode(rate=0.3, token_seconds=0.008, num_steps=1000)[-5:]) == {1}
 
 
-def test_fewer_guesses_the_less_they_are_right() -> None:
+def test_fewer_drafts_the_less_they_are_right() -> None:
     assert mean(decode(0.5, 0.002)) < mean(decode(0.8, 0.002)) <= 4

@@ -84,7 +84,7 @@ def test_constraints_that_leave_no_token_have_their_paths() -> None:
 def test_a_prefill_worker_leaves_the_last_token() -> None:
     prompt = without_last_token(read([1, 2, 3], n=3, presence_penalty=0.5))
     assert (prompt.token_ids, prompt.num_prompt_tokens) == ([1, 2], 2)
-    assert (prompt.params.n, prompt.params.num_prompt_logprobs, prompt.draws_tokens) == (1, None, False)
+    assert (prompt.params.n, prompt.params.num_prompt_logprobs, prompt.samples_tokens) == (1, None, False)
     assert prompt.stops_after_prefill
     assert without_last_token(read([1, 2], beam=pb.BeamParams(width=2))).params == SamplingParams(
         seed=7, max_tokens=4
