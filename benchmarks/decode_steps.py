@@ -108,7 +108,7 @@ def time_steps(engine: Engine, batch: int, context: int) -> StepTime:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
     for index in range(batch):
         prompt = Random(index).choices(range(2, engine.model.vocab_size), k=context)
-        engine.add(Sequence(str(index), prompt, context, params, b"root"))
+        engine.add_request(Sequence(str(index), prompt, context, params, b"root"))
     times = []
     while not engine.is_idle:
         engine.step()

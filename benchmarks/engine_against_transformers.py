@@ -56,7 +56,7 @@ def run_engine(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dic
     """Generate with the engine; return the median seconds of each phase of the steps with a full batch."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts):
-        engine.add(Sequence(str(index), list(prompt), len(prompt), params, b""))
+        engine.add_request(Sequence(str(index), list(prompt), len(prompt), params, b""))
     steps: dict[str, list[float]] = {phase: [] for phase in PHASES}
     while not engine.is_idle:
         updates = engine.step()

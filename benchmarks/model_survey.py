@@ -131,7 +131,7 @@ def generated_by_quire(folder: str, prompt: torch.Tensor) -> list[int]:
     engine = Engine(model, memory, SchedulerConfig(16, 8, 20), block_hash)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     sequence = Sequence("survey", prompt.tolist(), len(prompt), params, b"")
-    engine.add(sequence)
+    engine.add_request(sequence)
     while not engine.is_idle:
         engine.step()
     return sequence.token_ids[len(prompt) :]

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from quire.benchmarks.paper.demo import CPU, as_sequence, load_demo
 from quire.benchmarks.paper.report import Result, progress, save, show
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.paged_eviction import PagedEviction, Score, importance
@@ -95,7 +95,7 @@ def make_engine(model: LoadedModel, score: Score) -> Engine:
     """Return an engine that evicts by a score."""
     memory = KvMemory(model.kv_shape(BLOCK_SIZE), 2048, CPU)
     limits = SchedulerConfig(BLOCK_SIZE)
-    return Engine(model, memory, limits, block_hash, eviction=PagedEviction(memory, score))
+    return Engine(model, memory, limits, block_hash, parts=EngineParts(eviction=PagedEviction(memory, score)))
 
 
 def answer(engine: Engine, tokenizer: Tokenizer, examples: Sequence[Example], into: Measured) -> None:
@@ -103,7 +103,7 @@ def answer(engine: Engine, tokenizer: Tokenizer, examples: Sequence[Example], in
     params = SamplingParams(temperature=0.0, max_tokens=24, kv_budget_tokens=into.budget)
     requests = [as_sequence(index, each.token_ids, params, b"") for index, each in enumerate(examples)]
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     while not engine.is_idle:
         engine.step()
         decoding = (s for s in requests if s.num_output_tokens and s.block_table)

@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.benchmarks.engine_against_transformers import make_100m_model
 from quire.engine.draft_proposer import DraftProposer
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.ngram_proposer import NgramProposer
@@ -209,16 +209,15 @@ class Bench:
         return Always(proposer, self._num_guesses)
 
     def _run(self, text: Text, prompts: list[list[int]], speculator: Speculator | None) -> RunOutcome:
-        engine = Engine(
-            self._model, self._memory, LIMITS, block_hash, clock=self._clock, speculator=speculator
-        )
+        parts = EngineParts(speculator=speculator, clock=self._clock)
+        engine = Engine(self._model, self._memory, LIMITS, block_hash, parts=parts)
         self._cache(engine, prompts)
         sequences = []
         before = speculator.counts if speculator else SpeculationCounts(0, 0)
         for index, prompt in enumerate(prompts):
             params = SamplingParams(seed=index, **text.params)  # type: ignore[arg-type]
             sequences.append(Sequence(str(index), prompt[:], len(prompt), params, b""))
-            engine.add(sequences[-1])
+            engine.add_request(sequences[-1])
         begin = self._clock()
         while not engine.is_idle:
             engine.step()
@@ -230,8 +229,9 @@ class Bench:
 
     def _cache(self, engine: Engine, prompts: list[list[int]]) -> None:
         """Fill the prefix cache, so that only decoding is timed."""
+        params = SamplingParams(max_tokens=1)
         for index, prompt in enumerate(prompts):
-            engine.add(Sequence(f"cache-{index}", prompt[:], len(prompt), SamplingParams(max_tokens=1), b""))
+            engine.add_request(Sequence(f"cache-{index}", prompt[:], len(prompt), params, b""))
         while not engine.is_idle:
             engine.step()
 

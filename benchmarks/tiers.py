@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from quire.engine.disk_cache import DiskCache
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
@@ -92,16 +92,15 @@ def make_engine(model: LoadedModel, setup: Setup, folder: Path) -> Engine:
     num_bytes = setup.num_disk * (shape.block_bytes + 64)
     disk = DiskCache(folder, num_bytes, shape.block_bytes, "benchmark") if setup.num_disk else None
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=512)
-    return Engine(
-        model, KvMemory(shape, setup.num_pool, CPU), limits, block_hash, host_cache=host, disk_cache=disk
-    )
+    parts = EngineParts(host_cache=host, disk_cache=disk)
+    return Engine(model, KvMemory(shape, setup.num_pool, CPU), limits, block_hash, parts=parts)
 
 
 def serve(engine: Engine, name: str, prompt: list[int]) -> tuple[list[int], float, int]:
     """Return a request's answer, its time to the first token in ms, and its cached tokens."""
     sequence = Sequence(name, list(prompt), len(prompt), PARAMS, b"root")
     start = time.perf_counter()
-    engine.add(sequence)
+    engine.add_request(sequence)
     ttft = 0.0
     while not engine.is_idle:
         updates = engine.step()

@@ -3,15 +3,22 @@
 Each step extends every beam by every token, keeps the most probable extensions, and stores the answers that
 ended. The details decide which answer wins, so they are the same as in transformers: what counts as a
 candidate, when an answer's score is divided by its length, and when the search ends.
+
+``choose_extensions`` runs a step of a search, and ``answers`` gives its result.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from quire.engine.logits_processing import process_logits
+from quire.engine.request_errors import NoTokenLeftError
+from quire.engine.sampler import are_finite, not_finite
 from quire.engine.sampling_params import BeamParams
+from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate
 
 _IMPOSSIBLE = -1.0e9
 
@@ -127,3 +134,48 @@ class BeamSearch:
 def _extensions(indices: torch.Tensor, vocab_size: int) -> list[BeamExtension]:
     """Return the beams and tokens at indices of a flattened ``[num_beams, vocab_size]``."""
     return [BeamExtension(*divmod(index, vocab_size)) for index in indices.tolist()]
+
+
+def choose_extensions(
+    search: BeamSearch, beams: list[Sequence], logits: torch.Tensor, eos_token_ids: frozenset[int]
+) -> list[BeamExtension]:
+    """Return the extensions that a beam search chooses; a beam that no token may follow gets none.
+
+    Args:
+        search: the state of the beam search.
+        beams: its beams, in the order of the last step's extensions.
+        logits: ``[num_beams, vocab_size]``; any float type.
+        eos_token_ids: forbidden to a beam that has not reached its ``min_tokens``.
+
+    Raises:
+        RequestFailedError: the logits are not finite, or no token was allowed from the start.
+        Exception: the format of a beam has failed.
+    """
+    outputs = [beam.token_ids[beam.num_prompt_tokens :] for beam in beams]
+    logits = logits.float()
+    if not are_finite(logits).all():
+        raise not_finite()
+    # As in transformers, the rules change logprobs, whose probabilities then no longer sum to one.
+    logprobs = process_logits(torch.log_softmax(logits, dim=-1), beams, eos_token_ids)
+    errors = [beam.logits_rules.error for beam in beams if beam.logits_rules is not None]
+    for error in errors:
+        # A beam that no token may follow simply ends. A beam whose format has failed might have been the
+        # best one, so the whole request fails.
+        if error is not None and not isinstance(error, NoTokenLeftError):
+            raise error
+    extensions = search.advance(logprobs, outputs)
+    if search.is_done and not search.hypotheses:
+        raise next((error for error in errors if error is not None), not_finite())
+    return extensions
+
+
+def answers(search: BeamSearch, prompt: Sequence) -> list[SequenceUpdate]:
+    """Return one update for each answer of a beam search that has ended, the best first."""
+    prompt_ids = prompt.token_ids[: prompt.num_prompt_tokens]
+    updates = []
+    for index, (score, token_ids, is_stopped) in enumerate(search.hypotheses):
+        answer = replace(prompt, index=index, token_ids=prompt_ids + token_ids, block_table=[])
+        answer.status = SequenceStatus.FINISHED_STOPPED if is_stopped else SequenceStatus.FINISHED_LENGTH
+        tokens = [GeneratedToken(token_id, None) for token_id in token_ids]
+        updates.append(SequenceUpdate(answer, answer.num_tokens, tokens, answer.status, score))
+    return updates

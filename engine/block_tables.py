@@ -1,15 +1,22 @@
-"""The ledger of block tables: which blocks a sequence holds, finds in the cache, fills and frees.
+"""The ledger of block tables: which blocks a sequence holds, finds in the cache, fills, shares and frees.
 
 The scheduler decides whether a sequence gets blocks. This file takes them and seals them.
+
+Sequences of one request share blocks (PagedAttention, Kwon et al., SOSP 2023). There are three operations:
+``fork`` gives a new sequence the blocks of an existing one; ``append`` gives a sequence room for more tokens,
+and replaces a shared block by a copy before it is written (copy-on-write); ``free`` takes a sequence's blocks
+away.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
 
 from quire.engine.block_pool import BlockPool
 from quire.engine.block_tokens import BlockTokens, PartialHit
 from quire.engine.cache_tiers import CacheTiers
 from quire.engine.sequence import NO_BLOCK, HashBlock, Sequence, SequenceStatus
-from quire.engine.sequence_group import SequenceGroup
 
 _MIN_PARTIAL_HIT = 0.25
 """Smallest share of a block's tokens for which copying the block is faster than computing the tokens."""
@@ -36,13 +43,15 @@ class BlockTables:
         max_step_tokens: int = 0,
         tiers: CacheTiers | None = None,
     ) -> None:
+        self.pool = pool
         self.block_size = block_size
-        self._pool = pool
         self._hash_block = hash_block
         self._window = window
         self._max_step_tokens = max_step_tokens
         self._tiers = tiers
         self._block_tokens = BlockTokens(pool)
+
+    # --- the cached prefix --------------------------------------------------------------------------------
 
     def take_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
         """Start the table with the longest cached prefix of at most ``max_tokens`` tokens.
@@ -51,8 +60,8 @@ class BlockTables:
         """
         sequence.extend_hashes(self.block_size, self._hash_block)
         max_tokens = min(max_tokens, sequence.max_cached_tokens)
-        block_ids = self._pool.look_up(sequence.block_hashes[: max_tokens // self.block_size])
-        self._pool.share(block_ids)
+        block_ids = self.pool.look_up(sequence.block_hashes[: max_tokens // self.block_size])
+        self.pool.share(block_ids)
         self._block_tokens.remember(sequence, 0, len(block_ids), self.block_size)
         sequence.block_table = block_ids
         sequence.num_sealed_blocks = len(block_ids)
@@ -81,7 +90,56 @@ class BlockTables:
     def bring_prefix(self, sequence: Sequence) -> None:
         """Copy a prompt's blocks that are in host memory into the pool; call this only between steps."""
         if self._tiers is not None:
-            self._tiers.promote_into(self._pool, self.prefix_hashes(sequence))
+            self._tiers.promote_into(self.pool, self.prefix_hashes(sequence))
+
+    # --- growing a table ----------------------------------------------------------------------------------
+
+    def fork(self, parent: Sequence, index: int) -> Sequence:
+        """Return a new sequence that shares all blocks of ``parent``."""
+        child = parent.copy(index)
+        self.pool.share(child.held_blocks)
+        return child
+
+    def append(self, sequence: Sequence, num_tokens: int) -> tuple[int, int] | None:
+        """Give a sequence room for its next ``num_tokens`` tokens, which the caller has checked to be there.
+
+        Returns:
+            If others also read the block of the first of these tokens: that block, and the one that replaces
+            it in this table. The caller copies the first to the second before the tokens are written.
+        """
+        copy = None
+        if (shared := self._shared_block(sequence)) is not None:
+            [own] = self.pool.allocate(1)
+            self.pool.free([shared])
+            sequence.block_table[sequence.num_computed_tokens // self.block_size] = own
+            copy = shared, own
+        num_needed = self.blocks_for(sequence.num_computed_tokens + num_tokens)
+        if num_needed > len(sequence.block_table):
+            sequence.block_table += self.pool.allocate(num_needed - len(sequence.block_table))
+        return copy
+
+    def num_appended_blocks(self, tokens: Iterable[tuple[Sequence, int]]) -> int:
+        """Return how many blocks ``append`` allocates for these tokens, copies of shared blocks included."""
+        num_new = 0
+        shared_blocks = []
+        for sequence, num_tokens in tokens:
+            num_needed = self.blocks_for(sequence.num_computed_tokens + num_tokens)
+            num_new += max(0, num_needed - len(sequence.block_table))
+            if (shared := self._shared_block(sequence)) is not None:
+                shared_blocks.append(shared)
+        if not shared_blocks:
+            return num_new
+        # The last sequence that refers to a shared block writes it without a copy.
+        writers = Counter(shared_blocks)
+        return num_new + sum(min(count, self.pool.ref_cnt(block) - 1) for block, count in writers.items())
+
+    def _shared_block(self, sequence: Sequence) -> int | None:
+        """Return the block that the sequence writes next if others read it too, else None."""
+        index = sequence.num_computed_tokens // self.block_size
+        if index >= len(sequence.block_table):
+            return None
+        block_id = sequence.block_table[index]
+        return block_id if self.pool.ref_cnt(block_id) > 1 else None
 
     def reserve(self, sequence: Sequence) -> None:
         """Extend the table to hold every token of the sequence.
@@ -89,7 +147,7 @@ class BlockTables:
         Raises:
             NoFreeBlocksError: there are too few blocks; the table is unchanged.
         """
-        sequence.block_table += self._pool.allocate(self.num_missing(sequence))
+        sequence.block_table += self.pool.allocate(self.num_missing(sequence))
 
     def num_missing(self, sequence: Sequence) -> int:
         """Return how many more blocks a sequence needs to hold all its tokens."""
@@ -108,14 +166,21 @@ class BlockTables:
         for index in range(sequence.num_sealed_blocks, num_full):
             if (block_id := sequence.block_table[index]) != NO_BLOCK:
                 block_hash, parent = sequence.block_hashes[index], sequence.parent_hash(index)
-                sequence.block_table[index] = self._pool.seal(block_id, block_hash, parent if index else None)
+                sequence.block_table[index] = self.pool.seal(block_id, block_hash, parent if index else None)
         self._block_tokens.remember(sequence, sequence.num_sealed_blocks, num_full, self.block_size)
         sequence.num_sealed_blocks = num_full
+
+    # --- freeing blocks -----------------------------------------------------------------------------------
+
+    def free(self, sequence: Sequence) -> None:
+        """Give a sequence's blocks back to the pool, where full ones stay cached."""
+        self.pool.free(sequence.held_blocks)
+        sequence.block_table.clear()
 
     def trim(self, sequence: Sequence) -> None:
         """Free the blocks that hold only rejected draft tokens."""
         num_needed = self.blocks_for(sequence.num_computed_tokens)
-        self._pool.free(sequence.block_table[num_needed:])
+        self.pool.free(sequence.block_table[num_needed:])
         del sequence.block_table[num_needed:]
 
     def drop_unseen(self, sequence: Sequence, num_computed_tokens: int) -> None:
@@ -127,24 +192,26 @@ class BlockTables:
             return
         first, last = sequence.num_dropped_blocks, self._first_seen_block(num_computed_tokens)
         if last > first:
-            self._pool.free(sequence.block_table[first:last])
+            self.pool.free(sequence.block_table[first:last])
             sequence.block_table[first:last] = [NO_BLOCK] * (last - first)
             sequence.num_dropped_blocks = last
 
     def drop(self, sequence: Sequence, indices: list[int]) -> None:
         """Free the blocks at some indices of a table."""
         table = sequence.block_table
-        self._pool.free([table[index] for index in sorted(indices)])
+        self.pool.free([table[index] for index in sorted(indices)])
         for index in indices:
             table[index] = NO_BLOCK
         sequence.num_dropped_blocks += len(indices)
 
-    def max_blocks(self, group: SequenceGroup, num_tokens: int) -> int:
-        """Return the most blocks that a group can hold when its sequences have ``num_tokens`` tokens each."""
-        num_sequences = group.params.num_sequences
-        shared = group.prompt.num_prompt_tokens // self.block_size
+    # --- bounds -------------------------------------------------------------------------------------------
+
+    def max_blocks(self, prompt: Sequence, num_tokens: int) -> int:
+        """Return the most blocks that a request can hold with ``num_tokens`` tokens in each sequence."""
+        num_sequences = prompt.params.num_sequences
+        shared = prompt.num_prompt_tokens // self.block_size
         at_end = shared + num_sequences * (self.blocks_for(num_tokens) - shared)
-        return min(at_end, self.max_held_blocks(group.prompt, num_sequences, num_tokens))
+        return min(at_end, self.max_held_blocks(prompt, num_sequences, num_tokens))
 
     def max_held_blocks(self, prompt: Sequence, num_sequences: int, num_tokens: int) -> int:
         """Return the most blocks that sequences of ``num_tokens`` tokens each hold at once.

@@ -105,8 +105,7 @@ class DiskCache:
         self._pending: dict[bytes, bytes] = {}
         """Blocks that are being written; reads are served from here."""
         self._finished: SimpleQueue[Finished] = SimpleQueue()
-        self.wake: Callable[[], None] = lambda: None
-        """Callback that a thread of this cache calls when a read has ended."""
+        self._on_read: list[Callable[[], None]] = []
         self._lock = _locked(folder)
         self.parents = self._recover(identity)
         """Parent hash of each block that was found at the start; None for a prompt's first block."""
@@ -121,6 +120,10 @@ class DiskCache:
 
     def __len__(self) -> int:
         return len(self._hashes)
+
+    def subscribe(self, on_read: Callable[[], None]) -> None:
+        """Call ``on_read`` in a thread of this cache each time that a read has ended."""
+        self._on_read.append(on_read)
 
     def close(self) -> None:
         """Finish the reads and writes in progress, then unlock the folder for other workers."""
@@ -207,7 +210,8 @@ class DiskCache:
         except FileProblem as problem:
             failure = problem.reason
         self._finished.put(Finished(block_hash, None, failure))
-        self.wake()
+        for on_read in self._on_read:
+            on_read()
 
     def _read_file(self, block_hash: bytes, target: memoryview) -> None:
         with self._path(block_hash).open("rb", buffering=0) as file:

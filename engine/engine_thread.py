@@ -16,8 +16,9 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from quire.engine.engine import Engine, StepSeconds
+from quire.engine.engine import Engine
 from quire.engine.sequence import SequenceUpdate
+from quire.engine.step_clock import StepSeconds
 from quire.engine.step_watch import TICK_SECONDS, StepWatch
 
 T = TypeVar("T")
@@ -66,10 +67,9 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._updates: dict[str, asyncio.Queue[SequenceUpdate | Exception]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        if engine.tiers is not None and engine.tiers.disk is not None:
-            engine.tiers.disk.wake = self._apply_disk_results
+        engine.subscribe_to_disk_reads(self._apply_disk_reads)
 
-    def _apply_disk_results(self) -> None:
+    def _apply_disk_reads(self) -> None:
         """Let the engine apply finished disk reads; called from the disk cache's threads."""
         with suppress(EngineStoppedError):
             self.post(lambda engine: engine.apply_disk_results())
@@ -234,7 +234,7 @@ class EngineThread:
             for command in commands:
                 self._watch.begin()
                 command()
-            self._engine.grant_blocks()
+            self._engine.transfers.grant_blocks()
             if not self._engine.is_idle:
                 return True
 

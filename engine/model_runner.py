@@ -9,7 +9,7 @@ from quire.engine.attention import PagedStep
 from quire.engine.decode_graphs import Capture, DecodeGraphs
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
-from quire.engine.scheduler import Schedule, ScheduledSequence
+from quire.engine.schedule import Schedule, ScheduledSequence
 from quire.engine.sequence import Sequence
 from quire.engine.step_tensors import StepTensors
 from quire.kernels import ops

@@ -1,6 +1,23 @@
-"""The errors that end one request while the engine goes on."""
+"""The errors of requests: those that refuse one at its arrival, and those that end one in a step.
+
+The engine goes on with the other requests in either case.
+"""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+
+class RequestTooLongError(ValueError):
+    """The request can never fit into this worker; the message names the limit."""
+
+
+class KvBudgetError(ValueError):
+    """The worker cannot keep the request's KV budget; the message says why."""
 
 
 class RequestFailedError(RuntimeError):
@@ -31,3 +48,38 @@ def request_error(error: Exception) -> RequestFailedError:
     if isinstance(error, RequestFailedError):
         return error
     return RequestFailedError(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def failing_request(request_id: str) -> Iterator[None]:
+    """Raise an exception of the block as a RequestFailedError; log it unless it is one already."""
+    try:
+        yield
+    except RequestFailedError:
+        raise
+    except Exception as error:
+        logger.exception("request %s has failed", request_id)
+        raise request_error(error) from error
+
+
+class RequestFailures:
+    """The first error of each request that fails in a step.
+
+    Attributes:
+        errors: the errors by request id.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[str, RequestFailedError] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.errors
+
+    @contextmanager
+    def catch(self, request_id: str) -> Iterator[None]:
+        """Keep an exception of the block as the failure of this request only."""
+        try:
+            with failing_request(request_id):
+                yield
+        except RequestFailedError as error:
+            self.errors.setdefault(request_id, error)

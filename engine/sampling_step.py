@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from quire.engine.request_errors import RequestFailedError
-from quire.engine.sampler import sample
-from quire.engine.scheduler import ScheduledSequence
+from quire.engine.request_errors import RequestFailedError, RequestFailures
+from quire.engine.sampler import are_finite, not_finite, rank_tokens, sample
+from quire.engine.schedule import ScheduledSequence
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus
 
 
@@ -72,6 +72,29 @@ def sample_tokens(
             each.sequence.status = status_after_token(each.sequence)
         sequences = [each for each in sequences if each.goes_on]
     return failed
+
+
+def score_prompts(
+    scheduled: list[ScheduledSequence], logits: torch.Tensor, failures: RequestFailures
+) -> None:
+    """Record the logprobs of prompt tokens that this step's logits give, where they are requested.
+
+    Args:
+        scheduled: the sequences of the step, before their computed tokens are counted.
+        logits: ``[num_scored, vocab_size]``: the rows of ``Sequence.positions_to_score``.
+        failures: gets the requests whose logits are not finite.
+    """
+    start = 0
+    for sequence, num_tokens in scheduled:
+        if positions := sequence.positions_to_score(num_tokens):
+            rows = logits[start : start + len(positions)].float()
+            start += len(positions)
+            following = sequence.token_ids[positions.start + 1 : positions.stop + 1]
+            num_top = sequence.params.num_prompt_logprobs or 0
+            with failures.catch(sequence.request_id):
+                if not are_finite(rows).all():
+                    raise not_finite()
+                sequence.prompt_logprobs += rank_tokens(rows, following, num_top)
 
 
 def first_rows(scheduled: list[ScheduledSequence]) -> Iterator[int]:

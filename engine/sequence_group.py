@@ -1,9 +1,7 @@
 """The sequences of one request, which are scheduled together.
 
 PagedAttention (Kwon et al., SOSP 2023) calls them a sequence group. The sequences share blocks, so they are
-admitted, preempted and resumed together. There are three operations: ``fork`` gives a new sequence the
-blocks of an existing one; ``_append`` in the scheduler gives a sequence room for more tokens, and copies a
-shared block before it is written; ``free`` takes a sequence's blocks away.
+admitted, preempted and resumed together.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.engine.beam_search import BeamExtension, BeamSearch
-from quire.engine.block_pool import BlockPool
+from quire.engine.block_tables import BlockTables
 from quire.engine.cache_tiers import Prefetch
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence, SequenceStatus
@@ -106,7 +104,7 @@ class SequenceGroup:
         return self.holds_blocks and not self.prompt.stops_after_prefill
 
     @property
-    def num_drafted_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:
         """Number of draft tokens that the next step verifies."""
         return sum(len(s.draft_token_ids) for s in self.sequences)
 
@@ -120,31 +118,20 @@ class SequenceGroup:
         for sequence in self.sequences:
             sequence.status = status
 
-    def fork(self, parent: Sequence, index: int, pool: BlockPool) -> Sequence:
-        """Return a new sequence that shares all blocks of ``parent``."""
-        child = parent.copy(index)
-        pool.share(child.held_blocks)
-        return child
-
-    def free(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Give a sequence's blocks back to the pool, where full ones stay cached."""
-        pool.free(sequence.held_blocks)
-        sequence.block_table.clear()
-
-    def fork_samples(self, pool: BlockPool) -> list[Sequence]:
+    def fork_samples(self, tables: BlockTables) -> list[Sequence]:
         """Fork the samples of a computed prompt, unless that is done already; return all sequences."""
         if not self.is_forked:
             self.is_forked = True
-            self.sequences += [self.fork(self.prompt, index, pool) for index in range(1, self.params.n)]
+            self.sequences += [tables.fork(self.prompt, index) for index in range(1, self.params.n)]
         return self.sequences
 
-    def extend_beams(self, extensions: list[BeamExtension], pool: BlockPool) -> None:
+    def extend_beams(self, extensions: list[BeamExtension], tables: BlockTables) -> None:
         """Replace the beams by the extensions that a step of the beam search has chosen."""
         beams = self.sequences
         self.is_forked = True
-        self.sequences = [self.fork(beams[each.parent], index, pool) for index, each in enumerate(extensions)]
+        self.sequences = [tables.fork(beams[each.parent], index) for index, each in enumerate(extensions)]
         for beam, extension in zip(self.sequences, extensions, strict=True):
             beam.token_ids.append(extension.token_id)
             beam.status = SequenceStatus.DECODING
         for beam in beams:
-            self.free(beam, pool)
+            tables.free(beam)

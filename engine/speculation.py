@@ -14,13 +14,15 @@ draft token pays off if its probability of being right is higher than that numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from quire.engine.sequence import Sequence
+from quire.engine.sequence_group import SequenceGroup
+from quire.engine.stop_rules import StopRules
 
 _KEEP = 0.95
 """Factor by which the weight of older measurements falls with each new one."""
@@ -38,6 +40,28 @@ class DraftRequest(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
+
+
+def draft_requests(groups: Iterable[SequenceGroup], stop_rules: StopRules) -> list[DraftRequest]:
+    """Return requests for the most draft tokens that sequences could use, for those that decode."""
+    return [
+        DraftRequest(sequence, num_tokens)
+        for group in groups
+        if _takes_drafts(group)
+        for sequence in group.sequences
+        if sequence.num_tokens == sequence.num_computed_tokens + 1
+        # A step samples one token after the last draft token.
+        and (num_tokens := stop_rules.num_tokens_left(sequence) - 1) > 0
+    ]
+
+
+def _takes_drafts(group: SequenceGroup) -> bool:
+    """Return whether the sequences of a group may get draft tokens once they decode."""
+    prompt, params = group.prompt, group.params
+    if group.beam is not None or not prompt.samples_tokens or prompt.stops_after_prefill:
+        return False
+    # With a KV budget each token decides which blocks are evicted.
+    return params.kv_budget_tokens is None and (group.is_forked or params.n == 1)
 
 
 class Proposer(Protocol):

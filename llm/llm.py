@@ -11,12 +11,13 @@ import torch
 from quire.engine import sequence as engine_types
 from quire.engine.dead_ends import dead_end
 from quire.engine.device import choose_device, default_num_blocks
-from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
+from quire.engine.engine import Engine, EngineParts, KvBudgetError, RequestTooLongError
 from quire.engine.kv_memory import KvMemory
 from quire.engine.limits import contradiction
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import DTYPES, KV_CACHE_DTYPES, load_model
 from quire.engine.output_format import BadFormatError
+from quire.engine.request_errors import KvBudgetError, RequestTooLongError
 from quire.engine.sampling_params import SamplingParams as EngineSamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.speculation import SpeculationCounts
@@ -110,15 +111,11 @@ class LLM:
         shape = loaded.kv_shape(block_size, kv_cache_dtype)
         draft_shape = None if draft is None else draft.kv_shape(block_size)
         memory = _block_pool(shape, draft_shape, place, num_blocks, kv_memory_bytes)
-        self._engine: Engine | None = Engine(
-            loaded,
-            memory,
-            config,
-            block_hash,
-            max_model_len=max_model_len,
+        parts = EngineParts(
             swap_memory=_swap_space(memory, swap_space_bytes),
             speculator=make_speculator(guessing, draft, loaded, memory, config, block_hash),
         )
+        self._engine: Engine | None = Engine(loaded, memory, config, block_hash, max_model_len, parts)
         tokenizer_file = files.folder / "tokenizer.json"
         self._grammars = GrammarCompiler(
             lambda: tokenizer_file.read_text("utf-8"), loaded.vocab_size, loaded.eos_token_ids
@@ -155,7 +152,7 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Return the counts since the start, and the present state of the block pool."""
-        counts, preemptions = self.engine.pool.counts, self.engine.scheduler.preemptions
+        counts, preemptions = self.engine.pool.counts, self.engine.preemption.counts
         speculator = self.engine.speculator
         guesses = speculator.counts if speculator else SpeculationCounts(0, 0)
         return EngineStats(
@@ -350,7 +347,7 @@ class LLM:
     def _add(self, requests: list[Request]) -> None:
         for at, request in enumerate(requests):
             try:
-                self.engine.add(request.sequence)
+                self.engine.add_request(request.sequence)
             except KvBudgetError as error:
                 raise ValueError(f"sampling_params[{at}].kv_budget_tokens {error}") from error
             except RequestTooLongError as error:
@@ -361,7 +358,7 @@ class LLM:
         updates = self.engine.step()
         for update in updates:
             if by_id[update.sequence.request_id].take(update):
-                self.engine.stop(update.sequence)
+                self.engine.stop_sequence(update.sequence)
         num_ended = num_running - len(self.engine.groups)
         advance(num_ended, sum(len(update.tokens) for update in updates))
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
 from quire.engine.block_pool import BlockCounts
-from quire.engine.scheduler import PreemptionCounts
+from quire.engine.preemption import PreemptionCounts
 from quire.engine.speculation import SpeculationCounts
 from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.instrumented_index import IndexMetrics, PublisherMetrics

@@ -37,7 +37,7 @@ def tokens_per_second(
     start = time.perf_counter()
     run_to_end(engine, sequences)
     seconds = time.perf_counter() - start
-    return sum(request.num_output for request in requests) / seconds, engine.scheduler.num_preemptions
+    return sum(request.num_output for request in requests) / seconds, engine.preemption.num_preempted
 
 
 def run(*, quick: bool) -> Result:

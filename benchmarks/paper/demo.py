@@ -8,7 +8,7 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.sampling_params import SamplingParams
@@ -55,7 +55,7 @@ def make_engine(
     limits = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens=512)
     swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
     memory = KvMemory(shape, num_blocks, CPU)
-    return Engine(model, memory, limits, block_hash, swap_memory=swap_memory)
+    return Engine(model, memory, limits, block_hash, parts=EngineParts(swap_memory=swap_memory))
 
 
 def as_sequence(index: int, prompt: list[int], params: SamplingParams, root: bytes | None = None) -> Sequence:
@@ -67,7 +67,7 @@ def as_sequence(index: int, prompt: list[int], params: SamplingParams, root: byt
 def run_to_end(engine: Engine, sequences: Iterable[Sequence]) -> None:
     """Compute requests that all wait from the start."""
     for sequence in sequences:
-        engine.add(sequence)
+        engine.add_request(sequence)
     while not engine.is_idle:
         engine.step()
     engine.check_conservation()

@@ -22,7 +22,8 @@ from quire.benchmarks.paper.workload import ALPACA, MAX_LENGTH, SHAREGPT, Reques
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
+from quire.engine.schedule import Schedule, ScheduledSequence
+from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
@@ -68,9 +69,9 @@ class MeasuringRunner:
     def forward(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
         """Return logits; measure in the steady part of the run."""
         num_ended = len(self._requests) - len(self._engine.groups)
-        if self._engine.scheduler.waiting and is_steady(num_ended, len(self._requests)):
+        if self._engine.queues.waiting and is_steady(num_ended, len(self._requests)):
             use = self._slot_use(scheduled)
-            self.load = self.load.after(use, len(self._engine.scheduler.running))
+            self.load = self.load.after(use, len(self._engine.queues.running))
         return self._logits[: len(scheduled)]
 
     def _slot_use(self, scheduled: list[ScheduledSequence]) -> SlotUse:
@@ -103,8 +104,8 @@ def measure_engine(requests: list[Request], num_slots: int, block_size: int) -> 
     for index, (num_input, num_output) in enumerate(requests):
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
         root = index.to_bytes(16, "little")  # no prefix is shared here
-        engine.add(Sequence(str(index), [0] * num_input, num_input, params, root))
-    while engine.scheduler.waiting:
+        engine.add_request(Sequence(str(index), [0] * num_input, num_input, params, root))
+    while engine.queues.waiting:
         engine.step()
     return runner.load
 

@@ -83,7 +83,7 @@ def serve(
             index = queue.popleft()
             num_input, num_output = requests[index]
             params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-            engine.add(as_sequence(index, prompts(num_input, index), params))
+            engine.add_request(as_sequence(index, prompts(num_input, index), params))
         admission.close()
         start = time.perf_counter()
         updates = engine.step()

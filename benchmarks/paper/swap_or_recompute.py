@@ -17,7 +17,7 @@ from quire.benchmarks.paper.report import Result, progress
 from quire.engine.engine import Engine
 from quire.engine.model_loader import LoadedModel
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.scheduler import Schedule
+from quire.engine.schedule import Schedule
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_TOKENS = 512
@@ -62,7 +62,7 @@ def _move(engine: Engine, schedule: Schedule) -> float:
 
 def _recompute(engine: Engine, prompts: Prompts, index: int) -> float:
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    engine.add(as_sequence(index + 1, prompts(NUM_TOKENS, index), params))
+    engine.add_request(as_sequence(index + 1, prompts(NUM_TOKENS, index), params))
     start = time.perf_counter()
     while not engine.is_idle:
         engine.step()

@@ -47,7 +47,7 @@ class DecodeCalls:
             with known_errors(sequence):
                 # What comes from this worker's disk need not come from the prefill worker.
                 await self._prefetch(sequence)
-                first_block = await parts.engine.call(lambda e: e.accept(sequence))
+                first_block = await parts.engine.call(lambda e: e.transfers.accept(sequence))
             promise = self._tickets.issue(sequence, request.sequence.attempt, first_block, updates)
             try:
                 accepted = self._accepted(promise)

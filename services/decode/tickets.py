@@ -8,10 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from quire.engine.engine import Engine, num_transferred_tokens
+from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import Sequence
+from quire.engine.transfers import num_transferred_tokens
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import (
     BadBlockError,
@@ -102,8 +103,8 @@ class Tickets:
         return PromisedBlocks(promise, self._engine, self._memory)
 
     async def _allocate(self, promise: Promise) -> None:
-        def reserve(engine: Engine, on_settled: Callable[[bool], None]) -> None:
-            engine.reserve(promise.sequence.request_id, on_settled)
+        def reserve(engine: Engine, on_outcome: Callable[[bool], None]) -> None:
+            engine.transfers.reserve(promise.sequence.request_id, on_outcome)
 
         if not await self._engine.call_back(reserve):
             promise.require_open()
@@ -140,7 +141,7 @@ class PromisedBlocks:
         attempt_id = self._promise.sequence.request_id
 
         def admit(engine: Engine) -> None:
-            update = engine.admit(attempt_id, first_token_id)
+            update = engine.transfers.admit(attempt_id, first_token_id)
             if update.status.is_finished:
                 # Here, since the sender may have cancelled the commit while it ran.
                 loop.call_soon_threadsafe(updates.put_nowait, update)

@@ -11,7 +11,7 @@ from quire.engine.block_pool import BlockListener
 from quire.engine.decode_graphs import CudaCapture
 from quire.engine.device import default_num_blocks
 from quire.engine.disk_cache import DiskCache
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
@@ -77,18 +77,14 @@ def build_engine(
     limits = SchedulerConfig(
         config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.preemption
     )
-    engine = Engine(
-        model,
-        memory,
-        limits,
-        block_hash,
-        listener,
-        identity.max_model_len,
-        _swap_memory(config, memory),
-        speculator=_make_speculator(config, draft, model, memory, limits),
+    parts = EngineParts(
+        listener=listener,
+        swap_memory=_swap_memory(config, memory),
         host_cache=_host_cache(config, memory),
         disk_cache=disk_cache,
+        speculator=_make_speculator(config, draft, model, memory, limits),
     )
+    engine = Engine(model, memory, limits, block_hash, identity.max_model_len, parts)
     _warm_up(engine)
     if memory.device.type == "cuda" and config.role == "decode":
         _capture_decode_steps(engine)
@@ -145,7 +141,7 @@ def _run_full_step(engine: Engine) -> None:
     prompt = Sequence(
         "warm-up", [0] * length, length, SamplingParams(max_tokens=3, ignore_eos=True), b"warm-up"
     )
-    engine.add(prompt)
+    engine.add_request(prompt)
     while not engine.is_idle:
         engine.step()
     engine.pool.clear_cache()  # not the tiers: a disk's blocks outlive the worker

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quire.engine.engine import KvBudgetError, RequestTooLongError
 from quire.engine.engine_thread import EngineFailedError, EngineStoppedError
-from quire.engine.request_errors import NoTokenLeftError, RequestFailedError
+from quire.engine.request_errors import (
+    KvBudgetError,
+    NoTokenLeftError,
+    RequestFailedError,
+    RequestTooLongError,
+)
 from quire.engine.sequence import Sequence
 from quire.engine.structured_output import FormatFailedError
 from quire.kvtransfer.errors import PushFailedError

@@ -14,7 +14,7 @@ from quire.engine.block_pool import BlockCounts
 from quire.engine.cache_tiers import CacheTiers
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.scheduler import PreemptionCounts
+from quire.engine.preemption import PreemptionCounts
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.speculation import SpeculationCounts
 from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
@@ -171,18 +171,18 @@ class EngineSnapshot(NamedTuple):
 
 def take_snapshot(engine: Engine) -> EngineSnapshot:
     """Read an engine; runs in its thread."""
-    scheduler = engine.scheduler
+    queues = engine.queues
     statuses = [s.status for group in engine.groups.values() for s in group.sequences]
     return EngineSnapshot(
-        num_running=sum(len(group.sequences) for group in scheduler.running),
-        num_waiting=len(scheduler.waiting),
+        num_running=sum(len(group.sequences) for group in queues.running),
+        num_waiting=len(queues.waiting),
         num_transferring=statuses.count(SequenceStatus.TRANSFERRING),
-        num_waiting_for_blocks=engine.num_waiting_for_blocks,
-        backlog_tokens=sum(g.num_uncomputed_tokens for g in (*scheduler.running, *scheduler.waiting)),
+        num_waiting_for_blocks=engine.transfers.num_waiting,
+        backlog_tokens=sum(g.num_uncomputed_tokens for g in (*queues.running, *queues.waiting)),
         blocks=engine.pool.counts,
         num_pinned_blocks=engine.num_pinned_blocks,
         oldest_pin_seconds=engine.oldest_pin_seconds,
-        preemptions=scheduler.preemptions,
+        preemptions=engine.preemption.counts,
         guesses=engine.speculator.counts if engine.speculator is not None else SpeculationCounts(0, 0),
     )
 

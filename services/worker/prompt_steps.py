@@ -31,7 +31,7 @@ async def pull_prefix(
 async def add_sequence(parts: WorkerParts, sequence: Sequence) -> None:
     """Give the engine a sequence whose prompt it computes itself."""
     with known_errors(sequence):
-        await parts.engine.call(lambda e: e.add(sequence))
+        await parts.engine.call(lambda e: e.add_request(sequence))
 
 
 def account_prompt(

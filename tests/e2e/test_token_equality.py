@@ -61,7 +61,7 @@ async def test_a_kv_budget(
     engine = Engine(loaded, memory, SchedulerConfig(), block_hash)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64, kv_budget_tokens=64)
     sequence = Sequence("r", list(prompt), len(prompt), params, b"")
-    engine.add(sequence)
+    engine.add_request(sequence)
     while not engine.is_idle:
         engine.step()
     async with e2e.connected(stack) as (client, workers):
@@ -203,7 +203,7 @@ async def test_rules_and_prompt_logprobs_cross_two_processes(
     model = load_model(str(tiny_model("llama")), "float32", torch.device("cpu"))
     memory = KvMemory(model.kv_shape(16), 16, torch.device("cpu"))
     engine = Engine(model, memory, SchedulerConfig(), block_hash)
-    engine.add(sequence)
+    engine.add_request(sequence)
     expected: list[int] = []
     while not engine.is_idle:
         expected += [token.token_id for update in engine.step() for token in update.tokens]

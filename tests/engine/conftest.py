@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.scheduler import SchedulerConfig
 from quire.kvindex.kv_layout import KvShape
@@ -54,7 +54,8 @@ def make_constant_engine() -> Callable[..., Engine]:
         model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
         memory = KvMemory(KvShape(1, 1, 4, 1, "float32"), 8, torch.device("cpu"))
         limits = SchedulerConfig(4, max_num_seqs, max_num_batched_tokens)
-        engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens), **options)
+        parts = EngineParts(**options)
+        engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens), parts=parts)
         engine.runner = ConstantRunner()  # type: ignore[assignment]
         return engine
 

@@ -26,14 +26,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from quire.engine.disk_cache import DiskCache
-from quire.engine.engine import Engine, num_transferred_tokens
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sampling_params import BeamParams, SamplingParams
-from quire.engine.scheduler import Schedule, ScheduledSequence, SchedulerConfig
+from quire.engine.schedule import Schedule, ScheduledSequence
+from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.speculation import DraftRequest, Speculator
+from quire.engine.transfers import num_transferred_tokens
 from quire.kvindex.kv_layout import KvShape
 
 T = TypeVar("T")
@@ -153,20 +155,15 @@ def make_engine(
     )
     swap_memory = KvMemory(SHAPE, num_swap_blocks, CPU) if num_swap_blocks else None
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=10, max_num_batched_tokens=16, preemption=mode)
-    engine = Engine(
-        model,
-        KvMemory(SHAPE, num_blocks, CPU),
-        limits,
-        hash_block,
+    parts = EngineParts(
         swap_memory=swap_memory,
-        # A clock that stands still makes every draft token worth its time.
-        speculator=Speculator(OracleProposer(window), num_tokens=6, clock=lambda: 0.0)
-        if has_drafts
-        else None,
-        clock=lambda: 0.0,
         host_cache=tiers and tiers.host,
         disk_cache=tiers and tiers.disk,
+        # A clock that stands still makes every draft token worth its time.
+        speculator=Speculator(OracleProposer(window), 6, clock=lambda: 0.0) if has_drafts else None,
+        clock=lambda: 0.0,
     )
+    engine = Engine(model, KvMemory(SHAPE, num_blocks, CPU), limits, hash_block, parts=parts)
     engine.runner = FakeRunner(engine, swap_memory, window)  # type: ignore[assignment]
     return engine
 
@@ -183,7 +180,7 @@ def collect(engine: Engine, outputs: Outputs) -> None:
 @cache
 def alone(prompt: tuple[int, ...], params: SamplingParams, window: int | None) -> dict[int, list[int]]:
     engine = make_engine(512, 0, "recompute", window)
-    engine.add(Sequence("r", list(prompt), len(prompt), params, b"root"))
+    engine.add_request(Sequence("r", list(prompt), len(prompt), params, b"root"))
     outputs: Outputs = {}
     while not engine.is_idle:
         collect(engine, outputs)
@@ -254,7 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt, params = self.adapt(prompt, params)
         name = str(len(self.wanted))
         self.wanted[name] = (prompt, params)
-        self.command(lambda e: e.add(Sequence(name, list(prompt), len(prompt), params, b"root")))
+        self.command(lambda e: e.add_request(Sequence(name, list(prompt), len(prompt), params, b"root")))
         return name
 
     @rule(target=requests, prompt=prompts, params=many_params)
@@ -264,7 +261,7 @@ class EngineMachine(RuleBasedStateMachine):
         name = str(len(self.wanted))
         self.wanted[name] = (prompt, params)
         sequence = Sequence(name, list(prompt), len(prompt), params, b"root")
-        self.transfers[name] = Transfer(sequence, self.command(lambda e: e.accept(sequence)))
+        self.transfers[name] = Transfer(sequence, self.command(lambda e: e.transfers.accept(sequence)))
         return name
 
     @rule()
@@ -275,14 +272,14 @@ class EngineMachine(RuleBasedStateMachine):
             transfer.state = TransferState.WAITING
             name = transfer.sequence.request_id
 
-            def on_settled(is_reserved: bool) -> None:
+            def on_outcome(is_reserved: bool) -> None:
                 if is_reserved:
                     transfer.state = TransferState.RESERVED
                 else:
                     self.transfers.pop(name, None)
                     self.aborted.add(name)
 
-            self.command(lambda e: e.reserve(name, on_settled))
+            self.command(lambda e: e.transfers.reserve(name, on_outcome))
 
     @rule(place=st.integers(0, 3))
     def deliver(self, place: int = 0) -> None:
@@ -300,7 +297,7 @@ class EngineMachine(RuleBasedStateMachine):
             first = alone(tuple(prompt), params, self.window)[0][0] if params.num_sequences == 1 else None
             if first is not None:
                 self.outputs[name, 0] = [first]
-            self.command(lambda e: e.admit(name, first))
+            self.command(lambda e: e.transfers.admit(name, first))
 
     @rule(place=st.integers(0, 3))
     def lose(self, place: int) -> None:
@@ -327,7 +324,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Run a command between two steps, as the engine's thread does."""
         result = command(self.engine)
         with self.in_order():
-            self.engine.grant_blocks()
+            self.engine.transfers.grant_blocks()
         return result
 
     @contextmanager
@@ -343,8 +340,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def groups_without_blocks(self) -> set[SequenceGroup]:
         """Return the groups that wait for all of their blocks, or for those that will be pushed."""
-        waiting = {group for group in self.engine.scheduler.waiting if not group.holds_blocks}
-        return waiting | set(self.engine.scheduler.transfers)
+        waiting = {group for group in self.engine.queues.waiting if not group.holds_blocks}
+        return waiting | set(self.engine.queues.transfers)
 
     @rule(num_steps=st.integers(1, 6))
     def run(self, num_steps: int) -> None:
@@ -354,7 +351,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(force=st.sampled_from([True, False]))
     def change_costs(self, force: bool) -> None:
         """Make the one way of preemption or the other the cheaper."""
-        self.engine.scheduler._prefers_swap = lambda num_tokens, num_blocks: force
+        self.engine.preemption.prefers_swap = lambda num_tokens, num_blocks: force
 
     def advance(self) -> None:
         with self.in_order():
@@ -375,12 +372,12 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def no_transfer_waits_for_blocks_that_are_there(self) -> None:
         waiting = self.transfers_in(TransferState.WAITING)
-        scheduler = self.engine.scheduler
-        assert [group.prompt for group in scheduler.transfers] == [each.sequence for each in waiting]
-        if waiting and not any(not group.holds_blocks for group in scheduler.waiting):
+        queues = self.engine.queues
+        assert [group.prompt for group in queues.transfers] == [each.sequence for each in waiting]
+        if waiting and not any(not group.holds_blocks for group in queues.waiting):
             sequence = waiting[0].sequence
             num_missing = -(-sequence.num_tokens // BLOCK_SIZE) - len(sequence.block_table)
-            num_kept = 1 if scheduler.running else 0
+            num_kept = 1 if queues.running else 0
             assert num_missing > self.engine.pool.num_allocatable - num_kept
 
     @invariant()
@@ -470,7 +467,7 @@ class TieredEngineMachine(EngineMachine):
         self.later = Later()
         self.disk = open_disk(Path(self.folder.name), self.later)
         self.host = HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU))
-        self.lent: tuple[list[int], list[int]] = [], []
+        self.pinned: tuple[list[int], list[int]] = [], []
         tiers = Tiers(self.host, self.disk)
         self.engine = make_engine(
             self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, tiers, has_drafts=True
@@ -484,16 +481,16 @@ class TieredEngineMachine(EngineMachine):
         prompt, _ = self.adapt(prompt, SamplingParams())
         sequence = Sequence("pin", list(prompt), len(prompt), SamplingParams(), b"root")
         sequence.extend_hashes(BLOCK_SIZE, hash_block)
-        self.lent = self.command(lambda e: e.pin("pin", sequence.block_hashes)), prompt
+        self.pinned = self.command(lambda e: e.pin("pin", sequence.block_hashes)), prompt
         self.engine.check_conservation()
 
     @rule()
     def unpin(self) -> None:
         """Compare what is pinned with its tokens still, and let it go."""
-        block_ids, prompt = self.lent
+        block_ids, prompt = self.pinned
         held = [int(t) for b in block_ids for t in self.engine.memory.blocks[b, 0, 0, 0, :, 0]]
         assert held == prompt[: len(held)]
-        self.lent = [], []
+        self.pinned = [], []
         self.command(lambda e: e.unpin("pin"))
 
     @rule()
@@ -547,7 +544,7 @@ def test_a_working_set_larger_than_the_pool_comes_back_from_every_tier(tmp_path:
     prompts = [random.Random(seed).choices(range(2, VOCAB_SIZE), k=21) for seed in range(6)]
     for number, index in enumerate([0, 0, 1, 0, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]):
         name = str(number)
-        engine.add(Sequence(name, list(prompts[index]), 21, params, b"root"))
+        engine.add_request(Sequence(name, list(prompts[index]), 21, params, b"root"))
         outputs: Outputs = {}
         while not engine.is_idle:
             collect(engine, outputs)
@@ -566,7 +563,7 @@ def test_blocks_from_host_memory_do_not_push_out_what_they_follow() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1)
     beginning = random.Random(0).choices(range(2, VOCAB_SIZE), k=32)
     for prompt in ([*beginning[:8], 2], [*beginning, 3], [*beginning, 4]):
-        engine.add(Sequence("r", list(prompt), len(prompt), params, b"root"))
+        engine.add_request(Sequence("r", list(prompt), len(prompt), params, b"root"))
         outputs: Outputs = {}
         while not engine.is_idle:
             collect(engine, outputs)

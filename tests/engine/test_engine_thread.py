@@ -33,19 +33,19 @@ def prompt(name: str, token: int, num_tokens: int, max_tokens: int = 2) -> Seque
 
 
 def reserve(name: str) -> Callable[[Engine, Callable[[bool], None]], None]:
-    return lambda engine, on_settled: engine.reserve(name, on_settled)
+    return lambda engine, on_settled: engine.transfers.reserve(name, on_settled)
 
 
 async def test_blocks_of_a_request_that_its_first_token_ends_go_to_the_next(engine: Engine) -> None:
     thread = EngineThread(engine)
     thread.start()
-    await thread.call(lambda e: e.accept(prompt("first", 2, 24, max_tokens=1)))
-    await thread.call(lambda e: e.accept(prompt("second", 3, 24)))
+    await thread.call(lambda e: e.transfers.accept(prompt("first", 2, 24, max_tokens=1)))
+    await thread.call(lambda e: e.transfers.accept(prompt("second", 3, 24)))
     assert await thread.call_back(reserve("first"))
     second = asyncio.create_task(thread.call_back(reserve("second")))
     await asyncio.sleep(0)  # it has posted its command
-    assert await thread.call(lambda e: e.num_waiting_for_blocks) == 1
-    update = await thread.call(lambda e: e.admit("first", 5))
+    assert await thread.call(lambda e: e.transfers.num_waiting) == 1
+    update = await thread.call(lambda e: e.transfers.admit("first", 5))
     assert update.status.is_finished
     assert await asyncio.wait_for(second, SECONDS)
     await thread.stop()
@@ -57,14 +57,14 @@ async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(
     thread = EngineThread(engine)
     thread.start()
     cached, running = thread.subscribe("cached"), thread.subscribe("running")
-    await thread.call(lambda e: e.add(prompt("cached", 2, 12)))
+    await thread.call(lambda e: e.add_request(prompt("cached", 2, 12)))
     while not (await asyncio.wait_for(cached.get(), SECONDS)).status.is_finished:  # type: ignore[union-attr]
         pass
 
     def begin(engine: Engine) -> int:
-        engine.add(prompt("running", 3, 17, max_tokens=12))
+        engine.add_request(prompt("running", 3, 17, max_tokens=12))
         engine.step()
-        return engine.accept(prompt("transfer", 2, 24))
+        return engine.transfers.accept(prompt("transfer", 2, 24))
 
     # Five blocks and three cached ones: for one more, the running request gives up its own.
     assert await thread.call(begin) == 3
@@ -79,11 +79,11 @@ async def test_a_request_that_ends_waits_no_longer_for_blocks(engine: Engine) ->
     thread = EngineThread(engine)
     thread.start()
     for name in ("first", "second"):
-        await thread.call(lambda e, name=name: e.accept(prompt(name, 2, 24)))  # type: ignore[misc]
+        await thread.call(lambda e, name=name: e.transfers.accept(prompt(name, 2, 24)))  # type: ignore[misc]
     assert await thread.call_back(reserve("first"))
     second = asyncio.create_task(thread.call_back(reserve("second")))
     await asyncio.sleep(0)  # it has posted its command
-    assert await thread.call(lambda e: e.num_waiting_for_blocks) == 1
+    assert await thread.call(lambda e: e.transfers.num_waiting) == 1
     await thread.call(lambda e: e.abort("second"))
     assert await asyncio.wait_for(second, SECONDS) is False
     await thread.stop()
@@ -95,18 +95,18 @@ async def test_a_failed_step_ends_everything_that_waits(engine: Engine) -> None:
     thread.start()
     updates = thread.subscribe("first")
     for name in ("first", "second"):
-        await thread.call(lambda e, name=name: e.accept(prompt(name, 2, 24)))  # type: ignore[misc]
+        await thread.call(lambda e, name=name: e.transfers.accept(prompt(name, 2, 24)))  # type: ignore[misc]
     assert await thread.call_back(reserve("first"))
     second = asyncio.create_task(thread.call_back(reserve("second")))
     await asyncio.sleep(0)  # it has posted its command
-    assert await thread.call(lambda e: e.num_waiting_for_blocks) == 1
+    assert await thread.call(lambda e: e.transfers.num_waiting) == 1
 
     def fail(scheduled: Any) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
     def run(engine: Engine) -> None:
         engine.runner.forward = fail  # type: ignore[method-assign]
-        engine.admit("first", 5)
+        engine.transfers.admit("first", 5)
 
     await thread.call(run)
     error = await asyncio.wait_for(updates.get(), SECONDS)
@@ -147,7 +147,7 @@ async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(engine:
     thread.start()
     updates = thread.subscribe("running")
     for name in ("first", "second"):
-        await thread.call(lambda e, name=name: e.accept(prompt(name, 2, 24)))  # type: ignore[misc]
+        await thread.call(lambda e, name=name: e.transfers.accept(prompt(name, 2, 24)))  # type: ignore[misc]
     assert await thread.call_back(reserve("first"))
     goes_on = threading.Event()
 
@@ -157,7 +157,7 @@ async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(engine:
 
     def run(engine: Engine) -> None:
         engine.runner.forward = hang  # type: ignore[method-assign]
-        engine.add(prompt("running", 3, 4))
+        engine.add_request(prompt("running", 3, 4))
 
     waiting = asyncio.create_task(thread.call_back(reserve("second")))
     await thread.call(run)

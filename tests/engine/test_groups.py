@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.engine.engine import Engine, RequestTooLongError
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.request_errors import RequestTooLongError
 from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
@@ -52,7 +53,8 @@ def make_engine(
     shape = model.kv_shape(BLOCK_SIZE)
     swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs, budget, **config)  # type: ignore[arg-type]
-    return Engine(model, KvMemory(shape, num_blocks, CPU), limits, hash_block, swap_memory=swap_memory)
+    parts = EngineParts(swap_memory=swap_memory)
+    return Engine(model, KvMemory(shape, num_blocks, CPU), limits, hash_block, parts=parts)
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:
@@ -67,7 +69,7 @@ def make_request(name: str, prompt: list[int], **params: object) -> Sequence:
 def run(engine: Engine, requests: list[Sequence]) -> dict[tuple[str, int], list[int]]:
     """Run requests to their ends; return the tokens of each sequence."""
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     outputs: dict[tuple[str, int], list[int]] = {}
     while not engine.is_idle:
         for sequence, _, tokens, *_ in engine.step():
@@ -91,7 +93,7 @@ def test_each_of_eight_samples_is_what_its_seed_gives_alone(
 
 def test_samples_share_the_prompt_and_copy_only_its_last_block(load: Callable[[str], LoadedModel]) -> None:
     engine = make_engine(load("llama"))
-    engine.add(make_request("r", make_prompt(100), n=8))
+    engine.add_request(make_request("r", make_prompt(100), n=8))
     while not engine.groups["r"].is_forked:
         engine.step()
     assert engine.pool.counts.used == 7
@@ -119,17 +121,17 @@ def test_preempted_groups_give_the_same_tokens(load: Callable[[str], LoadedModel
     expected = run(make_engine(load("llama")), make())
     engine = make_engine(load("llama"), num_blocks=26, num_swap_blocks=40, preemption=mode)
     assert run(engine, make()) == expected
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.preemption.num_preempted > 0
     if mode != "auto":
-        assert engine.scheduler.preemptions[mode == "recompute"] == engine.scheduler.num_preemptions
+        assert engine.preemption.counts[mode == "recompute"] == engine.preemption.num_preempted
 
 
 def test_what_can_never_fit_is_refused_at_once(load: Callable[[str], LoadedModel]) -> None:
     engine = make_engine(load("llama"), num_blocks=10)
     with pytest.raises(RequestTooLongError, match="take 13 blocks; this worker has 10: ask for fewer"):
-        engine.add(make_request("r", make_prompt(20), n=4))
+        engine.add_request(make_request("r", make_prompt(20), n=4))
     with pytest.raises(RequestTooLongError, match="8 sequences of one request; this worker runs at most 4"):
-        make_engine(load("llama"), max_num_seqs=4).add(make_request("r", make_prompt(20), n=8))
+        make_engine(load("llama"), max_num_seqs=4).add_request(make_request("r", make_prompt(20), n=8))
     assert run(engine, [make_request("r", make_prompt(20), n=2)])
 
 
@@ -137,8 +139,8 @@ def test_the_second_of_two_equal_prompts_waits_for_the_first(load: Callable[[str
     engine = make_engine(load("llama"), budget=64)
     prompt = make_prompt(200)
     first, second = make_request("first", prompt), make_request("second", prompt)
-    engine.add(first)
-    engine.add(second)
+    engine.add_request(first)
+    engine.add_request(second)
     while not engine.is_idle:
         engine.step()
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 192)
@@ -176,7 +178,7 @@ def test_beam_search_equals_transformers(
 
 def test_beams_share_blocks(load: Callable[[str], LoadedModel]) -> None:
     engine = make_engine(load("llama"))
-    engine.add(make_request("r", make_prompt(160), beam=BeamParams(4), max_tokens=64))
+    engine.add_request(make_request("r", make_prompt(160), beam=BeamParams(4), max_tokens=64))
     most = 0
     while not engine.is_idle:
         engine.step()
@@ -187,8 +189,8 @@ def test_beams_share_blocks(load: Callable[[str], LoadedModel]) -> None:
 def test_an_aborted_group_leaves_nothing(load: Callable[[str], LoadedModel]) -> None:
     engine = make_engine(load("llama"), num_blocks=30, num_swap_blocks=30, preemption="swap")
     for index in range(4):
-        engine.add(make_request(str(index), make_prompt(60, index), n=3))
-    while not engine.scheduler.preemptions.swapped:
+        engine.add_request(make_request(str(index), make_prompt(60, index), n=3))
+    while not engine.preemption.counts.swapped:
         engine.step()
     for index in range(4):
         engine.abort(str(index))

@@ -234,7 +234,7 @@ def make_request(name: str, prompt: list[int], **params: Any) -> Sequence:
 def run(engine: Engine, *requests: Sequence) -> dict[tuple[str, int], list[int]]:
     """Run requests to their ends; return the tokens of each sequence."""
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     outputs: dict[tuple[str, int], list[int]] = {}
     while not engine.is_idle:
         for sequence, _, tokens, *_ in engine.step():

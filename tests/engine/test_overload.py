@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
@@ -44,8 +44,7 @@ def make_engine() -> Engine:
         KvMemory(shape, NUM_BLOCKS, cpu),
         SchedulerConfig(BLOCK_SIZE, max_num_seqs=64, max_num_batched_tokens=2048, preemption="swap"),
         block_hash,
-        swap_memory=KvMemory(shape, NUM_BLOCKS, cpu),
-        clock=lambda: 0.0,
+        parts=EngineParts(swap_memory=KvMemory(shape, NUM_BLOCKS, cpu), clock=lambda: 0.0),
     )
     engine.runner = FirstTokens()  # type: ignore[assignment]
     return engine
@@ -74,22 +73,22 @@ def overload(*, has_transfers: bool) -> Load:
         params = SamplingParams(temperature=0, max_tokens=rng.randint(20, MAX_TOKENS), ignore_eos=True)
         prompt = Sequence(name, rng.choices(range(2, VOCAB_SIZE), k=length), length, params, b"root")
         if not has_transfers:
-            engine.add(prompt)
+            engine.add_request(prompt)
             return
-        engine.accept(prompt)
-        engine.reserve(name, lambda is_granted: granted.append(name) if is_granted else None)
-        engine.grant_blocks()
+        engine.transfers.accept(prompt)
+        engine.transfers.reserve(name, lambda is_granted: granted.append(name) if is_granted else None)
+        engine.transfers.grant_blocks()
 
     def num_queued() -> int:
         if has_transfers:
-            return engine.num_waiting_for_blocks + len(granted)
-        return len(engine.scheduler.waiting)
+            return engine.transfers.num_waiting + len(granted)
+        return len(engine.queues.waiting)
 
     for step in range(NUM_STEPS):
         while num_queued() < NUM_QUEUED:
             queue_request()
         while granted:  # the blocks arrive at once
-            engine.admit(granted.pop(0), TOKEN)
+            engine.transfers.admit(granted.pop(0), TOKEN)
         for update in engine.step():
             name = update.sequence.request_id
             if update.tokens:
@@ -128,7 +127,7 @@ def test_a_group_that_lacks_blocks_is_matched_with_the_cache_when_it_may_fit() -
         ("running", [3] * (120 * BLOCK_SIZE)),
         ("blocked", [*cached, *[4] * (100 * BLOCK_SIZE)]),
     ):
-        engine.add(Sequence(name, token_ids, len(token_ids), params, b"root"))
+        engine.add_request(Sequence(name, token_ids, len(token_ids), params, b"root"))
         if name == "cached":
             while not engine.is_idle:
                 engine.step()

@@ -10,11 +10,13 @@ from random import Random
 import pytest
 import torch
 
-from quire.engine.engine import Engine, KvBudgetError, RequestTooLongError
+from quire.engine.engine import Engine, EngineParts, KvBudgetError, RequestTooLongError
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.paged_eviction import PagedEviction, Score, importance
+from quire.engine.request_errors import KvBudgetError, RequestTooLongError
 from quire.engine.sampling_params import BeamParams, SamplingParams
+from quire.engine.schedule import Schedule
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
 from quire.kvindex.kv_layout import KvShape
@@ -50,8 +52,8 @@ def make_engine(
     memory = KvMemory(shape, num_blocks, CPU)
     swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
     config = SchedulerConfig(BLOCK_SIZE, 16, 64, preemption)
-    eviction = PagedEviction(memory, score)
-    return Engine(model, memory, config, hash_block, swap_memory=swap_memory, eviction=eviction)
+    parts = EngineParts(swap_memory=swap_memory, eviction=PagedEviction(memory, score))
+    return Engine(model, memory, config, hash_block, parts=parts)
 
 
 def make_request(name: str, length: int = 200, budget: int | None = BUDGET, **params: object) -> Sequence:
@@ -62,7 +64,7 @@ def make_request(name: str, length: int = 200, budget: int | None = BUDGET, **pa
 
 def run(engine: Engine, *requests: Sequence) -> list[list[int]]:
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     while not engine.is_idle:
         engine.step()
         engine.check_conservation()
@@ -83,7 +85,7 @@ def test_a_block_matters_by_its_values_and_keys() -> None:
 def test_the_budget_holds_from_the_prompts_end_on(model: LoadedModel) -> None:
     engine = make_engine(model)
     request = make_request("r")
-    engine.add(request)
+    engine.add_request(request)
     while not engine.is_idle:
         engine.step()
         if request.num_computed_tokens >= request.num_prompt_tokens and request.block_table:
@@ -140,7 +142,7 @@ def test_preempted_requests_go_on_as_before(model: LoadedModel, preemption: str)
     engine = make_engine(model, 22, num_swap_blocks=64, preemption=preemption)
     requests = [make_request(str(length), length, n=3) for length in lengths]
     assert run(engine, *requests) == alone
-    assert engine.scheduler.preemptions[preemption == "recompute"] > 0
+    assert engine.preemption.counts[preemption == "recompute"] > 0
 
 
 def test_a_request_is_cut_again_though_its_whole_prompt_is_cached(model: LoadedModel) -> None:
@@ -149,11 +151,11 @@ def test_a_request_is_cut_again_though_its_whole_prompt_is_cached(model: LoadedM
     [alone] = run(make_engine(model), make_request("r", length))
     engine = make_engine(model)
     request = make_request("r", length)
-    engine.add(request)
+    engine.add_request(request)
     while request.num_tokens < length + 2:
         engine.step()
-    [group] = engine.scheduler.running
-    engine.scheduler._preempt(group)
+    [group] = engine.queues.running
+    engine.preemption.preempt(group, Schedule())
     run(engine)
     assert request.token_ids[length:] == alone
 
@@ -163,16 +165,16 @@ def test_a_transferred_prompt_is_cut_where_it_arrives(model: LoadedModel) -> Non
     prefill, decode = make_engine(model), make_engine(model)
     there, here = make_request("r"), make_request("r")
     there.stops_after_prefill = True
-    decode.accept(here)
-    prefill.add(there)
+    decode.transfers.accept(here)
+    prefill.add_request(there)
     while not there.status.is_finished:
         prefill.step()
     assert NO_BLOCK not in there.block_table
-    decode.reserve("r", lambda _: None)
-    decode.grant_blocks()
+    decode.transfers.reserve("r", lambda _: None)
+    decode.transfers.grant_blocks()
     for source, target in zip(there.block_table, here.block_table, strict=True):
         decode.memory.write(target, prefill.memory.read(source))
-    decode.admit("r", there.token_ids[-1])
+    decode.transfers.admit("r", there.token_ids[-1])
     assert len(here.held_blocks) <= BUDGET // BLOCK_SIZE
     while not decode.is_idle:
         decode.step()
@@ -186,15 +188,15 @@ def test_the_limit_is_that_of_the_prompt_and_the_budget(model: LoadedModel) -> N
     """The prompt has 13 blocks; three answers to it have 25 each at their ends, of which 4 are kept."""
     engine = make_engine(model, 32)
     with pytest.raises(RequestTooLongError, match="take 51 blocks; this worker has 32"):
-        engine.add(make_request("r", n=3, max_tokens=200, budget=None))
+        engine.add_request(make_request("r", n=3, max_tokens=200, budget=None))
     assert len(run(engine, make_request("r", n=3, max_tokens=200))[0]) == 200
 
 
 def test_what_cannot_be_kept_is_refused(model: LoadedModel, load: LoadTiny) -> None:
     with pytest.raises(KvBudgetError, match="must be at least 48, 3 blocks; got 47"):
-        make_engine(model).add(make_request("r", budget=47))
+        make_engine(model).add_request(make_request("r", budget=47))
     for architecture in ("mistral", "gemma2"):
         with pytest.raises(KvBudgetError, match="sliding windows"):
-            make_engine(load(architecture)).add(make_request("r"))
+            make_engine(load(architecture)).add_request(make_request("r"))
     with pytest.raises(ValueError, match="kv_budget_tokens"):
         SamplingParams(kv_budget_tokens=64, beam=BeamParams(2))

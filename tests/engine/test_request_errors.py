@@ -71,7 +71,7 @@ def make_request(name: str, grammar: Any = None, **params: Any) -> Sequence:
 def run(engine: Engine, *requests: Sequence) -> tuple[Outputs, Errors]:
     """Run requests to their ends; return the tokens of each sequence, and the errors."""
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     outputs: Outputs = {}
     errors: Errors = {}
     while not engine.is_idle:
@@ -194,11 +194,11 @@ def test_a_prefill_that_fails_keeps_its_blocks_until_they_are_released(
     def breaking(*_: Any) -> Any:
         raise OverflowError("scripted")
 
-    monkeypatch.setattr("quire.engine.engine.rank_tokens", breaking)
+    monkeypatch.setattr("quire.engine.sampling_step.rank_tokens", breaking)
     engine = make_engine(model)
     request = make_request("culprit", num_prompt_logprobs=1)
     request.stops_after_prefill = True
-    engine.add(request)
+    engine.add_request(request)
     [update] = engine.step()
     assert str(update.error) == "OverflowError: scripted"
     assert engine.pool.counts.used == 2

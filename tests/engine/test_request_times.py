@@ -41,7 +41,7 @@ def prompt(name: str, length: int = 12, **options: Any) -> Sequence:
 def test_a_request_waits_until_its_first_step(engine: Engine, clock: Clock) -> None:
     first, second = prompt("a"), prompt("b")
     for clock.now, sequence in ((1.0, first), (2.0, second)):
-        engine.add(sequence)
+        engine.add_request(sequence)
     clock.now = 3.0
     engine.step()
     assert (first.queued_at, first.started_at, second.started_at) == (1.0, 3.0, 0.0)
@@ -56,11 +56,11 @@ def test_a_request_waits_until_its_first_step(engine: Engine, clock: Clock) -> N
 
 def test_an_accepted_request_is_queued_when_its_blocks_are_there(engine: Engine, clock: Clock) -> None:
     sequence = prompt("a")
-    engine.accept(sequence)
-    engine.reserve("a", lambda _: None)
-    engine.grant_blocks()
+    engine.transfers.accept(sequence)
+    engine.transfers.reserve("a", lambda _: None)
+    engine.transfers.grant_blocks()
     clock.now = 4.0
-    engine.admit("a", 5)
+    engine.transfers.admit("a", 5)
     clock.now = 6.0
     engine.step()
     assert (sequence.queued_at, sequence.started_at) == (4.0, 6.0)
@@ -68,19 +68,19 @@ def test_an_accepted_request_is_queued_when_its_blocks_are_there(engine: Engine,
 
 def test_blocks_wait_for_an_older_request(engine: Engine) -> None:
     for name in ("a", "b", "c"):
-        engine.accept(prompt(name))
-        engine.reserve(name, lambda _: None)
-    engine.grant_blocks()
-    assert engine.num_waiting_for_blocks == 1
+        engine.transfers.accept(prompt(name))
+        engine.transfers.reserve(name, lambda _: None)
+    engine.transfers.grant_blocks()
+    assert engine.transfers.num_waiting == 1
     engine.abort("a")
-    engine.grant_blocks()
-    assert engine.num_waiting_for_blocks == 0
+    engine.transfers.grant_blocks()
+    assert engine.transfers.num_waiting == 0
 
 
 def test_the_oldest_pin_is_a_finished_prefill_or_a_lease(engine: Engine, clock: Clock) -> None:
     assert engine.oldest_pin_seconds == 0.0
     sequence = prompt("a", stops_after_prefill=True)
-    engine.add(sequence)
+    engine.add_request(sequence)
     while not engine.is_idle:
         clock.now += 1.0
         engine.step()

@@ -30,8 +30,8 @@ def run(model: LoadedModel, sequence: Sequence, budget: int, company: int = 0) -
     params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
     for place in range(company):
         prompt = Random(place).choices(range(2, 320), k=7 + place)
-        engine.add(Sequence(f"other-{place}", prompt, len(prompt), params, b"other"))
-    engine.add(sequence)
+        engine.add_request(Sequence(f"other-{place}", prompt, len(prompt), params, b"other"))
+    engine.add_request(sequence)
     drawn = []
     while not engine.is_idle:
         for update in engine.step():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from quire.engine.draft_proposer import DraftProposer
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.ngram_proposer import NgramProposer, continue_repetition
@@ -97,9 +97,11 @@ def make_engine(
         KvMemory(shape, num_blocks, CPU),
         limits,
         hash_block,
-        swap_memory=KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None,
-        # A clock that stands still makes every draft token worth its time.
-        speculator=proposer and Speculator(proposer, num_tokens, clock=lambda: 0.0),
+        parts=EngineParts(
+            swap_memory=KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None,
+            # A clock that stands still makes every draft token worth its time.
+            speculator=proposer and Speculator(proposer, num_tokens, clock=lambda: 0.0),
+        ),
     )
 
 
@@ -131,7 +133,7 @@ def run(engine: Engine, requests: list[Sequence]) -> Outputs:
     waiting = list(requests)
     while waiting or not engine.is_idle:
         if waiting:
-            engine.add(waiting.pop(0))
+            engine.add_request(waiting.pop(0))
         for update in engine.step():
             tokens = outputs.setdefault((update.sequence.request_id, update.sequence.index), [])
             tokens += update.tokens
@@ -222,7 +224,7 @@ def test_few_blocks_and_a_small_budget(
             num_tokens=num_tokens,
         )
         assert run(engine, make_requests(1.0, lengths)) == expected
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.preemption.num_preempted > 0
     assert counts(engine)[1] > 0
 
 
@@ -231,7 +233,7 @@ def test_the_model_as_its_own_draft_is_always_right(load: Callable[[str], Loaded
     for temperature in (0.0, 1.0):
         engine = make_engine(model, model, num_tokens=4)
         num_steps = 0
-        engine.add(make_requests(temperature, max_tokens=41)[1])
+        engine.add_request(make_requests(temperature, max_tokens=41)[1])
         while not engine.is_idle:
             num_steps += bool(engine.step())
         drafted, accepted = counts(engine)
@@ -244,12 +246,14 @@ def test_a_draft_that_finished_sequences_used_has_its_blocks_again(
     load: Callable[[str], LoadedModel],
 ) -> None:
     model = load("llama")
-    memory = KvMemory(model.kv_shape(BLOCK_SIZE), 32, CPU)
-    drafter = DraftProposer(model, memory, SchedulerConfig(BLOCK_SIZE, 4, 64), hash_block, frozenset())
-    engine = make_engine(model)
-    engine.speculator = Speculator(drafter, 4, clock=lambda: 0.0)
+    shape, limits = model.kv_shape(BLOCK_SIZE), SchedulerConfig(BLOCK_SIZE, 4, 64)
+    drafter = DraftProposer(model, KvMemory(shape, 32, CPU), limits, hash_block, frozenset())
+    parts = EngineParts(speculator=Speculator(drafter, 4, clock=lambda: 0.0))
+    engine = Engine(model, KvMemory(shape, 512, CPU), limits, hash_block, parts=parts)
     for seed in range(5):
-        engine.add(Sequence(str(seed), make_prompt(90, seed), 90, SamplingParams(max_tokens=9), b"root"))
+        engine.add_request(
+            Sequence(str(seed), make_prompt(90, seed), 90, SamplingParams(max_tokens=9), b"root")
+        )
         while not engine.is_idle:
             engine.step()
             drafter.pool.check_conservation()

@@ -93,7 +93,7 @@ def make_request(
 def run(engine: Engine, *requests: Sequence) -> dict[tuple[str, int], list[int]]:
     """Run requests to their ends; return the tokens of each sequence."""
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     outputs: dict[tuple[str, int], list[int]] = {}
     while not engine.is_idle:
         for sequence, _, tokens, *_ in engine.step():
@@ -175,7 +175,7 @@ def test_an_answer_that_is_complete_before_min_tokens_is_an_error(
     model: LoadedModel, compiler: GrammarCompiler
 ) -> None:
     engine = make_engine(model)
-    engine.add(make_request(compiler, OutputFormat("regex", "ab"), min_tokens=5))
+    engine.add_request(make_request(compiler, OutputFormat("regex", "ab"), min_tokens=5))
     updates = [update for _ in range(3) for update in engine.step()]
     assert isinstance(updates[-1].error, NoTokenLeftError)
     assert updates[-1].error.field == "min_tokens"

@@ -51,7 +51,7 @@ def make_sequence(request_id: str, prompt: list[int], **params: object) -> Seque
 
 def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
     for sequence in sequences:
-        engine.add(sequence)
+        engine.add_request(sequence)
     while not engine.is_idle:
         engine.step()
     engine.check_conservation()
@@ -140,7 +140,7 @@ def test_a_block_is_not_evicted_before_it_is_copied(tiny_model, expected) -> Non
     assert second.num_cached_tokens == 10
     [(source, own)] = moved[0].copies
     assert source != own
-    assert moved[0].lent == [source]
+    assert moved[0].pinned == [source]
 
 
 def test_nothing_is_copied_when_the_pool_has_no_block_to_spare(tiny_model, expected) -> None:
@@ -171,7 +171,7 @@ def test_preempted_sequences_are_recomputed(tiny_model, expected) -> None:
     engine = make_engine(tiny_model("llama"), num_blocks=16)
     prompts = [make_prompt(40, seed=index) for index in range(4)]
     outputs = run(engine, [make_sequence(str(i), prompt) for i, prompt in enumerate(prompts)])
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.preemption.num_preempted > 0
     assert outputs == [expected("llama", prompt) for prompt in prompts]
 
 

@@ -31,19 +31,19 @@ def run(engine: Engine) -> None:
 
 def test_the_newest_gives_way_to_the_oldest(engine: Engine) -> None:
     for token in (2, 3):
-        engine.add(prompt(f"cache {token}", token, 3))
+        engine.add_request(prompt(f"cache {token}", token, 3))
         run(engine)
     settled: dict[str, bool] = {}
-    assert engine.accept(prompt("old", 2, 6)) == 3
-    assert engine.accept(prompt("new", 3, 6)) == 3
-    engine.reserve("old", lambda given: settled.update(old=given))
-    engine.grant_blocks()
+    assert engine.transfers.accept(prompt("old", 2, 6)) == 3
+    assert engine.transfers.accept(prompt("new", 3, 6)) == 3
+    engine.transfers.reserve("old", lambda given: settled.update(old=given))
+    engine.transfers.grant_blocks()
     # Six of eight blocks are held, and each of the two wants three more.
     assert not settled
-    engine.reserve("new", lambda given: settled.update(new=given))
-    engine.grant_blocks()
+    engine.transfers.reserve("new", lambda given: settled.update(new=given))
+    engine.transfers.grant_blocks()
     assert settled == {"new": False, "old": True}
-    engine.admit("old", 5)
+    engine.transfers.admit("old", 5)
     run(engine)
     engine.check_conservation()
     assert engine.pool.counts.used == 0
@@ -51,14 +51,14 @@ def test_the_newest_gives_way_to_the_oldest(engine: Engine) -> None:
 
 
 def test_nobody_gives_way_while_another_request_will_give_blocks_back(engine: Engine) -> None:
-    engine.add(prompt("cache", 2, 3))
+    engine.add_request(prompt("cache", 2, 3))
     run(engine)
-    engine.add(prompt("running", 3, 4))
+    engine.add_request(prompt("running", 3, 4))
     engine.step()
     settled: list[bool] = []
-    assert engine.accept(prompt("waiting", 2, 6)) == 3
-    engine.reserve("waiting", settled.append)
-    engine.grant_blocks()
+    assert engine.transfers.accept(prompt("waiting", 2, 6)) == 3
+    engine.transfers.reserve("waiting", settled.append)
+    engine.transfers.grant_blocks()
     assert not settled
     run(engine)
     assert settled == [True]

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.engine.engine import Engine, RequestTooLongError
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.request_errors import RequestTooLongError
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
@@ -65,7 +66,8 @@ def make_engine(
     shape = model.kv_shape(BLOCK_SIZE)
     config = SchedulerConfig(BLOCK_SIZE, 8, budget, preemption)
     swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
-    return Engine(model, KvMemory(shape, num_blocks, CPU), config, hash_block, swap_memory=swap_memory)
+    parts = EngineParts(swap_memory=swap_memory)
+    return Engine(model, KvMemory(shape, num_blocks, CPU), config, hash_block, parts=parts)
 
 
 def make_request(name: str, length: int, prompt_seed: int = 0, **params: object) -> Sequence:
@@ -106,7 +108,7 @@ def test_memory_is_bounded_by_the_window(model: LoadedModel, expected: object, l
     """Eight blocks hold 128 tokens; the sequence has up to 450."""
     engine = make_engine(model, num_blocks=8)
     request = make_request("r", length)
-    engine.add(request)
+    engine.add_request(request)
     assert finish(engine) <= 8
     assert outputs(request) == expected(request.token_ids[:length])  # type: ignore[operator]
 
@@ -114,7 +116,7 @@ def test_memory_is_bounded_by_the_window(model: LoadedModel, expected: object, l
 def test_a_decode_holds_its_window_alone(model: LoadedModel) -> None:
     engine = make_engine(model, num_blocks=64)
     request = make_request("r", 100)
-    engine.add(request)
+    engine.add_request(request)
     while request.num_output_tokens < 200:
         engine.step()
     assert len(request.held_blocks) <= WINDOW // BLOCK_SIZE + 2
@@ -128,9 +130,9 @@ def test_preempted_windows_come_back(model: LoadedModel, expected: object, preem
     engine = make_engine(model, 16, num_swap_blocks=24, preemption=preemption)
     requests = [make_request(str(index), 50 + 20 * index, index, n=3) for index in range(4)]
     for request in requests:
-        engine.add(request)
+        engine.add_request(request)
     finish(engine)
-    assert engine.scheduler.preemptions[preemption == "recompute"] > 0
+    assert engine.preemption.counts[preemption == "recompute"] > 0
     for request in requests:
         assert outputs(request) == expected(request.token_ids[: request.num_prompt_tokens])  # type: ignore[operator]
 
@@ -140,11 +142,11 @@ def test_samples_share_a_window(model: LoadedModel) -> None:
     for index in range(4):
         engine = make_engine(model, 64)
         request = make_request("r", 70, temperature=1.0, seed=index, max_tokens=80)
-        engine.add(request)
+        engine.add_request(request)
         finish(engine)
         alone.append(outputs(request))
     engine = make_engine(model, 20)
-    engine.add(make_request("r", 70, temperature=1.0, n=4, max_tokens=80))
+    engine.add_request(make_request("r", 70, temperature=1.0, n=4, max_tokens=80))
     while not engine.is_idle:
         for update in engine.step():
             together.setdefault(update.sequence.index, []).extend(t.token_id for t in update.tokens)
@@ -155,9 +157,9 @@ def test_samples_share_a_window(model: LoadedModel) -> None:
 def test_a_prefix_hit_takes_the_last_window_of_the_whole_chain(model: LoadedModel, expected: object) -> None:
     engine = make_engine(model, 64)
     first, second = make_request("first", 150), make_request("second", 150)
-    engine.add(first)
+    engine.add_request(first)
     finish(engine)
-    engine.add(second)
+    engine.add_request(second)
     engine.step()
     assert second.num_cached_tokens == 149
     assert len(second.held_blocks) < 9
@@ -169,20 +171,20 @@ def test_a_transfer_brings_the_window_alone(model: LoadedModel, expected: object
     prefill, decode = make_engine(model, 64), make_engine(model, 8)
     there, here = make_request("r", 150), make_request("r", 150)
     there.stops_after_prefill = True
-    first_block = decode.accept(here)
+    first_block = decode.transfers.accept(here)
     assert first_block == (150 + 1 - WINDOW) // BLOCK_SIZE
-    prefill.add(there)
+    prefill.add_request(there)
     while not there.status.is_finished:
         prefill.step()
     reserved: list[bool] = []
-    decode.reserve("r", reserved.append)
-    decode.grant_blocks()
+    decode.transfers.reserve("r", reserved.append)
+    decode.transfers.grant_blocks()
     assert reserved
     assert len(here.held_blocks) <= WINDOW // BLOCK_SIZE + 2
     for index in range(first_block, 10):
         assert there.block_table[index] != NO_BLOCK
         decode.memory.write(here.block_table[index], prefill.memory.read(there.block_table[index]))
-    decode.admit("r", there.token_ids[-1])
+    decode.transfers.admit("r", there.token_ids[-1])
     prefill.abort("r")
     prefill.check_conservation()
     assert finish(decode) <= 4
@@ -193,4 +195,4 @@ def test_a_transfer_brings_the_window_alone(model: LoadedModel, expected: object
 def test_what_does_not_fit_even_so_is_refused(model: LoadedModel) -> None:
     engine = make_engine(model, 8)
     with pytest.raises(RequestTooLongError, match="this worker has 8: ask for fewer sequences"):
-        engine.add(make_request("r", 100, n=8))
+        engine.add_request(make_request("r", 100, n=8))

@@ -44,7 +44,7 @@ class Receiver:
         self.thread.start()
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         sequence = Sequence("r", [2] * 8, 8, params, b"")
-        first_block = await self.thread.call(lambda e: e.accept(sequence))
+        first_block = await self.thread.call(lambda e: e.transfers.accept(sequence))
         layout = KvLayout(1, 1, BLOCK_SIZE, 1, "float32", "digest", "float32", "cpu")
         tickets = Tickets(self.thread, self.memory, layout, "epoch")
         updates = self.thread.subscribe("r")

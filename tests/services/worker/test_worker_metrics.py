@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from quire.engine.block_pool import BlockCounts
 from quire.engine.engine_thread import EngineStoppedError
+from quire.engine.preemption import PreemptionCounts
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.scheduler import PreemptionCounts
 from quire.engine.sequence import Sequence
 from quire.engine.speculation import SpeculationCounts
 from quire.services.worker.metrics import (

@@ -1,0 +1,86 @@
+"""The groups of one engine, in the order in which they get blocks: that of their arrival."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+
+from quire.engine.block_pool import BlockPool
+from quire.engine.sequence_group import SequenceGroup
+
+OnOutcome = Callable[[bool], None]
+"""Called with True when a transfer gets its blocks, with False when it ends without them."""
+
+WATERMARK = 0.01
+"""Share of the pool that new groups leave free for running groups, as in vLLM."""
+
+
+class GroupQueues:
+    """Groups that run, that wait to run, and that wait for blocks which another worker will fill.
+
+    Attributes:
+        running: groups that the next step computes, in the order of arrival.
+        waiting: groups to compute here, new or preempted, in the order of arrival.
+        transfers: groups whose prompts other workers compute and that lack blocks, in the order of arrival.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.running: list[SequenceGroup] = []
+        self.waiting: deque[SequenceGroup] = deque()
+        self.transfers: dict[SequenceGroup, OnOutcome] = {}
+        self._pool = pool
+        self._num_watermark_blocks = math.ceil(WATERMARK * pool.num_blocks)
+        self._num_arrived = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a step would have nothing to do."""
+        return not self.running and not self.waiting
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks that a group without blocks may take; while groups run, some are kept for their growth."""
+        return self._pool.num_allocatable - (self._num_watermark_blocks if self.running else 0)
+
+    def add_waiting(self, group: SequenceGroup) -> None:
+        """Queue a new group, or one whose blocks were computed elsewhere and are in its table.
+
+        A transfer keeps its position in the order, so it may overtake transfers that are complete already.
+        """
+        self._stamp_arrival(group)
+        insort(self.waiting, group, key=_arrival)
+
+    def add_transfer(self, group: SequenceGroup, on_outcome: OnOutcome) -> None:
+        """Queue a group for the blocks that it lacks; ``on_outcome`` is told whether it gets them."""
+        self._stamp_arrival(group)
+        self.transfers[group] = on_outcome
+
+    def start_group(self, group: SequenceGroup) -> None:
+        """Let a waiting group run."""
+        self.waiting.remove(group)
+        insort(self.running, group, key=_arrival)
+
+    def suspend_group(self, group: SequenceGroup) -> None:
+        """Let a group wait that has run; do nothing if it waits already."""
+        if group in self.running:
+            self.running.remove(group)
+            insort(self.waiting, group, key=_arrival)
+
+    def remove_group(self, group: SequenceGroup) -> None:
+        """Take a group out of ``running`` or ``waiting``, if it is in one of them."""
+        if group in self.running:
+            self.running.remove(group)
+        elif group in self.waiting:
+            self.waiting.remove(group)
+
+    def _stamp_arrival(self, group: SequenceGroup) -> None:
+        """Give a group its position in the order of arrival, unless it has one."""
+        if not group.arrival:
+            self._num_arrived += 1
+            group.arrival = self._num_arrived
+
+
+def _arrival(group: SequenceGroup) -> int:
+    return group.arrival
