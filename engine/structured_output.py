@@ -11,6 +11,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from time import thread_time
@@ -96,23 +97,23 @@ class MaskTime:
 
 
 class GrammarMatcher:
-    """Follows one sequence's output through a compiled format."""
+    """Follows one sequence's output through a compiled format, from the end of its prompt.
+
+    Args:
+        compiled: the format.
+        num_prompt_tokens: tokens of the sequence that the format does not concern.
+        vocab_size: size of the model's logits.
+        ends: tokens that end a complete answer.
+    """
 
     def __init__(
-        self,
-        compiled: CompiledFormat,
-        matcher: LLMatcher,
-        num_prompt_tokens: int,
-        num_followed: int,
-        time: MaskTime,
-        vocab_size: int,
-        ends: list[int],
+        self, compiled: CompiledFormat, num_prompt_tokens: int, vocab_size: int, ends: list[int]
     ) -> None:
         self._compiled = compiled
-        self._matcher = matcher
+        self._matcher = compiled.start()
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_followed = num_followed
-        self._time = time
+        self._num_followed = num_prompt_tokens
+        self._time = MaskTime()
         self._vocab_size = vocab_size
         self._ends = ends
 
@@ -164,15 +165,9 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         """Return an independent copy of the matcher, which shares the request's mask time."""
-        return GrammarMatcher(
-            self._compiled,
-            self._matcher.deep_copy(),
-            self._num_prompt_tokens,
-            self._num_followed,
-            self._time,
-            self._vocab_size,
-            self._ends,
-        )
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
 
 class GrammarCompiler:
@@ -212,15 +207,15 @@ class GrammarCompiler:
             BadFormatError: the format is not valid, or takes too much time or memory.
             StructuredOutputUnavailableError: llguidance is not installed, or cannot be used with the model.
         """
-        matcher = self.compiled(output_format, num_prompt_tokens)
+        matcher = self.cached_matcher(output_format, num_prompt_tokens)
         if matcher is not None:
             return matcher
         with self._compiling:
-            if (matcher := self.compiled(output_format, num_prompt_tokens)) is None:
+            if (matcher := self.cached_matcher(output_format, num_prompt_tokens)) is None:
                 matcher = self._start(self._compile(output_format), num_prompt_tokens)
         return matcher
 
-    def compiled(self, output_format: OutputFormat, num_prompt_tokens: int) -> GrammarMatcher | None:
+    def cached_matcher(self, output_format: OutputFormat, num_prompt_tokens: int) -> GrammarMatcher | None:
         """Return a matcher for a new sequence if the format is cached, else None. This never blocks for long.
 
         Raises:
@@ -240,15 +235,7 @@ class GrammarCompiler:
         self._checker.close()
 
     def _start(self, compiled: CompiledFormat, num_prompt_tokens: int) -> GrammarMatcher:
-        return GrammarMatcher(
-            compiled,
-            compiled.start(),
-            num_prompt_tokens,
-            num_prompt_tokens,
-            MaskTime(),
-            self._vocab_size,
-            self._ends,
-        )
+        return GrammarMatcher(compiled, num_prompt_tokens, self._vocab_size, self._ends)
 
     def _compile(self, output_format: OutputFormat) -> CompiledFormat:
         tokenizer, key = self._tokenizer, _key(output_format)

@@ -66,7 +66,7 @@ class SequenceReader:
             return None
         num_prompt_tokens = len(message.token_ids) - message.num_output_tokens
         try:
-            known = self._grammars.compiled(output_format, num_prompt_tokens)
+            known = self._grammars.cached_matcher(output_format, num_prompt_tokens)
             if known is not None:
                 return known
             async with asyncio.timeout(FORMAT_SECONDS):

@@ -12,6 +12,7 @@ import torch
 
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.scheduler import SchedulerConfig
 from quire.kvindex.kv_layout import KvShape
 from quire.models.random_model import make_random_model
@@ -29,6 +30,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         if architecture not in made:
             made[architecture] = make_random_model(architecture, tmp_path_factory.mktemp(architecture))
         return made[architecture]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def load(tiny_model: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
+    """Return a function that loads an architecture's tiny model, once, in float32 on the CPU."""
+    loaded: dict[str, LoadedModel] = {}
+
+    def get(architecture: str) -> LoadedModel:
+        if architecture not in loaded:
+            loaded[architecture] = load_model(str(tiny_model(architecture)), "float32", torch.device("cpu"))
+        return loaded[architecture]
 
     return get
 

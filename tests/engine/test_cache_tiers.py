@@ -389,26 +389,3 @@ TestTiers = TiersMachine.TestCase
 TestTiers.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, print_blob=True
 )
-
-
-def test_a_block_that_went_and_came_back_is_read_before_it_is_written_again(tmp_path: Path) -> None:
-    writer, reader = Later(), Later()
-    disk = DiskCache(tmp_path, 4 * FILE_BYTES, SHAPE.block_bytes, "same", writer=writer, reader=reader)
-    block = name("a")
-    disk.store(block, None, bytes(content(block)))
-    disk.discard(block)
-    disk.store(block, None, bytes(bytearray(content(block))))
-    for _ in range(2):  # the first write and the removal
-        writer.calls.pop(0)()
-    assert [each.failure for each in disk.drain_finished()] == [""]
-    target = bytearray(SHAPE.block_bytes)
-    disk.read(block, memoryview(target))
-    reader.run()
-    assert [(each.is_read, each.failure) for each in disk.drain_finished()] == [(True, "")]
-    assert target == content(block)
-    writer.run()
-    assert [each.is_read for each in disk.drain_finished()] == [False]
-    disk.read(block, memoryview(target))  # from its file
-    reader.run()
-    assert [each.failure for each in disk.drain_finished()] == [""]
-    disk.close()

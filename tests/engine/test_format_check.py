@@ -87,8 +87,8 @@ def test_each_format_is_tried_once(compiler: GrammarCompiler, monkeypatch: pytes
         with pytest.raises(BadFormatError, match="unclosed"):
             compiler.compile(bad, 0)
     assert tried == [A, bad]
-    assert compiler.compiled(A, 0) is not None
-    assert compiler.compiled(AMBIGUOUS, 0) is None
+    assert compiler.cached_matcher(A, 0) is not None
+    assert compiler.cached_matcher(AMBIGUOUS, 0) is None
 
 
 def test_the_process_that_tries_formats_is_started_again(compiler: GrammarCompiler) -> None:
@@ -114,7 +114,7 @@ def test_the_cache_holds_bytes_not_formats(
     small = [OutputFormat("regex", f"a{{{i}}}") for i in range(2, 6)]
     for each in small:
         compiler.compile(each, 0)
-    assert [compiler.compiled(each, 0) is not None for each in small] == [False, True, True, True]
+    assert [compiler.cached_matcher(each, 0) is not None for each in small] == [False, True, True, True]
     compiler.compile(OutputFormat("json_schema", f'{{"pattern": "{"a?" * 2500 + "a" * 2500}"}}'), 0)
     assert compiler.num_cached_bytes <= 12 << 20
 

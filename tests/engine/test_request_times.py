@@ -66,17 +66,6 @@ def test_an_accepted_request_is_queued_when_its_blocks_are_there(engine: Engine,
     assert (sequence.queued_at, sequence.started_at) == (4.0, 6.0)
 
 
-def test_blocks_wait_for_an_older_request(engine: Engine) -> None:
-    for name in ("a", "b", "c"):
-        engine.transfers.accept(prompt(name))
-        engine.transfers.reserve(name, lambda _: None)
-    engine.transfers.grant_blocks()
-    assert engine.transfers.num_waiting == 1
-    engine.abort("a")
-    engine.transfers.grant_blocks()
-    assert engine.transfers.num_waiting == 0
-
-
 def test_the_oldest_pin_is_a_finished_prefill_or_a_lease(engine: Engine, clock: Clock) -> None:
     assert engine.oldest_pin_seconds == 0.0
     sequence = prompt("a", stops_after_prefill=True)

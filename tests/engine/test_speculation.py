@@ -42,19 +42,6 @@ def hash_block(parent: bytes, tokens: list[int]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def load(tiny_model: TinyModel) -> Callable[[str], LoadedModel]:
-    """Return a function that loads an architecture's tiny model, once."""
-    loaded: dict[str, LoadedModel] = {}
-
-    def get(architecture: str) -> LoadedModel:
-        if architecture not in loaded:
-            loaded[architecture] = load_model(str(tiny_model(architecture)), "float32", CPU)
-        return loaded[architecture]
-
-    return get
-
-
-@pytest.fixture(scope="module")
 def load_draft(
     tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], LoadedModel]:

@@ -1,0 +1,162 @@
+"""Beam search: the same answers as transformers, and when a search ends."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire.engine.beam_search import BeamSearch, answers, choose_extensions
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel
+from quire.engine.request_errors import RequestFailedError
+from quire.engine.sampling_params import BeamParams, SamplingParams
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import Sequence, SequenceStatus
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+TinyModel = Callable[[str], Path]
+
+
+def hash_block(parent: bytes, tokens: list[int]) -> bytes:
+    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
+
+
+def make_engine(model: LoadedModel) -> Engine:
+    memory = KvMemory(model.kv_shape(BLOCK_SIZE), 512, CPU)
+    return Engine(model, memory, SchedulerConfig(BLOCK_SIZE, 64, 128), hash_block)
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    return Random(seed * 1000 + length).choices(range(2, 320), k=length)
+
+
+def make_request(name: str, prompt: list[int], **params: object) -> Sequence:
+    values = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 40, "ignore_eos": True, **params}
+    return Sequence(name, list(prompt), len(prompt), SamplingParams(**values), b"root")  # type: ignore[arg-type]
+
+
+def run(engine: Engine, requests: list[Sequence]) -> dict[tuple[str, int], list[int]]:
+    """Run requests to their ends; return the tokens of each sequence."""
+    for request in requests:
+        engine.add_request(request)
+    outputs: dict[tuple[str, int], list[int]] = {}
+    while not engine.is_idle:
+        for sequence, _, tokens, *_ in engine.step():
+            outputs.setdefault((sequence.request_id, sequence.index), []).extend(t.token_id for t in tokens)
+        engine.check_conservation()
+    assert engine.pool.counts.used == 0
+    return outputs
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_beam_search_equals_transformers(
+    load: Callable[[str], LoadedModel], tiny_model: TinyModel, architecture: str, width: int
+) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(
+        tiny_model(architecture), dtype=torch.float32, attn_implementation="eager"
+    )
+    for length, penalty, early in ((1, 1.0, False), (33, 0.5, True), (64, 2.0, "never")):
+        prompt = make_prompt(length)
+        beam = BeamParams(width, penalty, early)
+        request = make_request("r", prompt, beam=beam, max_tokens=24, ignore_eos=False)
+        actual = run(make_engine(load(architecture)), [request])
+        expected = reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones((1, length), dtype=torch.long),
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=penalty,
+            early_stopping=early,
+            max_new_tokens=24,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        eos = reference.generation_config.eos_token_id
+        for index, row in enumerate(expected[:, length:].tolist()):
+            tokens = row[: row.index(eos) + 1] if eos in row else row
+            assert actual["r", index] == tokens, f"answer {index} of {length} prompt tokens, {beam}"
+
+
+def test_beams_share_blocks(load: Callable[[str], LoadedModel]) -> None:
+    engine = make_engine(load("llama"))
+    engine.add_request(make_request("r", make_prompt(160), beam=BeamParams(4), max_tokens=64))
+    most = 0
+    while not engine.is_idle:
+        engine.step()
+        most = max(most, engine.pool.counts.used)
+    assert most <= 10 + 4 * 4
+
+
+# --- the algorithm alone -----------------------------------------------------------------------------------
+
+EOS = 0
+
+
+def logprobs(*rows: dict[int, float]) -> torch.Tensor:
+    """Return ``[num_beams, 4]`` with these values; all other tokens are forbidden."""
+    values = torch.full((len(rows), 4), float("-inf"))
+    for row, tokens in enumerate(rows):
+        for token_id, value in tokens.items():
+            values[row, token_id] = value
+    return values
+
+
+def test_the_best_extensions_of_all_beams_go_on() -> None:
+    search = BeamSearch(BeamParams(2), 10, frozenset({EOS}))
+    assert search.advance(logprobs({1: -1.0, 2: -2.0, 3: -9.0}), [[]]) == [(0, 1), (0, 2)]
+    # -1 - 3 is less than -2 - 0.5 and -2 - 1: both beams of the next step extend the second one.
+    assert search.advance(logprobs({1: -3.0}, {1: -0.5, 3: -1.0}), [[1], [2]]) == [(1, 1), (1, 3)]
+    assert not search.is_done
+    assert not search.hypotheses
+
+
+def test_an_answer_that_ends_is_kept_with_its_score() -> None:
+    search = BeamSearch(BeamParams(2, length_penalty=2.0), 10, frozenset({EOS}))
+    search.advance(logprobs({1: -1.0, 2: -2.0}), [[]])
+    assert search.advance(logprobs({EOS: -1.0, 3: -2.0}, {3: -0.5}), [[1], [2]]) == [(1, 3), (0, 3)]
+    assert search.hypotheses == [(-2.0 / 2**2, [1, EOS], True)]
+
+
+def test_an_answer_ends_at_its_most_tokens() -> None:
+    search = BeamSearch(BeamParams(2), 1, frozenset({EOS}))
+    assert search.advance(logprobs({1: -1.0, 2: -2.0}), [[]]) == []
+    assert search.is_done
+    assert search.hypotheses == [(-1.0, [1], False), (-2.0, [2], False)]
+
+
+def test_a_search_without_any_token_ends_without_an_answer() -> None:
+    search = BeamSearch(BeamParams(2), 10, frozenset({EOS}))
+    assert search.advance(logprobs({}), [[]]) == []
+    assert search.is_done
+    assert not search.hypotheses
+
+
+def test_logits_that_are_not_finite_fail_the_request() -> None:
+    search = BeamSearch(BeamParams(2), 10, frozenset({EOS}))
+    prompt = make_request("r", [5, 6], beam=BeamParams(2))
+    with pytest.raises(RequestFailedError, match="not finite"):
+        choose_extensions(search, [prompt], torch.tensor([[1.0, float("nan")]]), frozenset({EOS}))
+
+
+def test_answers_are_whole_sequences_of_which_the_best_comes_first() -> None:
+    search = BeamSearch(BeamParams(2), 1, frozenset({EOS}))
+    prompt = make_request("r", [5, 6], beam=BeamParams(2))
+    choose_extensions(search, [prompt], torch.tensor([[3.0, 1.0, 2.0, 0.0]]), frozenset({EOS}))
+    updates = answers(search, prompt)
+    assert [update.sequence.token_ids for update in updates] == [[5, 6, EOS], [5, 6, 2]]
+    assert [update.sequence.index for update in updates] == [0, 1]
+    assert [update.status for update in updates] == [
+        SequenceStatus.FINISHED_STOPPED,
+        SequenceStatus.FINISHED_LENGTH,
+    ]
+    assert [[token.token_id for token in update.tokens] for update in updates] == [[EOS], [2]]
+    assert prompt.token_ids == [5, 6]

@@ -1,0 +1,202 @@
+"""Preemption: who gives up blocks, how they come back, and that the tokens stay the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+
+from quire.engine.block_pool import BlockPool
+from quire.engine.block_tables import BlockTables
+from quire.engine.engine import Engine, EngineParts
+from quire.engine.group_queues import GroupQueues
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel
+from quire.engine.preemption import Preemption
+from quire.engine.sampling_params import BeamParams, SamplingParams
+from quire.engine.schedule import Schedule
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import Sequence, SequenceStatus
+from quire.engine.sequence_group import SequenceGroup
+from quire.engine.swap_space import SwapSpace
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+
+
+def hash_block(parent: bytes, tokens: list[int]) -> bytes:
+    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
+
+
+def make_engine(
+    model: LoadedModel,
+    *,
+    num_blocks: int = 512,
+    num_swap_blocks: int = 0,
+    budget: int = 128,
+    max_num_seqs: int = 64,
+    **config: object,
+) -> Engine:
+    shape = model.kv_shape(BLOCK_SIZE)
+    swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
+    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs, budget, **config)  # type: ignore[arg-type]
+    parts = EngineParts(swap_memory=swap_memory)
+    return Engine(model, KvMemory(shape, num_blocks, CPU), limits, hash_block, parts=parts)
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    return Random(seed * 1000 + length).choices(range(2, 320), k=length)
+
+
+def make_request(name: str, prompt: list[int], **params: object) -> Sequence:
+    values = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 40, "ignore_eos": True, **params}
+    return Sequence(name, list(prompt), len(prompt), SamplingParams(**values), b"root")  # type: ignore[arg-type]
+
+
+def run(engine: Engine, requests: list[Sequence]) -> dict[tuple[str, int], list[int]]:
+    """Run requests to their ends; return the tokens of each sequence."""
+    for request in requests:
+        engine.add_request(request)
+    outputs: dict[tuple[str, int], list[int]] = {}
+    while not engine.is_idle:
+        for sequence, _, tokens, *_ in engine.step():
+            outputs.setdefault((sequence.request_id, sequence.index), []).extend(t.token_id for t in tokens)
+        engine.check_conservation()
+    assert engine.pool.counts.used == 0
+    return outputs
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
+def test_preempted_groups_give_the_same_tokens(load: Callable[[str], LoadedModel], mode: str) -> None:
+    requests = [
+        ("samples", {"n": 4, "seed": 5}),
+        ("greedy", {"temperature": 0.0}),
+        ("beams", {"beam": BeamParams(3)}),
+        ("more", {"n": 2, "seed": 9}),
+    ]
+
+    def make() -> list[Sequence]:
+        return [make_request(name, make_prompt(50, i), **params) for i, (name, params) in enumerate(requests)]
+
+    expected = run(make_engine(load("llama")), make())
+    engine = make_engine(load("llama"), num_blocks=26, num_swap_blocks=40, preemption=mode)
+    assert run(engine, make()) == expected
+    assert engine.preemption.num_preempted > 0
+    if mode != "auto":
+        assert engine.preemption.counts[mode == "recompute"] == engine.preemption.num_preempted
+
+
+def test_an_aborted_group_leaves_nothing(load: Callable[[str], LoadedModel]) -> None:
+    engine = make_engine(load("llama"), num_blocks=30, num_swap_blocks=30, preemption="swap")
+    for index in range(4):
+        engine.add_request(make_request(str(index), make_prompt(60, index), n=3))
+    while not engine.preemption.counts.swapped:
+        engine.step()
+    for index in range(4):
+        engine.abort(str(index))
+        engine.check_conservation()
+    assert engine.is_idle
+    assert engine.pool.counts.used == 0
+    assert engine.swap_space.num_free == 30
+
+
+# --- without an engine --------------------------------------------------------------------------------------
+
+
+class Ledger:
+    """Queues and tables of a pool of eight blocks, with preemption."""
+
+    def __init__(self, mode: str = "swap", num_host_blocks: int = 8, *, prefers_swap: bool = True) -> None:
+        self.pool = BlockPool(8)
+        self.tables = BlockTables(self.pool, BLOCK_SIZE, hash_block)
+        self.queues = GroupQueues(self.pool)
+        self.swap_space = SwapSpace(num_host_blocks)
+        self.preemption = Preemption(
+            mode, self.queues, self.tables, self.swap_space, lambda num_tokens, num_blocks: prefers_swap
+        )
+        self.schedule = Schedule()
+
+    def run_group(self, name: str, num_blocks: int, **fields: bool) -> SequenceGroup:
+        """Return a running group whose first sequence is computed, in this many blocks."""
+        sequence = make_request(name, make_prompt(num_blocks * BLOCK_SIZE))
+        sequence.stops_after_prefill = fields.get("stops_after_prefill", False)
+        self.tables.reserve(sequence)
+        sequence.num_computed_tokens = sequence.num_tokens
+        group = SequenceGroup(sequence, [sequence])
+        self.queues.add_waiting(group)
+        self.queues.start_group(group)
+        return group
+
+
+def test_the_newest_group_is_the_victim_unless_a_transfer_may_read_its_blocks() -> None:
+    ledger = Ledger()
+    assert ledger.preemption.newest_victim() is None
+    old, new = ledger.run_group("old", 1), ledger.run_group("new", 1)
+    ledger.run_group("prefill", 1, stops_after_prefill=True)
+    assert ledger.preemption.newest_victim() is new
+    ledger.preemption.preempt(new, ledger.schedule)
+    assert ledger.preemption.newest_victim() is old
+
+
+def test_a_swapped_group_shares_its_blocks_again() -> None:
+    ledger = Ledger()
+    group = ledger.run_group("r", 2)
+    group.sequences.append(ledger.tables.fork(group.prompt, 1))
+    first, second = group.prompt.block_table
+    ledger.preemption.preempt(group, ledger.schedule)
+    assert ledger.schedule.swap_out == [(first, 0), (second, 1)]
+    assert ledger.preemption.counts == (1, 0)
+    assert list(ledger.queues.waiting) == [group]
+    assert group.prompt.status == SequenceStatus.PREEMPTED
+    assert ledger.pool.counts.used == 0
+    assert ledger.preemption.swap_in(group, ledger.schedule, lambda group: 0)
+    tables = [sequence.block_table for sequence in group.sequences]
+    assert tables[0] == tables[1]
+    assert [ledger.pool.ref_cnt(block_id) for block_id in tables[0]] == [2, 2]
+    assert ledger.schedule.swap_in == [(0, tables[0][0]), (1, tables[0][1])]
+    # The host blocks are free once the step has copied them.
+    assert ledger.swap_space.num_free == 6
+    ledger.swap_space.end_step()
+    assert ledger.swap_space.num_free == 8
+
+
+def test_a_group_stays_in_host_memory_until_its_next_tokens_fit_too() -> None:
+    ledger = Ledger()
+    group = ledger.run_group("r", 2)
+    ledger.preemption.preempt(group, ledger.schedule)
+    assert not ledger.preemption.swap_in(group, ledger.schedule, lambda group: 7)
+    assert group.swapped is not None
+    assert ledger.pool.counts.used == 0
+    assert not ledger.schedule.swap_in
+    other = ledger.run_group("other", 6)
+    # While another group runs, one block is kept for its growth.
+    assert not ledger.preemption.swap_in(group, ledger.schedule, lambda group: 0)
+    ledger.tables.free(other.prompt)
+    assert ledger.preemption.swap_in(group, ledger.schedule, lambda group: 5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_host_blocks", "prefers_swap", "is_swapped"),
+    [
+        ("swap", 8, False, True),
+        ("swap", 1, True, False),
+        ("auto", 8, True, True),
+        ("auto", 8, False, False),
+        ("recompute", 8, True, False),
+    ],
+)
+def test_blocks_are_swapped_or_recomputed(
+    mode: str, num_host_blocks: int, prefers_swap: bool, is_swapped: bool
+) -> None:
+    ledger = Ledger(mode, num_host_blocks, prefers_swap=prefers_swap)
+    group = ledger.run_group("r", 2)
+    group.prompt.draft_token_ids = [5]
+    ledger.preemption.preempt(group, ledger.schedule)
+    assert ledger.preemption.counts == ((1, 0) if is_swapped else (0, 1))
+    assert group.prompt.num_computed_tokens == (2 * BLOCK_SIZE if is_swapped else 0)
+    assert bool(ledger.schedule.swap_out) == (group.swapped is not None) == is_swapped
+    assert not group.prompt.block_table
+    assert not group.prompt.draft_token_ids
