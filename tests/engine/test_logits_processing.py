@@ -273,7 +273,7 @@ def test_preempted_and_forked_sequences_keep_their_counts(model: LoadedModel) ->
     requests = [make_request(name, make_prompt(30, seed), n=2, **rules) for seed, name in enumerate("abc")]
     crowded = make_engine(model, num_blocks=14, preemption="recompute")
     together = run(crowded, *requests)
-    assert crowded.scheduler.num_preemptions > 0
+    assert crowded.preemption.num_preempted > 0
     assert together == {(name, index): tokens[name, 0] for (name, index), tokens in alone.items()}
 
 
@@ -337,7 +337,7 @@ def test_a_preempted_prompt_is_scored_once(model: LoadedModel) -> None:
     ]
     crowded = make_engine(model, num_blocks=12, budget=16, preemption="recompute")
     run(crowded, *crowd)
-    assert crowded.scheduler.num_preemptions > 0
+    assert crowded.preemption.num_preempted > 0
     for one, among in zip(alone, crowd, strict=True):
         assert len(among.prompt_logprobs) == 39
         for expected, found in zip(one.prompt_logprobs, among.prompt_logprobs, strict=True):

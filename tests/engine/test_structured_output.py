@@ -148,7 +148,7 @@ def test_preempted_samples_are_what_each_is_alone(model: LoadedModel, compiler: 
     crowded = make_engine(model, num_blocks=20, preemption="recompute")
     requests = [make_request(compiler, LONG, name, seed=seed, n=2) for name, seed in (("a", 0), ("b", 10))]
     assert run(crowded, *requests) == alone
-    assert crowded.scheduler.num_preemptions > 0
+    assert crowded.preemption.num_preempted > 0
 
 
 def test_a_request_resumed_from_its_tokens_goes_on_as_before(

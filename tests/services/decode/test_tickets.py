@@ -17,6 +17,7 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceUpdate
 from quire.kvindex.kv_layout import KvLayout, KvShape
+from quire.engine.transfers import Transfers
 from quire.kvtransfer.errors import BadBlockError
 from quire.kvtransfer.frame import Frame
 from quire.protos import kvtransfer_pb2 as pb
@@ -85,9 +86,11 @@ async def test_a_commit_that_is_cancelled_while_it_runs_is_one() -> None:
     def admit(*args: Any) -> SequenceUpdate:
         receiver.has_paused.set()
         receiver.goes_on.wait()
-        return Engine.admit(*args)
+        return Transfers.admit(*args)
 
-    await receiver.thread.call(lambda e: setattr(e, "admit", lambda *args: admit(e, *args)))
+    await receiver.thread.call(
+        lambda e: setattr(e.transfers, "admit", lambda *args: admit(e.transfers, *args))
+    )
     commit = asyncio.create_task(blocks.commit(5))
     await asyncio.to_thread(receiver.has_paused.wait)
     commit.cancel()

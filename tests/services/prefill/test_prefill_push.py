@@ -46,7 +46,7 @@ class QuickEngine:
     async def call(self, command: Callable[[Any], None]) -> None:
         engine = Mock()
         command(engine)
-        engine.add.call_args.args[0].token_ids.append(7)
+        engine.add_request.call_args.args[0].token_ids.append(7)
 
 
 async def test_a_first_token_that_comes_at_once_is_not_of_the_prompt(
