@@ -11,7 +11,7 @@ import torch
 from quire.engine import sequence as engine_types
 from quire.engine.dead_ends import dead_end
 from quire.engine.device import choose_device, default_num_blocks
-from quire.engine.engine import Engine, EngineParts, KvBudgetError, RequestTooLongError
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.limits import contradiction
 from quire.engine.logits_processing import LogitsRules

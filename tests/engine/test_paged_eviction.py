@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from quire.engine.engine import Engine, EngineParts, KvBudgetError, RequestTooLongError
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.paged_eviction import PagedEviction, Score, importance

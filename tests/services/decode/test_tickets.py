@@ -16,8 +16,8 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceUpdate
-from quire.kvindex.kv_layout import KvLayout, KvShape
 from quire.engine.transfers import Transfers
+from quire.kvindex.kv_layout import KvLayout, KvShape
 from quire.kvtransfer.errors import BadBlockError
 from quire.kvtransfer.frame import Frame
 from quire.protos import kvtransfer_pb2 as pb
