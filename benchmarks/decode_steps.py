@@ -163,8 +163,8 @@ def measure(
         except RuntimeError as error:
             # A failure of one way must not end the table.
             print(f"  {way.name} cannot: {str(error).splitlines()[0]}", file=sys.stderr)
-            for request_id in list(engine.groups):
-                engine.abort(request_id)
+            for attempt_id in list(engine.groups):
+                engine.abort(attempt_id)
 
 
 def main() -> None:

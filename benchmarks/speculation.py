@@ -101,7 +101,7 @@ class Oracle:
     def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
         """See ``Proposer``."""
         return [
-            self.outputs[int(sequence.request_id)][sequence.num_output_tokens :][:num_tokens]
+            self.outputs[int(sequence.attempt_id)][sequence.num_output_tokens :][:num_tokens]
             for sequence, num_tokens in requests
         ]
 

@@ -174,9 +174,9 @@ class Engine:
         """
         self.requests.queue_group(self.requests.register(prompt))
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, attempt_id: str) -> None:
         """End a request and free its blocks; do nothing if it is unknown or finished."""
-        group = self.groups.get(request_id)
+        group = self.groups.get(attempt_id)
         if group is not None:
             self.requests.discard_group(group, SequenceStatus.FINISHED_ABORTED)
 

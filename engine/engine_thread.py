@@ -161,23 +161,23 @@ class EngineThread:
         future.add_done_callback(self._unfinished.discard)
         return future
 
-    def subscribe(self, request_id: str) -> asyncio.Queue[SequenceUpdate | Exception]:
+    def subscribe(self, attempt_id: str) -> asyncio.Queue[SequenceUpdate | Exception]:
         """Return the queue of the request's updates; an exception, if one arrives, is the last item."""
         queue: asyncio.Queue[SequenceUpdate | Exception] = asyncio.Queue()
-        self._updates[request_id] = queue
+        self._updates[attempt_id] = queue
         return queue
 
-    def is_subscribed(self, request_id: str) -> bool:
+    def is_subscribed(self, attempt_id: str) -> bool:
         """Return whether anything is subscribed to the request's updates."""
-        return request_id in self._updates
+        return attempt_id in self._updates
 
-    def unsubscribe(self, request_id: str) -> None:
+    def unsubscribe(self, attempt_id: str) -> None:
         """Drop the queue of the request's updates; do nothing if there is none."""
-        self._updates.pop(request_id, None)
+        self._updates.pop(attempt_id, None)
 
     def _deliver(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
-            queue = self._updates.get(update.sequence.request_id)
+            queue = self._updates.get(update.sequence.attempt_id)
             if queue is not None:
                 queue.put_nowait(update)
 

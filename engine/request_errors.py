@@ -51,14 +51,14 @@ def request_error(error: Exception) -> RequestFailedError:
 
 
 @contextmanager
-def failing_request(request_id: str) -> Iterator[None]:
+def failing_request(attempt_id: str) -> Iterator[None]:
     """Raise an exception of the block as a RequestFailedError; log it unless it is one already."""
     try:
         yield
     except RequestFailedError:
         raise
     except Exception as error:
-        logger.exception("request %s has failed", request_id)
+        logger.exception("attempt %s has failed", attempt_id)
         raise request_error(error) from error
 
 
@@ -72,14 +72,14 @@ class RequestFailures:
     def __init__(self) -> None:
         self.errors: dict[str, RequestFailedError] = {}
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self.errors
+    def __contains__(self, attempt_id: str) -> bool:
+        return attempt_id in self.errors
 
     @contextmanager
-    def catch(self, request_id: str) -> Iterator[None]:
+    def catch(self, attempt_id: str) -> Iterator[None]:
         """Keep an exception of the block as the failure of this request only."""
         try:
-            with failing_request(request_id):
+            with failing_request(attempt_id):
                 yield
         except RequestFailedError as error:
-            self.errors.setdefault(request_id, error)
+            self.errors.setdefault(attempt_id, error)

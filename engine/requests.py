@@ -53,15 +53,15 @@ class Requests:
             RequestTooLongError: the request can never fit.
             KvBudgetError: its KV budget cannot be kept.
         """
-        if prompt.request_id in self.groups:
-            raise ValueError(f"request {prompt.request_id} is already here")
+        if prompt.attempt_id in self.groups:
+            raise ValueError(f"request {prompt.attempt_id} is already here")
         self._checks.check(prompt)
         group = SequenceGroup(prompt, [prompt])
         if prompt.params.beam is not None:
             max_tokens = self._stop_rules.max_output_tokens(prompt)
             stop_token_ids = self._stop_rules.stop_token_ids(prompt.params)
             group.beam = BeamSearch(prompt.params.beam, max_tokens, stop_token_ids)
-        self.groups[prompt.request_id] = group
+        self.groups[prompt.attempt_id] = group
         return group
 
     def queue_group(self, group: SequenceGroup) -> None:
@@ -74,7 +74,7 @@ class Requests:
 
         The blocks of a finished prefill stay until ``discard_group`` releases them.
         """
-        group = self.groups[sequence.request_id]
+        group = self.groups[sequence.attempt_id]
         sequence.finished_at = self._clock()
         sequence.status = status
         if sequence.stops_after_prefill:
@@ -84,11 +84,11 @@ class Requests:
         group.sequences.remove(sequence)
         if not group.sequences:
             self._queues.remove_group(group)
-            del self.groups[group.request_id]
+            del self.groups[group.attempt_id]
 
     def discard_group(self, group: SequenceGroup, status: SequenceStatus) -> None:
         """End all sequences of a group and free their blocks, in the pool and in host memory."""
-        del self.groups[group.request_id]
+        del self.groups[group.attempt_id]
         self._queues.remove_group(group)
         if group.swapped is not None:
             self._swap_space.free(group.swapped.host_ids)

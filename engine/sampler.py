@@ -46,7 +46,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: froze
         return _sample(logits, sequences, eos_token_ids)
     except Exception as error:
         if len(sequences) == 1:
-            logger.exception("request %s cannot be sampled", sequences[0].request_id)
+            logger.exception("attempt %s cannot be sampled", sequences[0].attempt_id)
             return SampledTokens([0], [None], {0: request_error(error)})
     # Rows are independent, so sampling them one by one gives each the same token.
     alone = [sample(logits[row : row + 1], [each], eos_token_ids) for row, each in enumerate(sequences)]

@@ -64,7 +64,7 @@ def sample_tokens(
         for row, each in enumerate(sequences):
             if row in sampled.errors:
                 each.sequence.status = SequenceStatus.FINISHED_FAILED
-                failed[each.sequence.request_id] = sampled.errors[row]
+                failed[each.sequence.attempt_id] = sampled.errors[row]
                 continue
             token_id, logprobs = sampled.token_ids[row], sampled.logprobs[row]
             each.tokens.append(GeneratedToken(token_id, logprobs))
@@ -91,7 +91,7 @@ def score_prompts(
             start += len(positions)
             following = sequence.token_ids[positions.start + 1 : positions.stop + 1]
             num_top = sequence.params.num_prompt_logprobs or 0
-            with failures.catch(sequence.request_id):
+            with failures.catch(sequence.attempt_id):
                 if not are_finite(rows).all():
                     raise not_finite()
                 sequence.prompt_logprobs += rank_tokens(rows, following, num_top)

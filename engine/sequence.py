@@ -60,7 +60,8 @@ class Sequence:
     prompt ends. Positions count from the prompt's start, so a resumed sequence samples the same tokens.
     """
 
-    request_id: str
+    attempt_id: str
+    """Unique in the engine: a request that is tried again has another one."""
     token_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams

@@ -67,9 +67,9 @@ class SequenceGroup:
     is_forked: bool = field(default=False)
 
     @property
-    def request_id(self) -> str:
+    def attempt_id(self) -> str:
         """Id of the request."""
-        return self.prompt.request_id
+        return self.prompt.attempt_id
 
     @property
     def params(self) -> SamplingParams:

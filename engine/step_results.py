@@ -73,7 +73,7 @@ class StepResults:
         if sequence.params.kv_budget_tokens is None:
             return
         excess: list[int] = []
-        with self._failures.catch(sequence.request_id):
+        with self._failures.catch(sequence.attempt_id):
             excess = self._eviction.choose(sequence)
         self._tables.drop(sequence, excess)
 
@@ -89,11 +89,11 @@ class StepResults:
         """Return the sequences that were computed to their end; fork the samples of new prompts first."""
         to_sample = []
         for (sequence, _), row in zip(scheduled, first_rows(scheduled), strict=True):
-            group = self._requests.groups[sequence.request_id]
+            group = self._requests.groups[sequence.attempt_id]
             is_computed = sequence.num_computed_tokens == sequence.num_tokens
             if not is_computed or not sequence.samples_tokens or group.beam is not None:
                 continue
-            if group.request_id in self._failures:
+            if group.attempt_id in self._failures:
                 continue
             # The prompt's last row gives the first token of every sample.
             sequences = [sequence] if group.is_forked else group.fork_samples(self._tables)
@@ -113,10 +113,10 @@ class StepResults:
             assert group.beam is not None
             beams = group.sequences
             extensions: list[BeamExtension] = []
-            with self._failures.catch(group.request_id):
+            with self._failures.catch(group.attempt_id):
                 beam_logits = logits[[rows[id(beam)] for beam in beams]]
                 extensions = choose_extensions(group.beam, beams, beam_logits, self._stop_rules.eos_token_ids)
-            if group.request_id in self._failures:
+            if group.attempt_id in self._failures:
                 continue
             if group.beam.is_done:
                 self._requests.discard_group(group, SequenceStatus.FINISHED_STOPPED)
@@ -127,7 +127,7 @@ class StepResults:
 
     def _computed_beam_searches(self, scheduled: list[ScheduledSequence]) -> list[SequenceGroup]:
         groups = self._requests.groups
-        names = dict.fromkeys(sequence.request_id for sequence, _ in scheduled)
+        names = dict.fromkeys(sequence.attempt_id for sequence, _ in scheduled)
         return [
             group
             for group in (groups[name] for name in names if name in groups)
@@ -136,7 +136,7 @@ class StepResults:
 
     def record_sampled_tokens(self, sampled: list[SampledSequence]) -> list[SequenceUpdate]:
         """Return updates with the sampled tokens, except for requests that have failed."""
-        return [self._record_sampled(s) for s in sampled if s.sequence.request_id not in self._failures]
+        return [self._record_sampled(s) for s in sampled if s.sequence.attempt_id not in self._failures]
 
     def _record_sampled(self, sampled: SampledSequence) -> SequenceUpdate:
         """Keep the blocks of accepted draft tokens, drop the rest, and free the sequence if it has ended."""
@@ -159,11 +159,11 @@ class StepResults:
         """End the requests that failed in this step; replace their updates by one with the error."""
         if not self._failures.errors:
             return updates
-        kept = [update for update in updates if update.sequence.request_id not in self._failures]
-        return kept + [self._fail(request_id, error) for request_id, error in self._failures.errors.items()]
+        kept = [update for update in updates if update.sequence.attempt_id not in self._failures]
+        return kept + [self._fail(attempt_id, error) for attempt_id, error in self._failures.errors.items()]
 
-    def _fail(self, request_id: str, error: RequestFailedError) -> SequenceUpdate:
-        group = self._requests.groups[request_id]
+    def _fail(self, attempt_id: str, error: RequestFailedError) -> SequenceUpdate:
+        group = self._requests.groups[attempt_id]
         prompt, status = group.prompt, SequenceStatus.FINISHED_FAILED
         if prompt.stops_after_prefill:
             # A transfer may be reading its blocks. Like those of a finished prefill, they stay until they

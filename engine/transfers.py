@@ -83,7 +83,7 @@ class Transfers:
         self._tables.drop_unseen(prompt, num_tokens)
         return len(prompt.block_table)
 
-    def reserve(self, request_id: str, on_outcome: OnOutcome) -> None:
+    def reserve(self, attempt_id: str, on_outcome: OnOutcome) -> None:
         """Ask for the blocks of an accepted request's whole prompt; ``on_outcome`` later gets the outcome.
 
         ``on_outcome(True)`` means that the request got all of its blocks; it never gets only some of them.
@@ -96,7 +96,7 @@ class Transfers:
         Raises:
             KeyError: the request has ended.
         """
-        self._queues.add_transfer(self._requests.groups[request_id], on_outcome)
+        self._queues.add_transfer(self._requests.groups[attempt_id], on_outcome)
 
     def grant_blocks(self) -> None:
         """Give free blocks to waiting transfers; end the newest one if no other group will free blocks.
@@ -139,7 +139,7 @@ class Transfers:
         self._requests.discard_group(next(reversed(transfers)), SequenceStatus.FINISHED_ABORTED)
         return True
 
-    def admit(self, request_id: str, first_token_id: int | None) -> SequenceUpdate:
+    def admit(self, attempt_id: str, first_token_id: int | None) -> SequenceUpdate:
         """Start decoding an accepted request whose prompt's blocks have all been written.
 
         Args:
@@ -148,11 +148,11 @@ class Transfers:
         Raises:
             RequestFailedError: the request cannot go on.
         """
-        group = self._requests.groups[request_id]
+        group = self._requests.groups[attempt_id]
         prompt = group.prompt
         prompt.num_computed_tokens = num_transferred_tokens(prompt)
         self._tables.seal(prompt)
-        with failing_request(request_id):
+        with failing_request(attempt_id):
             excess = self._eviction.choose(prompt)
         self._tables.drop(prompt, excess)
         prompt.status = SequenceStatus.WAITING

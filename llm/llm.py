@@ -285,7 +285,7 @@ class LLM:
     ) -> Request:
         self._check_token_ids(f"prompts[{at}]", prompt.token_ids)
         sequence = engine_types.Sequence(
-            request_id=str(next(self._ids)),
+            attempt_id=str(next(self._ids)),
             token_ids=list(prompt.token_ids),
             num_prompt_tokens=len(prompt.token_ids),
             params=params,
@@ -325,7 +325,7 @@ class LLM:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         engine = self.engine
-        by_id = {request.sequence.request_id: request for request in requests}
+        by_id = {request.sequence.attempt_id: request for request in requests}
         try:
             with uninterrupted():
                 self._add(requests)
@@ -335,8 +335,8 @@ class LLM:
                         self._step(by_id, advance)
         finally:
             with uninterrupted():
-                for request_id in by_id:
-                    engine.abort(request_id)
+                for attempt_id in by_id:
+                    engine.abort(attempt_id)
         self._count(requests)
         outputs = [request.output() for request in requests if request.error is None]
         if len(outputs) < len(requests):
@@ -357,7 +357,7 @@ class LLM:
         num_running = len(self.engine.groups)
         updates = self.engine.step()
         for update in updates:
-            if by_id[update.sequence.request_id].take(update):
+            if by_id[update.sequence.attempt_id].take(update):
                 self.engine.stop_sequence(update.sequence)
         num_ended = num_running - len(self.engine.groups)
         advance(num_ended, sum(len(update.tokens) for update in updates))

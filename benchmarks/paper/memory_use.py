@@ -85,7 +85,7 @@ class MeasuringRunner:
             (
                 len(s.block_table) * block_size,
                 s.num_computed_tokens + writes.get(id(s), 0),
-                sum(self._requests[int(s.request_id)]),
+                sum(self._requests[int(s.attempt_id)]),
             )
             for s in sequences
         )

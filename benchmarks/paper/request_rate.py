@@ -88,7 +88,7 @@ def serve(
         start = time.perf_counter()
         updates = engine.step()
         clock += time.perf_counter() - start
-        for index in (int(update.sequence.request_id) for update in updates if update.status.is_finished):
+        for index in (int(update.sequence.attempt_id) for update in updates if update.status.is_finished):
             latencies += (clock - arrivals[index]) / requests[index].num_output
             admission.finish(index)
     engine.check_conservation()

@@ -104,7 +104,7 @@ class Tickets:
 
     async def _allocate(self, promise: Promise) -> None:
         def reserve(engine: Engine, on_outcome: Callable[[bool], None]) -> None:
-            engine.transfers.reserve(promise.sequence.request_id, on_outcome)
+            engine.transfers.reserve(promise.sequence.attempt_id, on_outcome)
 
         if not await self._engine.call_back(reserve):
             promise.require_open()
@@ -138,7 +138,7 @@ class PromisedBlocks:
         """Let the engine decode from the first token on; without one it draws that too."""
         self._promise.require_open()
         loop, updates = asyncio.get_running_loop(), self._promise.updates
-        attempt_id = self._promise.sequence.request_id
+        attempt_id = self._promise.sequence.attempt_id
 
         def admit(engine: Engine) -> None:
             update = engine.transfers.admit(attempt_id, first_token_id)

@@ -93,7 +93,7 @@ def sequence_from_proto(
         raise InvalidArgument(_path(name), problem) from error
     num_prompt_tokens = len(token_ids) - message.num_output_tokens
     return Sequence(
-        request_id=attempt_id(message.sequence_id, message.attempt),
+        attempt_id=attempt_id(message.sequence_id, message.attempt),
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
         logits_rules=LogitsRules(params, num_prompt_tokens, grammar) if grammar else None,

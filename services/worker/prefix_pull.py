@@ -62,17 +62,17 @@ class PrefixPuller:
         if not wanted:
             return worker_pb2.PullSummary()
         start = perf_counter()
-        arrivals = _Arrivals(f"pull:{sequence.request_id}", self._engine, self._memory, wanted)
+        arrivals = _Arrivals(f"pull:{sequence.attempt_id}", self._engine, self._memory, wanted)
         failure = ""
         try:
             async with asyncio.timeout(source.timeout_ms / 1000 or PULL_SECONDS):
-                await self._fill(arrivals, sequence.request_id, source)
+                await self._fill(arrivals, sequence.attempt_id, source)
         except (TransferError, NoFreeBlocksError, TimeoutError) as error:
             failure = _reason(error)
             self._metrics.record_failure(failure)
             _log.warning(
                 "pull_failed",
-                attempt_id=sequence.request_id,
+                attempt_id=sequence.attempt_id,
                 peer=source.address,
                 reason=failure,
                 details=str(error),

@@ -49,7 +49,7 @@ class RunningRequests:
         self, role: str, message: worker_pb2.Sequence, sequence: Sequence, context: Any
     ) -> Iterator[Running]:
         """Register the handler for ``abort``; at its end, however it ends, free what the engine holds."""
-        attempt_id, sequence_id = sequence.request_id, message.sequence_id
+        attempt_id, sequence_id = sequence.attempt_id, message.sequence_id
         task = asyncio.current_task()
         assert task is not None
         if self._drain.is_stopping:

@@ -29,7 +29,7 @@ from quire.services.worker_process import run_worker
 prepare = ModelRunner.prepare
 
 def deadly(self, scheduled):
-    if any(each.sequence.request_id.startswith("poison") for each in scheduled):
+    if any(each.sequence.attempt_id.startswith("poison") for each in scheduled):
         os.kill(os.getpid(), signal.SIGKILL)
     return prepare(self, scheduled)
 

@@ -50,7 +50,7 @@ def run(engine: Engine, requests: list[Sequence]) -> dict[tuple[str, int], list[
     outputs: dict[tuple[str, int], list[int]] = {}
     while not engine.is_idle:
         for sequence, _, tokens, *_ in engine.step():
-            outputs.setdefault((sequence.request_id, sequence.index), []).extend(t.token_id for t in tokens)
+            outputs.setdefault((sequence.attempt_id, sequence.index), []).extend(t.token_id for t in tokens)
         engine.check_conservation()
     assert engine.pool.counts.used == 0
     return outputs

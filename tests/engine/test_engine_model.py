@@ -173,7 +173,7 @@ Outputs = dict[tuple[str, int], list[int]]
 
 def collect(engine: Engine, outputs: Outputs) -> None:
     for update in engine.step():
-        name = update.sequence.request_id, update.sequence.index
+        name = update.sequence.attempt_id, update.sequence.index
         outputs.setdefault(name, []).extend(token.token_id for token in update.tokens)
 
 
@@ -270,7 +270,7 @@ class EngineMachine(RuleBasedStateMachine):
         if accepted := self.transfers_in(TransferState.ACCEPTED):
             transfer = accepted[0]
             transfer.state = TransferState.WAITING
-            name = transfer.sequence.request_id
+            name = transfer.sequence.attempt_id
 
             def on_outcome(is_reserved: bool) -> None:
                 if is_reserved:
@@ -287,7 +287,7 @@ class EngineMachine(RuleBasedStateMachine):
         if reserved := self.transfers_in(TransferState.RESERVED):
             transfer = reserved[place % len(reserved)]
             sequence = transfer.sequence
-            name, prompt, params = sequence.request_id, sequence.token_ids, sequence.params
+            name, prompt, params = sequence.attempt_id, sequence.token_ids, sequence.params
             del self.transfers[name]
             for position in range(transfer.first_block * BLOCK_SIZE, num_transferred_tokens(sequence)):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
@@ -309,7 +309,7 @@ class EngineMachine(RuleBasedStateMachine):
     def end_lost(self) -> None:
         """Let the deadline of a request pass whose sender died."""
         if lost := self.transfers_in(TransferState.LOST):
-            self.abort(lost[0].sequence.request_id)
+            self.abort(lost[0].sequence.attempt_id)
 
     def transfers_in(self, state: TransferState) -> list[Transfer]:
         return [each for each in self.transfers.values() if each.state == state]

@@ -90,7 +90,7 @@ def overload(*, has_transfers: bool) -> Load:
         while granted:  # the blocks arrive at once
             engine.transfers.admit(granted.pop(0), TOKEN)
         for update in engine.step():
-            name = update.sequence.request_id
+            name = update.sequence.attempt_id
             if update.tokens:
                 longest_gap = max(longest_gap, step - last_token.get(name, step))
                 last_token[name] = step
@@ -116,7 +116,7 @@ def test_a_group_that_lacks_blocks_is_matched_with_the_cache_when_it_may_fit() -
 
     def counted(sequence: Sequence, max_tokens: int) -> None:
         nonlocal num_matches
-        num_matches += sequence.request_id == "blocked"
+        num_matches += sequence.attempt_id == "blocked"
         match(sequence, max_tokens)
 
     engine.tables.take_cached_prefix = counted  # type: ignore[method-assign]

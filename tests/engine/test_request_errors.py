@@ -76,7 +76,7 @@ def run(engine: Engine, *requests: Sequence) -> tuple[Outputs, Errors]:
     errors: Errors = {}
     while not engine.is_idle:
         for update in engine.step():
-            name = update.sequence.request_id
+            name = update.sequence.attempt_id
             assert name not in errors, "nothing comes after an error"
             tokens = outputs.setdefault((name, update.sequence.index), [])
             tokens += [token.token_id for token in update.tokens]
@@ -133,7 +133,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
 
     def poisoned(arguments: Any) -> torch.Tensor:
         logits = forward(arguments).clone()
-        owners = [each.sequence.request_id for each in scheduled]
+        owners = [each.sequence.attempt_id for each in scheduled]
         if culprit.num_computed_tokens and "culprit" in owners:
             logits[owners.index("culprit"), 11] = math.nan
         return logits
@@ -159,7 +159,7 @@ def test_an_error_in_sampling_is_traced_to_its_row(
     sample_rows = sampler._sample_rows
 
     def breaking(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-        if any(each.request_id == "culprit" and each.num_output_tokens == 4 for each in sequences):
+        if any(each.attempt_id == "culprit" and each.num_output_tokens == 4 for each in sequences):
             raise OverflowError("scripted")
         return sample_rows(logits, sequences)
 

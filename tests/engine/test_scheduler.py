@@ -62,7 +62,7 @@ class Bench:
             self.tables.seal(sequence)
             if sequence.num_computed_tokens == sequence.num_tokens:
                 sequence.token_ids.append(1)
-        return {each.sequence.request_id: each.num_scheduled_tokens for each in schedule.sequences}
+        return {each.sequence.attempt_id: each.num_scheduled_tokens for each in schedule.sequences}
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
@@ -95,7 +95,7 @@ def test_a_newer_group_does_not_pass_one_that_waits_for_blocks() -> None:
     bench.add("small", 4, first_token=200)
     # The running group takes its fifth block, and one of the other three is kept for its growth.
     assert bench.step() == {"running": 1}
-    assert [group.request_id for group in bench.queues.waiting] == ["large", "small"]
+    assert [group.attempt_id for group in bench.queues.waiting] == ["large", "small"]
 
 
 def test_blocks_are_taken_from_the_newest_group() -> None:

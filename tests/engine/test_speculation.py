@@ -122,7 +122,7 @@ def run(engine: Engine, requests: list[Sequence]) -> Outputs:
         if waiting:
             engine.add_request(waiting.pop(0))
         for update in engine.step():
-            tokens = outputs.setdefault((update.sequence.request_id, update.sequence.index), [])
+            tokens = outputs.setdefault((update.sequence.attempt_id, update.sequence.index), [])
             tokens += update.tokens
         engine.check_conservation()
     assert engine.pool.counts.used == 0

@@ -44,9 +44,9 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
     return Random(seed * 1000 + length).choices(range(2, 320), k=length)
 
 
-def make_sequence(request_id: str, prompt: list[int], **params: object) -> Sequence:
+def make_sequence(attempt_id: str, prompt: list[int], **params: object) -> Sequence:
     values = {"temperature": 0.0, "max_tokens": NUM_NEW, "ignore_eos": True, **params}
-    return Sequence(request_id, list(prompt), len(prompt), SamplingParams(**values), b"root")  # type: ignore[arg-type]
+    return Sequence(attempt_id, list(prompt), len(prompt), SamplingParams(**values), b"root")  # type: ignore[arg-type]
 
 
 def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
