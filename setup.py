@@ -24,6 +24,7 @@ FOLDERS = [
     "protos",
     "routing",
     "services",
+    "settings",
     "simulator",
     "tokenization",
 ]

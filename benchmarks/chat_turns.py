@@ -27,8 +27,9 @@ from quire.client import AsyncClient, Message, Usage
 from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
 from quire.routing.planner import PolicyConfig
 from quire.routing.policy import Policy, Pulls
-from quire.services.local.stack import LocalStackConfig, local_stack
-from quire.services.router.app import RouterConfig
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import local_stack
+from quire.services.router.config import RouterConfig
 
 RESULTS = Path("benchmarks/results")
 NUM_TURNS, NUM_FACTS, MAX_TOKENS, BLOCK_TOKENS = 4, 100, 16, 16

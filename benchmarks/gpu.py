@@ -135,8 +135,9 @@ def measure_stack(
     model: str, dtype: str, kv_bytes: int, loads: Sequence[int], input_len: int = INPUT_TOKENS
 ) -> dict[str, Any]:
     """Return what the clients of one prefill and one decode worker experience under each load."""
-    from quire.services.local.stack import LocalStackConfig, local_stack
-    from quire.services.router.app import RouterConfig
+    from quire.services.local.config import LocalStackConfig
+    from quire.services.local.stack import local_stack
+    from quire.services.router.config import RouterConfig
     from quire.services.worker.config import WorkerConfig
 
     worker = WorkerConfig(

@@ -32,9 +32,11 @@ from rich.table import Table
 from quire.benchmarks.live_replay import LiveOutcome, replay_live
 from quire.routing.planner import PolicyConfig
 from quire.routing.policy import Policy, Pulls
+from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess
-from quire.services.local.stack import LocalStackConfig, local_stack
-from quire.services.router.app import RouterConfig, router
+from quire.services.local.stack import local_stack
+from quire.services.router.app import router
+from quire.services.router.config import RouterConfig
 from quire.simulator.figures import quantile
 from quire.simulator.trace import reusable_share
 from quire.simulator.workload import Workload, make_requests

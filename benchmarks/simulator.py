@@ -24,8 +24,9 @@ from quire.benchmarks.live_replay import LiveOutcome, measure_pulls, replay_live
 from quire.client import AsyncClient
 from quire.routing.planner import PolicyConfig
 from quire.routing.policy import Policy, Pulls
-from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
-from quire.services.router.app import RouterConfig
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
 from quire.simulator.calibrate import calibrate
 from quire.simulator.calibration import Calibration, write_calibration

@@ -41,7 +41,7 @@ from quire.kvtransfer.frame import MESSAGE_BYTES, Frame
 from quire.kvtransfer.malloc import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push_receiver import KvTransferServicer
-from quire.kvtransfer.push_sender import BlockPush
+from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.services.server.tls import CLUSTER_NAME, ClusterTls, Connect, TlsFiles, server_credentials
@@ -220,8 +220,7 @@ async def push(
         ticket,
         sequence_id="benchmark",
         attempt=attempt,
-        layout=kv_layout,
-        num_blocks=num_blocks,
+        blocks=PromptBlocks(kv_layout, num_blocks),
         timeout=60.0,
     ) as opened:
         await opened.send(Frame(i, i.to_bytes(16, "little"), payload) for i in range(num_blocks))

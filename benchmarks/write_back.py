@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 from quire.client import AsyncClient
 from quire.models.random_model import make_random_model
-from quire.services.local.stack import LocalStackConfig, local_stack
-from quire.services.router.app import RouterConfig
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import local_stack
+from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
 
 PROMPT_TOKENS, ANSWER_TOKENS, NEXT_TOKENS = 256, 192, 32

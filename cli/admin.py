@@ -12,8 +12,8 @@ import typer
 
 from quire.cli.failure import connection_problem, fail
 from quire.cli.options import CONNECTION, setting
-from quire.cli.settings import DEFAULT_ADMIN_PORT
 from quire.cli.spread import spread
+from quire.services.router.config import DEFAULT_ADMIN_PORT
 
 if TYPE_CHECKING:
     from quire.client.admin import AdminClient, WorkerStatus

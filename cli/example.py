@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, cast
 import typer
 
 from quire.cli.answer import format_stats, stream_answer
-from quire.cli.options import ClientTls, variable
+from quire.cli.options import ClientTls
 from quire.models import notes
+from quire.settings.setting import variable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from quire.settings.address import is_address
+
 if TYPE_CHECKING:
     from quire.client import QuireError
 
 INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended, as in shells."""
-_ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
 
 
 def fail(message: str) -> NoReturn:
@@ -78,12 +78,6 @@ def describe(error: QuireError, address: str) -> str:
     if error.retry_after is not None:
         return f"{error.message} (try again in {error.retry_after:g} s)"
     return error.message
-
-
-def is_address(text: str) -> bool:
-    """Return whether a text is host:port."""
-    match = _ADDRESS.fullmatch(text)
-    return match is not None and 0 < int(match[1]) < 1 << 16
 
 
 def connection_problem(problem: str, address: str) -> str | None:

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quire.settings.setting import variable
+
 if TYPE_CHECKING:
     from quire.client import Tls
 
-ENV_PREFIX = "QUIRE_"
 DEFAULT_ADDRESS = "127.0.0.1:8500"
 CONNECTION = "Connection"
-
-
-def variable(flag: str) -> str:
-    """Return the environment variable of a flag: ``--max-num-seqs`` is ``QUIRE_MAX_NUM_SEQS``."""
-    return ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def setting(flag: str, help: str, panel: str, **more: Any) -> Any:

@@ -3,266 +3,95 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import fields, replace
+from typing import Annotated
 
 import typer
 
-from quire.cli.failure import start_errors, usage_errors
-from quire.cli.options import setting
-from quire.cli.security import ClusterSecurity, PublicSecurity
-from quire.cli.settings import (
-    DEFAULT_ADMIN_PORT,
-    GRACE_SECONDS,
-    LIMITS,
-    MAX_PORT,
-    MODEL,
-    NETWORK,
-    PROCESS,
-    AdminPort,
-    ClusterSecret,
-    EngineSettings,
-    GracePeriod,
-    Host,
-    LogLevel,
-    MetricsPort,
-    OtlpEndpoint,
-    PlacingSettings,
-    PublicPort,
-    RedisUrl,
-    ServedModelName,
-    SloSettings,
-    SpeculationSettings,
-    WorkerSettings,
-    WriteBack,
-    check_addresses,
-)
+from quire.cli.failure import start_errors
+from quire.cli.setting_options import Offer
 from quire.cli.spread import spread
+from quire.services.local.config import LocalStackConfig
+from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
+from quire.services.server.config import ServiceConfig
+from quire.services.worker.config import WorkerConfig
 
-if TYPE_CHECKING:
-    from quire.services.worker.config import WorkerConfig
+SPECULATION = ("speculation", "num_speculative_tokens", "draft_model")
+"""Settings of decode workers only; a prefill worker samples one token of a request."""
+
+SHARED_IN_STACK = ("served_model_name", "cluster_cert", "cluster_key", "cluster_ca", "otlp_endpoint")
+"""Settings that the router and the workers of a local stack have in common."""
+
+STACK_WORKER = Offer(
+    fixed={"role": "decode"},
+    omitted=(
+        *(each.name for each in fields(ServiceConfig) if each.name not in SHARED_IN_STACK),
+        "port",
+        "advertise",
+    ),
+)
+STACK_ROUTER = Offer(
+    omitted=(
+        "cluster_secret",
+        "worker_addresses",
+        "model",
+        "max_requests",
+        "request_timeout_seconds",
+        "admin_host",
+    ),
+    defaults={"log_level": "warning"},
+    shown={"http_port": f"{DEFAULT_HTTP_PORT} where the extra http is installed"},
+)
 
 
 @spread
 def serve(
     *,
-    engine: EngineSettings,
-    num_prefill: Annotated[int, setting("--prefill", "Prefill workers.", PROCESS, min=0)] = 1,
-    num_decode: Annotated[int, setting("--decode", "Decode workers.", PROCESS, min=1)] = 1,
-    host: Host = "127.0.0.1",
-    port: PublicPort = 8500,
-    http_port: Annotated[
-        int | None,
-        setting(
-            "--http-port",
-            "Port of the OpenAI-compatible API; 0 takes a free one.",
-            NETWORK,
-            min=0,
-            max=MAX_PORT,
-            show_default="8502 where the extra http is installed",
-        ),
-    ] = None,
-    redis_url: RedisUrl = None,
-    metrics_port: MetricsPort = 0,
-    admin_port: Annotated[
-        int | None,
-        setting(
-            "--admin-port",
-            "Port for `quire admin`; 0 takes a free one.",
-            NETWORK,
-            min=0,
-            max=MAX_PORT,
-            show_default="8503, or a free one where --port is 0",
-        ),
-    ] = None,
-    public: PublicSecurity,
-    cluster: ClusterSecurity,
-    speculation: SpeculationSettings,
-    placing: PlacingSettings,
-    slo: SloSettings,
-    write_back: WriteBack = False,
-    grace_period: GracePeriod = GRACE_SECONDS,
-    otlp_endpoint: OtlpEndpoint = None,
-    log_level: LogLevel = "warning",
+    worker: Annotated[WorkerConfig, STACK_WORKER],
+    stack: Annotated[LocalStackConfig, Offer(omitted=("router", "worker"))],
+    router: Annotated[RouterConfig, STACK_ROUTER],
     example: Annotated[
         bool, typer.Option("--example", help="Once ready, ask one question through the public port.")
     ] = False,
 ) -> None:
     """Serve a model on this machine, with a router, prefill and decode workers, and their own Redis."""
-    from quire.services.local.stack import LocalStackConfig, run
-    from quire.services.router.app import DEFAULT_HTTP_PORT, RouterConfig, has_http
+    from quire.services.local.stack import run
+    from quire.services.router.app import has_http
 
-    with usage_errors():
-        cluster_tls = cluster.tls()
-        router = RouterConfig(
-            host=host,
-            port=port,
-            http_port=DEFAULT_HTTP_PORT if http_port is None and has_http() else http_port,
-            metrics_port=metrics_port,
-            served_model_name=engine.served_model_name,
-            admin_port=(DEFAULT_ADMIN_PORT if port else 0) if admin_port is None else admin_port,
-            api_keys_file=public.api_keys,
-            public_tls=public.tls(),
-            cluster_tls=cluster_tls,
-            placing=placing.config(),
-            slo=slo.targets(),
-            write_back=write_back,
-            grace_seconds=grace_period,
-            otlp_endpoint=otlp_endpoint,
-        )
-        worker = replace(
-            _guessing(engine.config("decode"), speculation),
-            cluster_tls=cluster_tls,
-            otlp_endpoint=otlp_endpoint,
-        )
-        config = LocalStackConfig(
-            num_prefill=num_prefill,
-            num_decode=num_decode,
-            redis_url=redis_url,
-            router=router,
-            worker=worker,
-            log_level=log_level,
-        )
+    if router.http_port is None and has_http():
+        router = replace(router, http_port=DEFAULT_HTTP_PORT)
+    config = replace(
+        stack, router=router, worker=worker, redis_url=router.redis_url, log_level=router.log_level
+    )
     with start_errors():
         run(config, on_ready=_ask_example if example else None)
 
 
 @spread
-def router(
-    *,
-    host: Host = "127.0.0.1",
-    port: PublicPort = 8500,
-    http_port: Annotated[
-        int | None,
-        setting(
-            "--http-port",
-            "Port of the OpenAI-compatible API; 0 takes a free one.",
-            NETWORK,
-            min=0,
-            max=MAX_PORT,
-        ),
-    ] = None,
-    redis_url: RedisUrl = None,
-    workers: Annotated[
-        list[str] | None,
-        setting(
-            "--worker",
-            "host:port of a worker, instead of finding it in Redis; may be repeated.",
-            NETWORK,
-            callback=check_addresses,
-        ),
-    ] = None,
-    cluster_secret: ClusterSecret = "",
-    metrics_port: MetricsPort = 8501,
-    model: Annotated[
-        str | None,
-        setting("--model", "Folder or hub id of tokenizer and template; by default the workers'.", MODEL),
-    ] = None,
-    served_model_name: ServedModelName = None,
-    max_requests: Annotated[
-        int,
-        setting(
-            "--max-requests", "Most answers under way, n of each request; more are refused.", LIMITS, min=1
-        ),
-    ] = 1024,
-    request_timeout: Annotated[
-        float, setting("--request-timeout", "Longest deadline of a request, in seconds.", LIMITS, min=0.001)
-    ] = 600.0,
-    placing: PlacingSettings,
-    grace_period: GracePeriod = GRACE_SECONDS,
-    admin_host: Annotated[
-        str,
-        setting("--admin-host", "Address of the admin port; beyond the loopback it takes mTLS.", NETWORK),
-    ] = "127.0.0.1",
-    admin_port: AdminPort = DEFAULT_ADMIN_PORT,
-    public: PublicSecurity,
-    cluster: ClusterSecurity,
-    slo: SloSettings,
-    write_back: WriteBack = False,
-    otlp_endpoint: OtlpEndpoint = None,
-    log_level: LogLevel = "info",
-) -> None:
+def router(*, config: Annotated[RouterConfig, Offer(defaults={"metrics_port": 8501})]) -> None:
     """Run a router, which offers the public gRPC service in front of the workers."""
     import asyncio
 
-    from quire.services.router.app import RouterConfig, run_router
+    from quire.services.router.app import run_router
     from quire.services.server.log import configure_logging
 
-    configure_logging(log_level, role="router")
-    with usage_errors():
-        config = RouterConfig(
-            host=host,
-            port=port,
-            http_port=http_port,
-            redis_url=redis_url,
-            worker_addresses=tuple(workers or ()),
-            cluster_secret=cluster_secret.encode(),
-            metrics_port=metrics_port,
-            model=model,
-            served_model_name=served_model_name,
-            max_requests=max_requests,
-            request_timeout_seconds=request_timeout,
-            placing=placing.config(),
-            grace_seconds=grace_period,
-            admin_host=admin_host,
-            admin_port=admin_port,
-            api_keys_file=public.api_keys,
-            public_tls=public.tls(),
-            cluster_tls=cluster.tls(),
-            write_back=write_back,
-            slo=slo.targets(),
-            otlp_endpoint=otlp_endpoint,
-        )
+    configure_logging(config.log_level, role="router")
     with start_errors():
         asyncio.run(run_router(config))
 
 
 @spread
-def prefill(*, engine: EngineSettings, worker: WorkerSettings, cluster: ClusterSecurity) -> None:
+def prefill(
+    *, config: Annotated[WorkerConfig, Offer(fixed={"role": "prefill"}, omitted=SPECULATION)]
+) -> None:
     """Run a prefill worker, which computes KV blocks of prompts and sends them to decode workers."""
-    with usage_errors():
-        config = _by_itself(engine.config("prefill"), worker, cluster)
     _run_worker(config)
 
 
 @spread
-def decode(
-    *,
-    engine: EngineSettings,
-    speculation: SpeculationSettings,
-    worker: WorkerSettings,
-    cluster: ClusterSecurity,
-) -> None:
+def decode(*, config: Annotated[WorkerConfig, Offer(fixed={"role": "decode"})]) -> None:
     """Run a decode worker, which receives KV blocks of prompts and generates the answers."""
-    with usage_errors():
-        config = _by_itself(_guessing(engine.config("decode"), speculation), worker, cluster)
     _run_worker(config)
-
-
-def _guessing(config: WorkerConfig, speculation: SpeculationSettings) -> WorkerConfig:
-    """Return a worker's configuration with its source of draft tokens."""
-    return replace(
-        config,
-        speculation=speculation.speculation,
-        num_speculative_tokens=speculation.num_speculative_tokens,
-        draft_model=speculation.draft_model,
-    )
-
-
-def _by_itself(config: WorkerConfig, worker: WorkerSettings, cluster: ClusterSecurity) -> WorkerConfig:
-    return replace(
-        config,
-        host=worker.host,
-        port=worker.port,
-        advertise=worker.advertise,
-        redis_url=worker.redis_url,
-        cluster_secret=worker.cluster_secret.encode(),
-        metrics_port=worker.metrics_port,
-        grace_seconds=worker.grace_period,
-        cluster_tls=cluster.tls(),
-        otlp_endpoint=worker.otlp_endpoint,
-        log_level=worker.log_level,
-    )
 
 
 def _run_worker(config: WorkerConfig) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli.failure import writable
+from quire.routing.planner import PolicyConfig
+from quire.routing.policy import Policy, Pulls
+from quire.services.router.config import RouterConfig
 
 if TYPE_CHECKING:
     from quire.simulator.cluster import ClusterConfig
@@ -26,15 +29,6 @@ class Shape(StrEnum):
     CHAT = "chat"
     SHARED = "shared"
     UNIQUE = "unique"
-
-
-class PolicyName(StrEnum):
-    """The policy that chooses the workers for a request."""
-
-    RANDOM = "random"
-    LOAD = "load"
-    APPROX = "approx"
-    PRECISE = "precise"
 
 
 def _option(flag: str, help: str, panel: str, **more: Any) -> Any:
@@ -132,38 +126,34 @@ class ClusterOptions:
     num_prefill: Annotated[int, _option("--prefill", "Prefill workers.", CLUSTER, min=0)] = 2
     num_decode: Annotated[int, _option("--decode", "Decode workers.", CLUSTER, min=1)] = 2
     policies: Annotated[
-        list[PolicyName] | None,
+        list[Policy] | None,
         _option("--policy", "Policy; may be repeated to compare. By default all.", CLUSTER),
     ] = None
-    pulls: Annotated[
-        Literal["never", "measured", "always"], _option("--pulls", "When blocks are copied.", CLUSTER)
-    ] = "measured"
+    pulls: Annotated[Pulls, _option("--pulls", "When blocks are copied.", CLUSTER)] = PolicyConfig.pulls
     local_prefill_tokens: Annotated[
         int, _option("--local-prefill-tokens", "As of the router.", CLUSTER, min=0)
-    ] = 64
+    ] = PolicyConfig.local_prefill_tokens
     max_requests: Annotated[
         int, _option("--max-requests", "More requests under way are refused.", CLUSTER, min=1)
-    ] = 1024
+    ] = RouterConfig.max_requests
 
     def configs(self, seed: int) -> dict[str, ClusterConfig]:
         """Return the configuration of a cluster for each policy."""
-        from quire.routing.planner import PolicyConfig
-        from quire.routing.policy import Policy, Pulls
         from quire.simulator.cluster import ClusterConfig
 
         return {
-            name.value: ClusterConfig(
+            policy.value: ClusterConfig(
                 num_prefill=self.num_prefill,
                 num_decode=self.num_decode,
                 placing=PolicyConfig(
-                    policy=Policy(name),
-                    pulls=Pulls(self.pulls),
+                    policy=policy,
+                    pulls=self.pulls,
                     local_prefill_tokens=self.local_prefill_tokens,
                 ),
                 max_requests=self.max_requests,
                 seed=seed,
             )
-            for name in self.policies or PolicyName
+            for policy in self.policies or Policy
         }
 
 

@@ -6,6 +6,8 @@ import re
 
 import typer
 
+from quire.services.worker.config import DiskFolder
+
 _BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -23,7 +25,7 @@ def parse_size(text: str) -> int:
     return int(float(number) * _BYTES[unit.upper()])
 
 
-def parse_folder_and_size(text: str) -> tuple[str, int]:
+def parse_disk_folder(text: str) -> DiskFolder:
     """Return the folder and the number of bytes of a text such as ``/var/cache/quire:20GiB``.
 
     Raises:
@@ -32,7 +34,13 @@ def parse_folder_and_size(text: str) -> tuple[str, int]:
     folder, colon, size = text.rpartition(":")
     if not colon or not folder:
         raise typer.BadParameter(f"{text!r} is not a folder and a size; write /var/cache/quire:20GiB")
-    return folder, parse_size(size)
+    return DiskFolder(folder, parse_size(size))
+
+
+def exact_size(num_bytes: int) -> str:
+    """Return a size with the largest unit that divides it, such as ``64MiB``; ``parse_size`` reads it."""
+    units = [unit for unit in "TGMK" if num_bytes and num_bytes % _BYTES[unit] == 0]
+    return f"{num_bytes // _BYTES[units[0]]}{units[0]}iB" if units else str(num_bytes)
 
 
 def format_size(num_bytes: int) -> str:

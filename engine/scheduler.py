@@ -33,9 +33,10 @@ import math
 from dataclasses import dataclass
 
 from quire.engine.block_tables import BlockTables
+from quire.engine.config import EngineConfig
 from quire.engine.first_blocks import FirstBlocks
 from quire.engine.group_queues import GroupQueues
-from quire.engine.preemption import PREEMPTION_MODES, Preemption
+from quire.engine.preemption import Preemption
 from quire.engine.schedule import Schedule, ScheduledSequence
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.sequence_group import SequenceGroup
@@ -43,7 +44,7 @@ from quire.engine.sequence_group import SequenceGroup
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step, and how preempted groups get their blocks back.
+    """Limits of one step, and how preempted groups get their blocks back; ``EngineConfig`` checks them.
 
     Attributes:
         block_size: tokens per block.
@@ -53,22 +54,15 @@ class SchedulerConfig:
             computes them again, "auto" chooses the faster way.
     """
 
-    block_size: int = 16
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    preemption: str = "auto"
+    block_size: int = EngineConfig.block_size
+    max_num_seqs: int = EngineConfig.max_num_seqs
+    max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens
+    preemption: str = EngineConfig.preemption
 
-    def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}), or a full batch cannot decode in one step"
-            )
-        if self.preemption not in PREEMPTION_MODES:
-            raise ValueError(f"preemption must be one of {PREEMPTION_MODES}, got {self.preemption!r}")
+    @classmethod
+    def of(cls, config: EngineConfig) -> SchedulerConfig:
+        """Return the part of an engine's settings that the scheduler needs."""
+        return cls(config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.preemption)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quire.engine.config import EngineConfig
 from quire.engine.draft_proposer import DraftProposer
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
@@ -14,7 +15,6 @@ from quire.engine.ngram_proposer import NgramProposer
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import HashBlock
 from quire.engine.speculation import Speculator
-from quire.engine.speculation_config import SpeculationConfig
 from quire.models.source import find_model
 
 
@@ -22,16 +22,12 @@ class DraftModelError(ValueError):
     """The draft model does not fit the model; the message says why."""
 
 
-def load_draft_model(
-    config: SpeculationConfig, model_path: str, model: LoadedModel, dtype: str, device: torch.device
-) -> LoadedModel | None:
+def load_draft_model(config: EngineConfig, model: LoadedModel, device: torch.device) -> LoadedModel | None:
     """Load the draft model; return None if none is configured.
 
     Args:
-        config: names the draft model.
-        model_path: folder or hub id of the model that verifies.
+        config: names the draft model, the model that verifies, and the type of the weights.
         model: the loaded model that verifies.
-        dtype: "auto" or a key of ``DTYPES``.
         device: the device to run the draft model on.
 
     Raises:
@@ -41,8 +37,8 @@ def load_draft_model(
     """
     if config.draft_model is None:
         return None
-    check_same_tokens(config.draft_model, model_path)
-    draft = load_model(config.draft_model, dtype, device)
+    check_same_tokens(config.draft_model, config.model_path)
+    draft = load_model(config.draft_model, config.dtype, device)
     if draft.vocab_size != model.vocab_size:
         raise DraftModelError(
             f"{config.draft_model} has logits for {draft.vocab_size} tokens, the model for "
@@ -52,7 +48,7 @@ def load_draft_model(
 
 
 def make_speculator(
-    config: SpeculationConfig,
+    config: EngineConfig,
     draft: LoadedModel | None,
     model: LoadedModel,
     memory: KvMemory,
@@ -72,8 +68,10 @@ def make_speculator(
     if draft is not None:
         draft_memory = KvMemory(draft.kv_shape(limits.block_size), memory.num_blocks, memory.device)
         drafter = DraftProposer(draft, draft_memory, limits, hash_block, model.eos_token_ids)
-        return Speculator(drafter, config.num_tokens)
-    return Speculator(NgramProposer(), config.num_tokens) if config.kind == "ngram" else None
+        return Speculator(drafter, config.num_speculative_tokens)
+    if config.speculation == "ngram":
+        return Speculator(NgramProposer(), config.num_speculative_tokens)
+    return None
 
 
 def check_same_tokens(draft_model: str, model: str) -> None:

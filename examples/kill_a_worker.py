@@ -14,8 +14,9 @@ from rich.console import Console
 from quire.client import Client, GenerationOptions
 from quire.protos.admin_pb2 import ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
-from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
-from quire.services.router.app import RouterConfig
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
 
 PROMPT = "the code of the lantern is 417. the age of the cat is 900. "
 NUM_TOKENS = 400

@@ -24,10 +24,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from quire.kvtransfer.remedy import REMEDY
+
 PROOF_KEY = "quire-proof"
 CHALLENGE_KEY = "quire-challenge"
 ANSWER_KEY = "quire-answer"
-REMEDY = "give all routers and workers the same QUIRE_CLUSTER_SECRET (--cluster-secret)"
 
 _DOMAIN = b"quire-proof-1"
 _ANSWERED = frozenset(

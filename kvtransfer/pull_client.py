@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import grpc
 import grpc.aio
@@ -24,12 +24,19 @@ RELEASE_SECONDS = 0.5
 """Time limit of the call that releases a lease. If it fails, the lease expires by itself."""
 
 
+class Holder(NamedTuple):
+    """A worker that holds blocks: its address, host:port, and the epoch that names its present start."""
+
+    address: str
+    epoch: str
+
+
 class BlockPull:
     """One pull, as an async context manager: entering pins the blocks, and leaving releases them.
 
     ::
 
-        async with BlockPull(channels, block_hashes=hashes, ...) as pull:
+        async with BlockPull(channels, holder, block_hashes=hashes, ...) as pull:
             async for frames in pull.frames():    # the first pull.num_blocks of the hashes, checked, in order
                 ...
     """
@@ -37,22 +44,21 @@ class BlockPull:
     def __init__(
         self,
         channels: ChannelPool,
+        holder: Holder,
         *,
-        address: str,
         attempt_id: str,
-        holder_epoch: str,
         layout: KvLayout,
         block_hashes: Sequence[bytes],
         timeout: float,
     ) -> None:
         self._channels = channels
-        self._address = address
+        self._holder = holder
         self._block_hashes = block_hashes
         self._block_bytes = layout.block_bytes
         self._timeout = timeout
         self._pin = pb.PinRequest(
             attempt_id=attempt_id,
-            holder_epoch=holder_epoch,
+            holder_epoch=holder.epoch,
             layout=layout_to_proto(layout),
             block_hashes=block_hashes,
         )
@@ -68,7 +74,7 @@ class BlockPull:
             PullFailedError: the holder refused, has restarted, vanished or ran out of time.
         """
         with ExitStack() as undo:
-            self._peer = undo.enter_context(self._channels.peer(self._address, self._pin.holder_epoch))
+            self._peer = undo.enter_context(self._channels.peer(*self._holder))
             self._stub = kvtransfer_pb2_grpc.KvPullServiceStub(self._peer)
             with _call_errors():
                 call = self._stub.Pin(self._pin, timeout=self._timeout)

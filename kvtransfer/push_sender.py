@@ -43,6 +43,13 @@ class PushSummary(NamedTuple):
     send_seconds: float
 
 
+class PromptBlocks(NamedTuple):
+    """The blocks of a prompt: how they are laid out, and how many they are."""
+
+    layout: KvLayout
+    number: int
+
+
 class BlockPush:
     """One push, as an async context manager; leaving it without ``commit`` undoes it at the receiver.
 
@@ -60,29 +67,28 @@ class BlockPush:
         *,
         sequence_id: str,
         attempt: int,
-        layout: KvLayout,
-        num_blocks: int,
+        blocks: PromptBlocks,
         timeout: float,
     ) -> None:
         self._channels = channels
         self._address = ticket.address
         self._in_use = ExitStack()
         self._timeout = timeout
-        self._block_bytes = layout.block_bytes
-        self._blocks_per_message = frames.blocks_per_message(layout.block_bytes)
+        self._block_bytes = blocks.layout.block_bytes
+        self._blocks_per_message = frames.blocks_per_message(self._block_bytes)
         self._open = pb.PushOpen(
             ticket_id=ticket.ticket_id,
             receiver_epoch=ticket.receiver_epoch,
             sequence_id=sequence_id,
             attempt=attempt,
-            layout=layout_to_proto(layout),
+            layout=layout_to_proto(blocks.layout),
             first_block=ticket.first_block,
-            num_blocks=num_blocks,
+            num_blocks=blocks.number,
         )
         self._responses: asyncio.Queue[pb.PushResponse | None] = asyncio.Queue()
         self._refused: pb.PushRefused | None = None
         self._unproven: grpc.aio.AioRpcError | None = None
-        self._num_left = num_blocks - ticket.first_block
+        self._num_left = blocks.number - ticket.first_block
         self._num_sent = 0
         self._credit = 0
         self._credit_wait_seconds = 0.0

@@ -10,22 +10,21 @@ import torch
 
 from quire.engine import sequence as engine_types
 from quire.engine.dead_ends import dead_end
-from quire.engine.device import choose_device, default_num_blocks
+from quire.engine.device import choose_device
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.kv_memory import KvMemory
 from quire.engine.limits import contradiction
 from quire.engine.logits_processing import LogitsRules
-from quire.engine.model_loader import DTYPES, KV_CACHE_DTYPES, load_model
+from quire.engine.model_loader import load_model
 from quire.engine.output_format import BadFormatError
+from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError
 from quire.engine.sampling_params import SamplingParams as EngineSamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.speculation import SpeculationCounts
-from quire.engine.speculation_config import SpeculationConfig
 from quire.engine.speculators import load_draft_model, make_speculator
 from quire.engine.structured_output import GrammarCompiler, GrammarMatcher
 from quire.kvindex.block_hash import block_hash
-from quire.kvindex.kv_layout import KvShape
+from quire.llm.config import LLMConfig, takes_fields_of
 from quire.llm.errors import RequestsFailedError
 from quire.llm.interrupt import uninterrupted
 from quire.llm.outputs import EngineStats, RequestOutput
@@ -33,11 +32,8 @@ from quire.llm.params import BeamSearchParams, SamplingParams
 from quire.llm.progress import Advance, progress_bar
 from quire.llm.request import EncodedPrompt, Request, TextOptions
 from quire.llm.structured import StructuredOutputsParams
-from quire.models.bundled import demo_model_path
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
-
-DEFAULT_SWAP_BYTES = 64 << 20
 
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
 """One prompt or several prompts, each a text or its token ids."""
@@ -53,69 +49,32 @@ class LLM:
 
     Use it from one thread. Ctrl-C ends all requests; afterwards the object can be used again.
 
-    Args:
-        model: a folder or hub id; None means the bundled demo model.
-        device: "auto" (a GPU if there is one), "cpu" or "cuda".
-        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
-        kv_cache_dtype: "auto" (the model's dtype), "fp8" or "int8".
-        block_size: tokens in a KV block.
-        kv_memory_bytes: size of the block pool; by default 256 MiB, or 80 % of the free memory of a GPU.
-        num_blocks: size of the block pool in blocks, instead of ``kv_memory_bytes``.
-        swap_space_bytes: memory for the blocks of preempted requests; with 0 they are recomputed.
-        max_num_seqs: most sequences in a step.
-        max_num_batched_tokens: most tokens in a step.
-        max_model_len: most tokens of prompt and answer; None means as many as model and pool allow.
-        speculation: "off", "ngram" or "draft": where draft tokens come from, which a step then verifies.
-        num_speculative_tokens: most draft tokens for one sequence in a step.
-        draft_model: folder or hub id of the draft model, for "draft".
-        threads: number of threads of a step; None leaves the number to torch.
+    It takes the fields of ``LLMConfig`` as arguments, the model also by its position: ``LLM("path",
+    dtype="bfloat16", num_blocks=4096)``. Without a model it runs the bundled demo model.
 
     Raises:
         UnsupportedModelError: the architecture cannot run over paged blocks.
         MissingTokenizerError: the model has no ``tokenizer.json``.
-        ValueError: settings contradict each other.
+        ValueError: settings are out of range or contradict each other.
     """
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        kv_cache_dtype: str = "auto",
-        block_size: int = 16,
-        kv_memory_bytes: int | None = None,
-        num_blocks: int | None = None,
-        swap_space_bytes: int = DEFAULT_SWAP_BYTES,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
-        max_model_len: int | None = None,
-        speculation: str = "off",
-        num_speculative_tokens: int = 4,
-        draft_model: str | None = None,
-        threads: int | None = None,
-    ) -> None:
-        guessing = SpeculationConfig(speculation, num_speculative_tokens, draft_model)
-        config = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
-        place = choose_device(device)
-        _check_types(dtype, kv_cache_dtype)
-        _check_sizes(num_blocks, kv_memory_bytes, swap_space_bytes)
-        if threads is not None:
-            torch.set_num_threads(threads)
-        source = model or str(demo_model_path())
-        files = load_model_files(source)
+    @takes_fields_of(LLMConfig)
+    def __init__(self, config: LLMConfig) -> None:
+        device = choose_device(config.device)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        files = load_model_files(config.model_path)
         self.tokenizer = Tokenizer.load(files.folder)
         self._chat_template = ChatTemplate.load(files)
-        loaded = load_model(source, dtype, place)
-        draft = load_draft_model(guessing, source, loaded, dtype, place)
-        shape = loaded.kv_shape(block_size, kv_cache_dtype)
-        draft_shape = None if draft is None else draft.kv_shape(block_size)
-        memory = _block_pool(shape, draft_shape, place, num_blocks, kv_memory_bytes)
+        loaded = load_model(config.model_path, config.dtype, device)
+        draft = load_draft_model(config, loaded, device)
+        memory = allocate_pool(config, loaded, draft, device)
+        limits = SchedulerConfig.of(config)
         parts = EngineParts(
-            swap_memory=_swap_space(memory, swap_space_bytes),
-            speculator=make_speculator(guessing, draft, loaded, memory, config, block_hash),
+            swap_memory=allocate_swap_space(config, memory),
+            speculator=make_speculator(config, draft, loaded, memory, limits, block_hash),
         )
-        self._engine: Engine | None = Engine(loaded, memory, config, block_hash, max_model_len, parts)
+        self._engine: Engine | None = Engine(loaded, memory, limits, block_hash, config.max_model_len, parts)
         tokenizer_file = files.folder / "tokenizer.json"
         self._grammars = GrammarCompiler(
             lambda: tokenizer_file.read_text("utf-8"), loaded.vocab_size, loaded.eos_token_ids
@@ -379,44 +338,3 @@ def _paired(prompts: list[EncodedPrompt], params: P | Sequence[P]) -> list[tuple
     if len(each) != len(prompts):
         raise ValueError(f"there are {len(prompts)} prompts, but parameters for {len(each)}")
     return list(zip(prompts, each, strict=True))
-
-
-def _check_types(dtype: str, kv_cache_dtype: str) -> None:
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}; got {dtype!r}")
-    if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
-        raise ValueError(f"kv_cache_dtype must be auto, {', '.join(KV_CACHE_DTYPES)}; got {kv_cache_dtype!r}")
-
-
-def _check_sizes(num_blocks: int | None, kv_memory_bytes: int | None, swap_space_bytes: int) -> None:
-    if num_blocks is not None and kv_memory_bytes is not None:
-        raise ValueError("give num_blocks or kv_memory_bytes, not both")
-    if swap_space_bytes < 0:
-        raise ValueError(f"swap_space_bytes must be at least 0; got {swap_space_bytes}")
-
-
-def _block_pool(
-    shape: KvShape,
-    draft_shape: KvShape | None,
-    device: torch.device,
-    num_blocks: int | None,
-    num_bytes: int | None,
-) -> KvMemory:
-    if num_bytes is not None:
-        num_blocks = num_bytes // shape.block_bytes
-    elif num_blocks is None:
-        num_blocks = default_num_blocks(device, shape, draft_shape)
-    if num_blocks < 2:
-        raise ValueError(
-            f"the pool must hold two blocks of {shape.block_bytes} bytes at least: "
-            "raise num_blocks or kv_memory_bytes"
-        )
-    return KvMemory(shape, num_blocks, device)
-
-
-def _swap_space(memory: KvMemory, num_bytes: int) -> KvMemory | None:
-    num_blocks = num_bytes // memory.shape.block_bytes
-    is_pinned = memory.device.type == "cuda"
-    return (
-        KvMemory(memory.shape, num_blocks, torch.device("cpu"), is_pinned=is_pinned) if num_blocks else None
-    )

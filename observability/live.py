@@ -23,9 +23,9 @@ from quire.observability.load import put_load
 from quire.observability.ports import free_ports
 from quire.observability.prometheus import PrometheusClient, Series, find_prometheus, running_prometheus
 from quire.observability.references import references
-from quire.services.local.stack import LocalStackConfig, local_stack
-from quire.services.router.app import RouterConfig
-from quire.services.router.slo import SloTargets
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import local_stack
+from quire.services.router.config import RouterConfig, SloTargets
 from quire.services.worker.config import DiskFolder, WorkerConfig
 
 SCRAPE_SECONDS = 1.0
@@ -99,7 +99,7 @@ def _stack_config(base: int, disk: str) -> LocalStackConfig:
             http_port=0,
             metrics_port=base,
             write_back=True,
-            slo=SloTargets(ttft_seconds=0.25, tpot_seconds=0.025),
+            slo=SloTargets(ttft_ms=250, tpot_ms=25),
         ),
         worker=WorkerConfig(
             role="decode",

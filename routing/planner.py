@@ -14,6 +14,7 @@ from quire.routing import policy
 from quire.routing.history import PrefixHistory
 from quire.routing.policy import Blocks, CandidateWorker, Estimate, Peer, Policy, PullChoice, Pulls
 from quire.routing.rates import Rates
+from quire.settings.setting import Panel, check_settings, setting
 
 PREFILL_TOKENS_PER_SECOND = 10_000.0
 """Assumed prefill rate of a worker until the first prompt has been measured."""
@@ -35,14 +36,36 @@ IN_FLIGHT_SECONDS = 5.0
 """Longest time that the index is expected to lag behind a prompt that was sent to a worker."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Settings that decide how requests are placed."""
+    """Settings that decide how requests are placed.
 
-    policy: Policy = Policy.PRECISE
-    pulls: Pulls = Pulls.MEASURED
-    local_prefill_tokens: int = 64
-    """Maximum number of prompt tokens that a decode worker computes itself where that is sooner; 0: none."""
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    policy: Policy = setting(
+        Policy.PRECISE,
+        "--policy",
+        "Place requests at random, by load, by the router's own history of prefixes, or by the index.",
+        Panel.ROUTING,
+    )
+    pulls: Pulls = setting(
+        Pulls.MEASURED,
+        "--pulls",
+        "Copy blocks from peers: never, where measured to be sooner, or always.",
+        Panel.ROUTING,
+    )
+    local_prefill_tokens: int = setting(
+        64,
+        "--local-prefill-tokens",
+        "A decode worker computes up to this many prompt tokens itself, where that is sooner; 0 for none.",
+        Panel.ROUTING,
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 class WorkerState(NamedTuple):

@@ -26,8 +26,9 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
-from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
-from quire.services.router.app import RouterConfig
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
 
 NUM_BLOCKS = 1024

@@ -3,57 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from quire.cli import options
-from quire.cli.bench.config import BenchConfig, Dataset
+from quire.cli.bench.config import BenchConfig
 from quire.cli.failure import describe, fail, writable
 from quire.cli.spread import spread
 from quire.cli.tables import print_table
 
 
-def _load(flag: str, help: str, **more: Any) -> Any:
-    return typer.Option(flag, help=help, rich_help_panel="Load", **more)
-
-
-def _prompts(flag: str, help: str, **more: Any) -> Any:
-    return typer.Option(flag, help=help, rich_help_panel="Prompts", **more)
-
-
 @spread
 def serve(
     *,
-    rate: Annotated[
-        float | None, _load("--rate", "Open loop: this many requests a second, Poisson arrivals.", min=0.001)
-    ] = None,
-    concurrency: Annotated[
-        int, _load("--concurrency", "Closed loop: this many requests under way; unused with --rate.", min=1)
-    ] = BenchConfig.concurrency,
-    num_requests: Annotated[
-        int, _load("--num-requests", "Requests to measure.", min=1)
-    ] = BenchConfig.num_requests,
-    num_warmups: Annotated[
-        int, _load("--num-warmups", "Requests to send before, unmeasured.", min=0)
-    ] = BenchConfig.num_warmups,
-    dataset: Annotated[
-        Dataset, _prompts("--dataset", "Random token ids, or the bundled demo's questions about notes.")
-    ] = BenchConfig.dataset,
-    input_len: Annotated[
-        int, _prompts("--input-len", "Tokens of a prompt; of notes, about.", min=1)
-    ] = BenchConfig.input_len,
-    shared_prefix_len: Annotated[
-        int, _prompts("--shared-prefix-len", "How many of them all random prompts begin with.", min=0)
-    ] = BenchConfig.shared_prefix_len,
-    output_len: Annotated[
-        int, _prompts("--output-len", "Most tokens to generate.", min=1)
-    ] = BenchConfig.output_len,
-    ignore_eos: Annotated[
-        bool, _prompts("--ignore-eos", "Always generate that many, whatever the model says.")
-    ] = BenchConfig.ignore_eos,
-    temperature: Annotated[float, _prompts("--temperature", "0 is greedy.")] = BenchConfig.temperature,
-    seed: Annotated[int, _prompts("--seed", "Same seed, same prompts and arrivals.")] = BenchConfig.seed,
+    config: BenchConfig,
     json_file: Annotated[
         Path | None,
         typer.Option(
@@ -74,19 +38,6 @@ def serve(
     from quire.client import AsyncClient, QuireError
 
     try:
-        config = BenchConfig(
-            rate=rate,
-            concurrency=concurrency,
-            num_requests=num_requests,
-            num_warmups=num_warmups,
-            dataset=dataset,
-            input_len=input_len,
-            shared_prefix_len=shared_prefix_len,
-            output_len=output_len,
-            ignore_eos=ignore_eos,
-            temperature=temperature,
-            seed=seed,
-        )
         tls = encryption.files()
         connect = partial(AsyncClient, address, timeout=timeout, api_key=api_key, tls=tls)
         summary = asyncio.run(run_bench(config, connect))

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -26,8 +26,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from quire.kvtransfer.proof import Caller, Peer
 from quire.protos.admin_pb2 import ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
+from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess, end_with_parent
-from quire.services.router.app import RouterAddresses, RouterConfig, run_router
+from quire.services.router.app import RouterAddresses, run_router
+from quire.services.router.config import RouterConfig
 from quire.services.server.errors import BadFileError, ServiceError
 from quire.services.server.grpc_server import STOP_SIGNALS, Draining
 from quire.services.server.log import configure_logging, get_logger
@@ -40,25 +42,6 @@ KILL_SECONDS = 10.0
 """Time after its grace period in which a process has to end before it is killed."""
 
 _log = get_logger("stack")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalStackConfig:
-    """Settings of a local stack."""
-
-    num_prefill: int = 1
-    num_decode: int = 1
-    redis_url: str | None = field(default=None, repr=False)
-    """URL of an existing Redis; None: start a private one."""
-    router: RouterConfig = field(default_factory=RouterConfig)
-    """Settings of the router; Redis and secret are filled in. The workers' metrics ports follow its own."""
-    worker: WorkerConfig = field(default_factory=lambda: WorkerConfig(role="decode"))
-    """Settings of all workers; role, name, Redis, secret, processors and ports are filled in."""
-    log_level: str = "warning"
-
-    def __post_init__(self) -> None:
-        if self.num_decode < 1:
-            raise ValueError("--decode must be at least 1: decode workers generate the tokens")
 
 
 class StackFailedError(RuntimeError):

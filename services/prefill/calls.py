@@ -9,7 +9,7 @@ from typing import Any
 from quire.engine.sequence import Sequence, SequenceUpdate
 from quire.kvindex.block_hash import CacheScope
 from quire.kvtransfer.errors import PushFailedError
-from quire.kvtransfer.push_sender import BlockPush
+from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import worker_pb2
 from quire.services.prefill.push import PrefillPush, PushedPrompt
 from quire.services.prefill.write_back import WriteBackCopier
@@ -79,8 +79,7 @@ class PrefillCalls:
             request.ticket,
             sequence_id=request.sequence.sequence_id,
             attempt=request.sequence.attempt,
-            layout=identity.layout,
-            num_blocks=num_blocks,
+            blocks=PromptBlocks(identity.layout, num_blocks),
             timeout=context.time_remaining() or identity.request_timeout_seconds,
         )
 

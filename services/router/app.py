@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -17,26 +16,25 @@ import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from quire.kvindex.membership import POLL_SECONDS
 from quire.kvtransfer.layout import layout_from_proto
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
-from quire.routing.planner import Planner, PolicyConfig
+from quire.routing.planner import Planner
 from quire.routing.policy import Blocks, Policy
 from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
 from quire.services.router.authentication import RequireTenant
+from quire.services.router.config import RouterConfig
 from quire.services.router.generation import Cluster
-from quire.services.router.http.times import HttpTimes
+from quire.services.router.instruments import Instruments
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.open_calls import OpenCalls
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
-from quire.services.router.slo import SloTargets
 from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
 from quire.services.router.worker_calls import Spawn
-from quire.services.router.workers import SILENT_SECONDS, WorkerSet
+from quire.services.router.workers import WorkerSet
 from quire.services.router.write_back import WriteBackCalls, WriteBackMetrics
 from quire.services.server.call_limits import CALL_MARGIN_SECONDS
 from quire.services.server.cluster_proof import ClusterTrust
@@ -55,68 +53,18 @@ from quire.services.server.log import get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import metrics_server
 from quire.services.server.open_files import raise_open_file_limit
-from quire.services.server.tls import ClusterTls, TlsFiles, server_context, server_credentials
+from quire.services.server.tls import ClusterTls, server_context, server_credentials
 from quire.services.server.tracing import open_tracer
 
 if TYPE_CHECKING:
     from quire.services.router.http.server import HttpServer
 
-DEFAULT_HTTP_PORT = 8502
 STARTUP_POLL_SECONDS = 0.1
 """Interval of the search for workers until the router can serve."""
 CANCEL_SECONDS = 0.1
 """Time that a cancelled task may take to end before it is cancelled again."""
 
 _log = get_logger("router")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
-    """Settings of a router; workers come from ``redis_url``, or from ``worker_addresses`` if that is None."""
-
-    host: str = "127.0.0.1"
-    port: int = 8500
-    metrics_port: int = 0
-    redis_url: str | None = field(default=None, repr=False)
-    worker_addresses: tuple[str, ...] = ()
-    http_port: int | None = None
-    """Port of the OpenAI-compatible API, which needs the extra ``http``; None: no HTTP API."""
-    http_times: HttpTimes = field(default_factory=HttpTimes)
-    model: str | None = None
-    """Folder or hub id of the tokenizer and chat template; None: the model that the workers name."""
-    served_model_name: str | None = None
-    """Name of the model for clients; None: the workers' name."""
-    cluster_secret: bytes = field(default=b"", repr=False)
-    """Secret that keys the block hashes and proves membership of the cluster; workers need the same one."""
-    api_keys_file: Path | None = None
-    """File of API keys and their tenants, see ``tenants.ApiKeys``; None: no key is required."""
-    public_tls: TlsFiles | None = None
-    """Certificate files of both public ports; None: plain connections. If an authority is given, clients must
-    show a certificate."""
-    cluster_tls: TlsFiles | None = None
-    """Certificate files for connections to workers, whose certificates must have the same authority; None:
-    plain connections."""
-    admin_host: str = "127.0.0.1"
-    admin_port: int = 0
-    request_timeout_seconds: float = 600.0
-    max_requests: int = 1024
-    write_back: bool = False
-    """Whether prefill workers copy the blocks of answers in idle time."""
-    placing: PolicyConfig = field(default_factory=PolicyConfig)
-    join_wait_seconds: float = 2.0
-    """Time that a request waits for the first worker to join."""
-    slo: SloTargets = field(default_factory=SloTargets)
-    otlp_endpoint: str | None = None
-    """Endpoint for spans, such as http://host:4317; None: no tracing."""
-    poll_seconds: float = POLL_SECONDS
-    silent_seconds: float = SILENT_SECONDS
-    """Time after which a worker that answers no probe is lost."""
-    grace_seconds: float = 5.0
-
-    def __post_init__(self) -> None:
-        for address in self.worker_addresses:
-            if self.worker_addresses.count(address) > 1:
-                raise ValueError(f"--worker names {address} more than once: give each worker once")
 
 
 def has_http() -> bool:
@@ -196,43 +144,28 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
 
     Health is SERVING once the model's tokenizer has been loaded, while a decode worker takes requests.
     """
-    metrics = RouterMetrics(CollectorRegistry(), config.slo)
     cluster: asyncio.Future[Cluster] = asyncio.get_running_loop().create_future()
-    cluster_tls = None if config.cluster_tls is None else ClusterTls(config.cluster_tls)
-    clock = time.monotonic
+    tls = None if config.cluster_tls is None else ClusterTls(config.cluster_tls)
     async with AsyncExitStack() as stack:
-        instance = f"{socket.gethostname()}:{config.port}"
-        tracer = await stack.enter_async_context(
-            open_tracer(config.otlp_endpoint, service="quire-router", instance=instance, clock=clock)
-        )
-        ProcessCollector(registry=metrics.registry)
-        await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(metrics.registry)))
+        instruments = await _open_instruments(config, stack)
+        metrics = instruments.metrics
         authenticator = await stack.enter_async_context(_authenticator(config.api_keys_file))
         servicer = GenerationServicer(
             cluster,
-            metrics,
-            clock,
+            instruments,
             authenticator,
-            Admission(config.max_requests, metrics, clock),
+            Admission(config.max_requests, metrics, instruments.clock),
             request_timeout_seconds=config.request_timeout_seconds,
             join_wait_seconds=config.join_wait_seconds,
-            tracer=tracer,
         )
         sources = await stack.enter_async_context(_open_sources(config, metrics))
-        connect = grpc.aio.insecure_channel if cluster_tls is None else cluster_tls.connect
-        workers = WorkerSet(
-            sources.membership,
-            expected_fingerprint=sources.expected_fingerprint,
-            connect=connect,
-            silent_seconds=config.silent_seconds,
-            trust=ClusterTrust(config.cluster_secret, has_tls=cluster_tls is not None),
-        )
+        workers = _worker_set(config, sources, tls)
         stack.push_async_callback(workers.close)
         spawn = await stack.enter_async_context(background())
         metrics_port = stack.enter_context(metrics_server(metrics.registry, config.host, config.metrics_port))
         server = await stack.enter_async_context(_grpc_server(config, servicer, metrics, authenticator))
         admin = await stack.enter_async_context(
-            admin_server(workers, config.admin_host, config.admin_port, cluster_tls)
+            admin_server(workers, config.admin_host, config.chosen_admin_port, tls)
         )
         http = None
         if config.http_port is not None:
@@ -248,20 +181,45 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         stack.push_async_callback(_cancel, following)
         asking = asyncio.create_task(_ask_busy_workers(workers, config.poll_seconds))
         stack.push_async_callback(_cancel, asking)
-        _log.info(
-            "router_started",
-            address=server.address,
-            http=http.address if http else "none",
-            metrics_port=metrics_port,
-            admin=admin.address,
-            has_tls=config.public_tls is not None,
-            has_api_keys=config.api_keys_file is not None,
-            has_cluster_tls=cluster_tls is not None,
-        )
-        if config.redis_url is None and not config.worker_addresses:
-            remedy = "give --redis-url, or --worker host:port for each worker"
-            _log.warning("router_finds_no_workers", details=f"it has no place to look for them: {remedy}")
+        _log_start(config, running)
         yield running
+
+
+async def _open_instruments(config: RouterConfig, stack: AsyncExitStack) -> Instruments:
+    metrics, clock = RouterMetrics(CollectorRegistry(), config.slo), time.monotonic
+    instance = f"{socket.gethostname()}:{config.port}"
+    tracer = await stack.enter_async_context(
+        open_tracer(config.otlp_endpoint, service="quire-router", instance=instance, clock=clock)
+    )
+    ProcessCollector(registry=metrics.registry)
+    await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(metrics.registry)))
+    return Instruments(metrics, tracer, clock)
+
+
+def _worker_set(config: RouterConfig, sources: Sources, tls: ClusterTls | None) -> WorkerSet:
+    return WorkerSet(
+        sources.membership,
+        expected_fingerprint=sources.expected_fingerprint,
+        connect=grpc.aio.insecure_channel if tls is None else tls.connect,
+        silent_seconds=config.silent_seconds,
+        trust=ClusterTrust(config.cluster_secret, has_tls=tls is not None),
+    )
+
+
+def _log_start(config: RouterConfig, running: RunningRouter) -> None:
+    _log.info(
+        "router_started",
+        address=running.address,
+        http=running.http.address if running.http else "none",
+        metrics_port=running.metrics_port,
+        admin=running.admin_address,
+        has_tls=config.public_tls is not None,
+        has_api_keys=config.api_keys_file is not None,
+        has_cluster_tls=config.cluster_tls is not None,
+    )
+    if config.redis_url is None and not config.worker_addresses:
+        remedy = "give --redis-url, or --worker host:port for each worker"
+        _log.warning("router_finds_no_workers", details=f"it has no place to look for them: {remedy}")
 
 
 async def _cluster(
@@ -279,7 +237,7 @@ async def _cluster(
     layout = layout_from_proto(info.layout)
     blocks = Blocks(layout.block_size, layout.block_bytes)
     planner = Planner(config.placing, blocks, time.monotonic, Random())
-    workers.on_leave = planner.forget
+    workers.call_on_leave(planner.forget)
     write_backs = WriteBackCalls(spawn, WriteBackMetrics(metrics.registry)) if config.write_back else None
     return Cluster(model, workers, sources.prefixes(model), metrics, spawn, planner, write_backs=write_backs)
 

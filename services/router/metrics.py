@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from quire.services.router.slo import SloMetrics, SloTargets
+from quire.services.router.config import SloTargets
+from quire.services.router.slo import SloMetrics
 from quire.services.server.phases import ROUTER_PHASES, PhaseMetrics
 
 TTFT_BUCKETS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any
 
@@ -31,14 +31,14 @@ from quire.services.router.authentication import CALLER
 from quire.services.router.batch import batch_answers, check_batch_size
 from quire.services.router.failures import no_decode_worker
 from quire.services.router.generation import Cluster, GenerationRun
-from quire.services.router.metrics import RouterMetrics
+from quire.services.router.instruments import Instruments
 from quire.services.router.open_calls import OpenCalls
 from quire.services.router.request_timer import RequestTimer, outcome_of
 from quire.services.router.tenants import Authenticator, Headers, Tenant
 from quire.services.server.errors import Unavailable
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
-from quire.services.server.tracing import NoTracer, Span, Tracer
+from quire.services.server.tracing import Span
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -50,24 +50,22 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
     Args:
         cluster: resolves once the first worker has described its model.
+        request_timeout_seconds: longest deadline of a request.
+        join_wait_seconds: time that a request waits for the first worker to join.
     """
 
     def __init__(
         self,
         cluster: asyncio.Future[Cluster],
-        metrics: RouterMetrics,
-        clock: Callable[[], float],
+        instruments: Instruments,
         authenticator: Authenticator,
         admission: Admission,
         *,
         request_timeout_seconds: float,
         join_wait_seconds: float,
-        tracer: Tracer | None = None,
     ) -> None:
         self._cluster = cluster
-        self._metrics = metrics
-        self._tracer = tracer or NoTracer()
-        self._clock = clock
+        self._metrics, self._tracer, self._clock = instruments
         self._authenticator = authenticator
         self._admission = admission
         self.calls = OpenCalls()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from quire.services.router.config import SloTargets
 
 RESULTS = ("met", "missed")
 
@@ -22,14 +22,6 @@ _CLIENTS_OWN = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     )
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SloTargets:
-    """Maximum time to the first token, and maximum mean time for each further token."""
-
-    ttft_seconds: float = 1.0
-    tpot_seconds: float = 0.1
 
 
 class SloMetrics:

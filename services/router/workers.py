@@ -15,14 +15,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.kvtransfer.channels import CHANNEL_OPTIONS
 from quire.kvtransfer.proof import Caller, Peer, new_challenge
 from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.services.router.config import SILENT_SECONDS
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.log import get_logger
 from quire.services.server.tls import Connect
 
 PROBE_SECONDS = 2.0
-SILENT_SECONDS = 7.0
-"""A worker that answers no probe for this long is lost, and its calls end."""
 PENALTY_SECONDS = 2.0
 _MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor", "index_stride")
 
@@ -179,8 +178,6 @@ class WorkerSet:
         trust: ClusterTrust | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.on_leave: Callable[[str], None] = lambda worker_id: None
-        """Called with the id of each worker that has left."""
         self._membership = membership
         self._expected_fingerprint = expected_fingerprint
         self._connect = connect
@@ -193,10 +190,15 @@ class WorkerSet:
         self._refused: dict[str, str] = {}
         """Last logged reason for refusing the worker at each address."""
         self._is_membership_lost = False
+        self._on_leave: list[Callable[[str], None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._refreshing = asyncio.Lock()
         self.reference: worker_pb2.GetWorkerInfoResponse | None = None
         """Description of the first worker that joined; None until one has joined."""
+
+    def call_on_leave(self, forget: Callable[[str], None]) -> None:
+        """Call a function with the id of each worker that leaves from now on."""
+        self._on_leave.append(forget)
 
     def all(self) -> list[Worker]:
         """Return every worker, including those that drain."""
@@ -438,7 +440,8 @@ class WorkerSet:
     def _leave(self, worker: Worker, reason: str) -> None:
         del self._workers[worker.address]
         _log.warning("worker_left", worker=worker.worker_id, address=worker.address, reason=reason)
-        self.on_leave(worker.worker_id)
+        for forget in self._on_leave:
+            forget(worker.worker_id)
         # Closing the channel would end the requests that still run over it.
         worker.has_left = True
         if worker.num_requests == 0:

@@ -18,12 +18,12 @@ from quire.kvtransfer.proof import (
     ANSWER_KEY,
     CHALLENGE_KEY,
     PROOF_KEY,
-    REMEDY,
     answer_proof,
     call_proof,
     is_equal,
     proof,
 )
+from quire.kvtransfer.remedy import REMEDY
 from quire.protos import worker_pb2
 from quire.services.server.errors import InvalidArgument, ServiceError, Unauthenticated, Unavailable
 from quire.services.server.interceptors import OwnCalls, refusal
@@ -91,20 +91,6 @@ class ClusterTrust:
         if not is_named_by_operator and info.address != address:
             return f"it passes on the proof of the worker at {info.address}, and is not that worker"
         return None
-
-
-def require_privacy(host: str, secret: bytes, *, has_tls: bool) -> None:
-    """Check that a worker which other machines can reach has a cluster secret or certificates.
-
-    Raises:
-        ValueError: ``host`` is not on the loopback, and the worker has neither.
-    """
-    if not secret and not has_tls and not is_loopback(host):
-        raise ValueError(
-            f"strangers can reach a worker on {host}, and without a cluster secret it serves them: {REMEDY}; "
-            "`openssl rand -hex 32` makes one. Or use --cluster-cert, --cluster-key and --cluster-ca, "
-            "or leave --host on the loopback"
-        )
 
 
 class RequireProof(OwnCalls):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quire.kvtransfer.proof import REMEDY, is_equal, proof
+from quire.kvtransfer.proof import is_equal, proof
+from quire.kvtransfer.remedy import REMEDY
 from quire.protos import worker_pb2
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.errors import InvalidArgument

@@ -1,26 +1,32 @@
-"""Builds a worker's engine from its settings: block pool, tiers below it, guesses, warm-up."""
+"""Builds a worker's engine from its settings: models, block pool, the tiers below it, warm-up."""
 
 from __future__ import annotations
 
+import secrets
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
 from quire.engine.block_pool import BlockListener
 from quire.engine.decode_graphs import CudaCapture
-from quire.engine.device import default_num_blocks
+from quire.engine.device import choose_device
 from quire.engine.disk_cache import DiskCache
-from quire.engine.engine import Engine, EngineParts
+from quire.engine.engine import Engine, EngineParts, longest_sequence
 from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel
+from quire.engine.kv_memory import KvMemory, dtype_name
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
-from quire.engine.speculation import Speculator
 from quire.engine.speculators import load_draft_model, make_speculator
 from quire.kvindex.block_hash import block_hash
+from quire.kvindex.kv_layout import KvLayout
+from quire.models.source import pin_revision
+from quire.services.server.errors import BadFileError
 from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
@@ -28,32 +34,54 @@ from quire.services.worker.identity import WorkerIdentity
 _log = get_logger("worker")
 
 
-def load_draft(config: WorkerConfig, model: LoadedModel, device: torch.device) -> LoadedModel | None:
-    """Load the model that guesses for a decode worker, if one does."""
-    if config.role == "prefill":  # it draws one token of each request: there is nothing to guess
-        return None
-    return load_draft_model(config.speculation_config, config.model_path, model, config.dtype, device)
+class Models(NamedTuple):
+    """What a worker computes with, and the memory of its blocks."""
+
+    model: LoadedModel
+    draft: LoadedModel | None
+    memory: KvMemory
 
 
-def allocate_blocks(
-    config: WorkerConfig, model: LoadedModel, draft: LoadedModel | None, device: torch.device
-) -> KvMemory:
-    """Allocate the block pool's memory; where it takes what a GPU has, it leaves room for the draft's blocks.
+def load_models(config: WorkerConfig) -> Models:
+    """Load the model, and a decode worker's draft model, and allocate the block pool; takes seconds.
 
     Raises:
-        ValueError: it would hold fewer than two blocks.
+        BadFileError: the model's folder is missing or holds no model, or the hub does not have it.
+        ValueError: the pool would hold fewer than two blocks.
     """
-    shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
-    if config.num_blocks is not None:
-        num_blocks = config.num_blocks
-    elif config.kv_memory_bytes is not None:
-        num_blocks = config.kv_memory_bytes // shape.block_bytes
-    else:
-        draft_shape = None if draft is None else draft.kv_shape(config.block_size)
-        num_blocks = default_num_blocks(device, shape, draft_shape, config.num_sharing_gpu)
-    if num_blocks < 2:
-        raise ValueError(f"one KV block takes {shape.block_bytes} bytes; --kv-memory must hold two at least")
-    return KvMemory(shape, num_blocks, device)
+    device = choose_device()
+    try:
+        model = load_model(config.model_path, config.dtype, device)
+    except (OSError, ValueError) as error:
+        raise BadFileError(f"cannot load the model {config.model_path}: {error}") from error
+    # A prefill worker samples one token of each request, so it needs no draft tokens.
+    draft = load_draft_model(config, model, device) if config.role == "decode" else None
+    return Models(model, draft, allocate_pool(config, model, draft, device, config.num_sharing_gpu))
+
+
+def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIdentity:
+    """Return what others need to know about a worker; its epoch names this start."""
+    model, memory = models.model, models.memory
+    return WorkerIdentity(
+        worker_id=worker_id,
+        role=config.role,
+        epoch=secrets.token_hex(8),
+        model=config.model_name,
+        model_path=pin_revision(config.model_path, model.folder),
+        layout=KvLayout(
+            **asdict(memory.shape),
+            model_digest=model.digest,
+            compute_dtype=dtype_name(model.dtype),
+            device=memory.device.type,
+        ),
+        num_blocks=memory.num_blocks,
+        max_model_len=longest_sequence(model, memory, config.max_model_len),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        request_timeout_seconds=config.request_timeout_seconds,
+        cluster_secret=config.cluster_secret,
+        index_stride=config.index_stride,
+    )
 
 
 def open_disk_cache(config: WorkerConfig, memory: KvMemory, identity: WorkerIdentity) -> DiskCache | None:
@@ -66,49 +94,29 @@ def open_disk_cache(config: WorkerConfig, memory: KvMemory, identity: WorkerIden
 
 def build_engine(
     config: WorkerConfig,
-    model: LoadedModel,
-    draft: LoadedModel | None,
-    memory: KvMemory,
+    models: Models,
     identity: WorkerIdentity,
     listener: BlockListener | None,
     disk_cache: DiskCache | None,
 ) -> Engine:
     """Build an engine and compile all that its requests will run; takes seconds."""
-    limits = SchedulerConfig(
-        config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.preemption
-    )
+    model, draft, memory = models
+    limits = SchedulerConfig.of(config)
+    speculator = None
+    if config.role == "decode":
+        speculator = make_speculator(config, draft, model, memory, limits, block_hash)
     parts = EngineParts(
         listener=listener,
-        swap_memory=_swap_memory(config, memory),
+        swap_memory=allocate_swap_space(config, memory),
         host_cache=_host_cache(config, memory),
         disk_cache=disk_cache,
-        speculator=_make_speculator(config, draft, model, memory, limits),
+        speculator=speculator,
     )
     engine = Engine(model, memory, limits, block_hash, identity.max_model_len, parts)
     _warm_up(engine)
     if memory.device.type == "cuda" and config.role == "decode":
         _capture_decode_steps(engine)
     return engine
-
-
-def _swap_memory(config: WorkerConfig, memory: KvMemory) -> KvMemory | None:
-    num_blocks = config.swap_memory_bytes // memory.shape.block_bytes
-    is_pinned = memory.device.type == "cuda"
-    return (
-        KvMemory(memory.shape, num_blocks, torch.device("cpu"), is_pinned=is_pinned) if num_blocks else None
-    )
-
-
-def _make_speculator(
-    config: WorkerConfig,
-    draft: LoadedModel | None,
-    model: LoadedModel,
-    memory: KvMemory,
-    limits: SchedulerConfig,
-) -> Speculator | None:
-    if config.role == "prefill":
-        return None
-    return make_speculator(config.speculation_config, draft, model, memory, limits, block_hash)
 
 
 def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:

@@ -20,7 +20,7 @@ from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import BadBlockError, PullFailedError, TransferError
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.pull_client import BlockPull
+from quire.kvtransfer.pull_client import BlockPull, Holder
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.protos import worker_pb2
 from quire.services.server.log import get_logger
@@ -93,9 +93,8 @@ class PrefixPuller:
             return
         pull = BlockPull(
             self._channels,
-            address=source.address,
+            Holder(source.address, source.epoch),
             attempt_id=attempt_id,
-            holder_epoch=source.epoch,
             layout=self._layout,
             block_hashes=missing,
             timeout=source.timeout_ms / 1000 or PULL_SECONDS,

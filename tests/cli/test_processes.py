@@ -18,18 +18,20 @@ from quire.routing.planner import PolicyConfig
 from quire.routing.policy import Policy, Pulls
 from quire.services import worker_process
 from quire.services.local import stack as local_stack
+from quire.services.local.config import LocalStackConfig
 from quire.services.router import app
+from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
 
 Quire = Callable[..., Result]
 
 
 @pytest.fixture
-def router_configs(monkeypatch: pytest.MonkeyPatch) -> list[app.RouterConfig]:
+def router_configs(monkeypatch: pytest.MonkeyPatch) -> list[RouterConfig]:
     """Return the configurations that the verb ``router`` would run."""
-    configs: list[app.RouterConfig] = []
+    configs: list[RouterConfig] = []
 
-    async def run_router(config: app.RouterConfig) -> None:
+    async def run_router(config: RouterConfig) -> None:
         configs.append(config)
 
     monkeypatch.setattr(app, "run_router", run_router)
@@ -37,7 +39,7 @@ def router_configs(monkeypatch: pytest.MonkeyPatch) -> list[app.RouterConfig]:
 
 
 def test_a_flag_beats_the_environment_which_beats_the_default(
-    quire: Quire, router_configs: list[app.RouterConfig], monkeypatch: pytest.MonkeyPatch
+    quire: Quire, router_configs: list[RouterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quire("router")
     monkeypatch.setenv("QUIRE_PORT", "7000")
@@ -46,7 +48,7 @@ def test_a_flag_beats_the_environment_which_beats_the_default(
     assert [config.port for config in router_configs] == [8500, 7000, 7001]
 
 
-def test_targets_and_traces_reach_the_router(quire: Quire, router_configs: list[app.RouterConfig]) -> None:
+def test_targets_and_traces_reach_the_router(quire: Quire, router_configs: list[RouterConfig]) -> None:
     quire("router")
     quire("router", "--slo-ttft-ms", "250", "--slo-tpot-ms", "40", "--otlp-endpoint", "http://c:4317")
     default, given = router_configs
@@ -56,7 +58,7 @@ def test_targets_and_traces_reach_the_router(quire: Quire, router_configs: list[
 
 
 def test_workers_may_be_listed(
-    quire: Quire, router_configs: list[app.RouterConfig], monkeypatch: pytest.MonkeyPatch
+    quire: Quire, router_configs: list[RouterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quire("router", "--worker", "a:1", "--worker", "b:2")
     monkeypatch.setenv("QUIRE_WORKER", "c:3 d:4")
@@ -64,20 +66,20 @@ def test_workers_may_be_listed(
     assert [config.worker_addresses for config in router_configs] == [("a:1", "b:2"), ("c:3", "d:4")]
 
 
-def test_a_worker_listed_twice_is_a_usage_error(quire: Quire, router_configs: list[app.RouterConfig]) -> None:
+def test_a_worker_listed_twice_is_a_usage_error(quire: Quire, router_configs: list[RouterConfig]) -> None:
     result = quire("router", "--worker", "a:1", "--worker", "b:2", "--worker", "a:1")
     assert (result.exit_code, router_configs) == (2, [])
     assert "--worker names a:1 more than once" in result.stderr
 
 
 def test_how_requests_are_placed_is_a_setting(
-    quire: Quire, router_configs: list[app.RouterConfig], monkeypatch: pytest.MonkeyPatch
+    quire: Quire, router_configs: list[RouterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_POLICY", "approx")
     quire("router", "--pulls", "never", "--local-prefill-tokens", "5")
     (config,) = router_configs
     assert config.placing == PolicyConfig(policy=Policy.APPROX, pulls=Pulls.NEVER, local_prefill_tokens=5)
-    served: list[local_stack.LocalStackConfig] = []
+    served: list[LocalStackConfig] = []
     monkeypatch.setattr(local_stack, "run", lambda config, on_ready: served.append(config))
     quire("serve", "--policy", "random")
     assert served[0].router.placing == PolicyConfig(policy=Policy.RANDOM)
@@ -86,7 +88,7 @@ def test_how_requests_are_placed_is_a_setting(
 def test_serve_asks_an_example_once_ready(
     quire: Quire, monkeypatch: pytest.MonkeyPatch, fake_generation: Any
 ) -> None:
-    def run(config: local_stack.LocalStackConfig, on_ready: Callable[[str], None]) -> None:
+    def run(config: LocalStackConfig, on_ready: Callable[[str], None]) -> None:
         assert (config.num_prefill, config.num_decode) == (2, 3)
         assert (config.worker.model, config.router.port) == (None, 0)
         on_ready(fake_generation.address)
@@ -141,8 +143,8 @@ def test_workers_of_a_stack_differ_in_what_is_theirs(tmp_path: Path) -> None:
         host_cache_bytes=1,
         disk_cache=DiskFolder(str(tmp_path), 9),
     )
-    config = local_stack.LocalStackConfig(
-        num_prefill=1, num_decode=2, router=app.RouterConfig(metrics_port=7000), worker=template
+    config = LocalStackConfig(
+        num_prefill=1, num_decode=2, router=RouterConfig(metrics_port=7000), worker=template
     )
     found = local_stack.worker_configs(config, "redis://r", b"secret")
     assert list(found) == ["prefill-0", "decode-0", "decode-1"]
@@ -214,18 +216,18 @@ def test_serve_has_http_where_its_packages_are(quire: Quire, monkeypatch: pytest
 
 
 def test_admin_finds_a_stack_on_its_usual_ports(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
-    ports: list[int | None] = []
-    monkeypatch.setattr(local_stack, "run", lambda config, on_ready: ports.append(config.router.admin_port))
+    routers: list[RouterConfig] = []
+    monkeypatch.setattr(local_stack, "run", lambda config, on_ready: routers.append(config.router))
     quire("serve")
     quire("serve", "--port", "0")
     quire("serve", "--port", "0", "--admin-port", "9000")
-    assert ports == [8503, 0, 9000]
+    assert [each.chosen_admin_port for each in routers] == [8503, 0, 9000]
 
 
-def test_a_routers_default_ports_differ(quire: Quire, router_configs: list[app.RouterConfig]) -> None:
-    quire("router", "--http-port", str(app.DEFAULT_HTTP_PORT))
+def test_a_routers_default_ports_differ(quire: Quire, router_configs: list[RouterConfig]) -> None:
+    quire("router", "--http-port", str(DEFAULT_HTTP_PORT))
     [config] = router_configs
-    ports = {config.port, config.metrics_port, config.admin_port, config.http_port}
+    ports = {config.port, config.metrics_port, config.chosen_admin_port, config.http_port}
     assert ports == {8500, 8501, 8502, 8503}
 
 
@@ -248,7 +250,7 @@ def test_a_router_without_the_packages_says_what_to_install(
     ],
 )
 def test_a_setting_that_cannot_be_right_is_a_usage_error(
-    quire: Quire, router_configs: list[app.RouterConfig], arguments: list[str], problem: str
+    quire: Quire, router_configs: list[RouterConfig], arguments: list[str], problem: str
 ) -> None:
     result = quire("router", *arguments)
     assert (result.exit_code, router_configs) == (2, [])
@@ -256,7 +258,7 @@ def test_a_setting_that_cannot_be_right_is_a_usage_error(
 
 
 def test_the_grace_period_is_a_setting_of_serve(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[local_stack.LocalStackConfig] = []
+    served: list[LocalStackConfig] = []
     monkeypatch.setattr(local_stack, "run", lambda config, on_ready: served.append(config))
     quire("serve")
     quire("serve", "--grace-period", "3")

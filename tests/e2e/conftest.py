@@ -20,8 +20,9 @@ from quire.models.random_model import make_random_model
 from quire.protos import worker_pb2 as pb
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.routing.planner import PolicyConfig
-from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
-from quire.services.router.app import RouterConfig
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
 
 # Threads that spin beside the workers' would slow both down many times over.

@@ -13,7 +13,8 @@ from quire.client import AsyncClient, Unavailable
 from quire.client.admin import AdminClient
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
-from quire.services.router.app import RouterConfig, router
+from quire.services.router.app import router
+from quire.services.router.config import RouterConfig
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 ROUNDS = 8

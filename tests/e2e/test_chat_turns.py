@@ -17,9 +17,11 @@ from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, t
 from quire.protos import worker_pb2
 from quire.routing.planner import PolicyConfig
 from quire.routing.policy import Policy, Pulls
+from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess
-from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
-from quire.services.router.app import RouterConfig, router
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.app import router
+from quire.services.router.config import RouterConfig
 
 NUM_CHATS, NUM_TURNS, NUM_FACTS = 4, 4, 20
 MAX_TOKENS = 16

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire.models.bundled import demo_model_path
 from quire.models.notes import HELD_OUT_SEEDS, Example, held_out, question, sample_notes, text
-from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
-from quire.services.router.app import RouterConfig
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
 
 NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 200, 20, 16
 NUM_CHATS, NUM_TURNS = 8, 8

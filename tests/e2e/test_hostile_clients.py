@@ -202,8 +202,8 @@ def _processes(parent: int) -> list[str]:
 
 
 def test_settings_do_not_print_secrets() -> None:
-    from quire.services.local.stack import LocalStackConfig
-    from quire.services.router.app import RouterConfig
+    from quire.services.local.config import LocalStackConfig
+    from quire.services.router.config import RouterConfig
     from quire.services.worker.config import WorkerConfig
 
     url = "redis://user:hidden-word@host"

@@ -13,8 +13,9 @@ import pytest
 from quire.client import InvalidRequest
 from quire.models.bundled import demo_model_path
 from quire.protos import worker_pb2
-from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
-from quire.services.router.app import RouterConfig
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
 
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3500)) + 'r3500: "a"\n'

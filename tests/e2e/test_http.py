@@ -18,8 +18,9 @@ from quire.client import InvalidRequest
 from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out
 from quire.protos import worker_pb2 as pb
-from quire.services.local.stack import LocalStackConfig, RunningStack, local_stack
-from quire.services.router.app import RouterConfig
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
 
 # The demo's own form, and besides it tools, of which its own template knows nothing.

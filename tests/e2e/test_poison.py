@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from quire.client import AsyncClient, ServerError
-from quire.services.router.app import RouterConfig, router
+from quire.services.router.app import router
+from quire.services.router.config import RouterConfig
 from quire.services.server.errors import SUSPECTED
 
 NUM_WORKERS, NUM_INNOCENT, NUM_TOKENS = 3, 12, 48

@@ -106,8 +106,11 @@ def secured(
                 "llama",
                 redis_url=index.url,
                 api_keys_file=folder / "keys",
-                public_tls=TlsFiles(public.certificate, public.key),
-                cluster_tls=cluster,
+                tls_cert=public.certificate,
+                tls_key=public.key,
+                cluster_cert=cluster.certificate,
+                cluster_key=cluster.key,
+                cluster_ca=cluster.authority,
             ) as stack,
             redis.Redis.from_url(index.url) as reader,
         ):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from quire.engine.config import EngineConfig
 from quire.engine.draft_proposer import DraftProposer
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
@@ -23,7 +25,6 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, TokenLogprobs
 from quire.engine.speculation import Acceptance, DraftRequest, Proposer, Speculator, StepCost
-from quire.engine.speculation_config import SpeculationConfig
 from quire.engine.speculators import DraftModelError, check_same_tokens, load_draft_model
 from quire.models.random_model import make_random_model
 
@@ -277,9 +278,12 @@ def test_another_vocabulary_is_refused(
     tmp_path: Path, load: Callable[[str], LoadedModel], tiny_model: TinyModel
 ) -> None:
     other = make_random_model("llama", tmp_path / "other", vocab_size=400)
-    model, config = load("llama"), SpeculationConfig("draft", 4, str(other))
+    model = load("llama")
+    config = EngineConfig(
+        str(tiny_model("llama")), dtype="float32", speculation="draft", draft_model=str(other)
+    )
     with pytest.raises(DraftModelError, match="has logits for 400 tokens, the model for 320"):
-        load_draft_model(config, str(tiny_model("llama")), model, "float32", CPU)
+        load_draft_model(config, model, CPU)
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"<bos>"', '"<begin>"'))
     with pytest.raises(DraftModelError, match="different vocabularies"):
@@ -289,16 +293,16 @@ def test_another_vocabulary_is_refused(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("guess",), "speculation must be one of"),
-        (("ngram", 0), "num_speculative_tokens must be from 1 to 16"),
-        (("ngram", 17), "num_speculative_tokens must be from 1 to 16"),
-        (("draft",), "give both or neither"),
-        (("ngram", 4, "model"), "give both or neither"),
+        ({"speculation": "guess"}, "speculation must be one of"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 16"),
+        ({"num_speculative_tokens": 17}, "num_speculative_tokens must be from 1 to 16"),
+        ({"speculation": "draft"}, "give both or neither"),
+        ({"speculation": "ngram", "draft_model": "model"}, "give both or neither"),
     ],
 )
-def test_bad_settings(values: tuple[str, int, str], message: str) -> None:
+def test_bad_settings(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SpeculationConfig(*values)
+        EngineConfig(**values)
 
 
 # --- how many -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases
 from quire.kvtransfer.pull_client import BlockPull
+from quire.kvtransfer.pull_client import Holder as Remote
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2 as pb
@@ -106,12 +107,12 @@ class Holder:
         """Return a pull that is right but for the changes."""
         arguments: dict[str, Any] = {
             "attempt_id": "r",
-            "holder_epoch": EPOCH,
             "layout": LAYOUT,
             "block_hashes": hashes(count),
             "timeout": WAIT_SECONDS,
         }
-        return BlockPull(self.channels, address=self.address, **(arguments | changes))
+        holder = Remote(changes.pop("address", self.address), changes.pop("epoch", EPOCH))
+        return BlockPull(self.channels, holder, **(arguments | changes))
 
     def sample(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"quire_kv_pull_{name}", labels) or 0.0
@@ -179,7 +180,7 @@ async def test_no_more_is_lent_than_allowed(holder: Holder) -> None:
 
 async def test_a_stale_epoch_pins_nothing(holder: Holder) -> None:
     with pytest.raises(PullFailedError, match="restarted") as refused:
-        async with holder.pull(holder_epoch="epoch-0"):
+        async with holder.pull(epoch="epoch-0"):
             pass
     assert refused.value.status is grpc.StatusCode.ABORTED
     assert holder.source.pins == {}

@@ -31,7 +31,7 @@ from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push_receiver import KvTransferServicer
-from quire.kvtransfer.push_sender import BlockPush
+from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -134,8 +134,9 @@ class Receiver:
             receiver_epoch=changes.pop("epoch", EPOCH),
             first_block=first_block,
         )
-        arguments = {"sequence_id": "r", "attempt": ATTEMPT, "layout": LAYOUT, "timeout": WAIT_SECONDS}
-        return BlockPush(self.channels, ticket, num_blocks=num_blocks, **(arguments | changes))
+        blocks = PromptBlocks(changes.pop("layout", LAYOUT), num_blocks)
+        arguments = {"sequence_id": "r", "attempt": ATTEMPT, "timeout": WAIT_SECONDS}
+        return BlockPush(self.channels, ticket, blocks=blocks, **(arguments | changes))
 
     def stream(self) -> Any:
         """Open a stream for messages that a right sender would not send."""
@@ -371,8 +372,7 @@ async def test_the_next_chunk_is_prepared_while_the_last_one_is_on_its_way() -> 
         pb.Ticket(),
         sequence_id="r",
         attempt=0,
-        layout=LAYOUT,
-        num_blocks=2,
+        blocks=PromptBlocks(LAYOUT, 2),
         timeout=WAIT_SECONDS,
     )
     async with push:
@@ -663,8 +663,7 @@ async def test_an_address_where_nobody_listens_fails_the_push_at_once() -> None:
         pb.Ticket(address=address),
         sequence_id="r",
         attempt=0,
-        layout=LAYOUT,
-        num_blocks=0,
+        blocks=PromptBlocks(LAYOUT, 0),
         timeout=WAIT_SECONDS,
     )
     with pytest.raises(PushFailedError) as raised:

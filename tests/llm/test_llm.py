@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.config import MAX_SPECULATIVE_TOKENS
 from quire.llm import LLM, BeamSearchParams, RequestOutput, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -230,7 +231,7 @@ def test_guesses_change_no_answer(tiny_folder: Path, tiny: LLM, speculation: str
         num_blocks=64,
         speculation=speculation,
         draft_model=draft_model,
-        num_speculative_tokens=7,
+        num_speculative_tokens=MAX_SPECULATIVE_TOKENS,
     ) as llm:
         for stop in (None, ["e", "q"]):
             params = SamplingParams(n=2, seed=1, max_tokens=40, ignore_eos=True, logprobs=1, stop=stop)

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.push_sender import BlockPush
+from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.services.server.grpc_server import Service, grpc_server
@@ -74,8 +74,7 @@ async def test_a_push_may_wait_for_credit_longer_than_three_pings(
             pb.Ticket(ticket_id="t", address=server.address),
             sequence_id="r",
             attempt=0,
-            layout=LAYOUT,
-            num_blocks=1,
+            blocks=PromptBlocks(LAYOUT, 1),
             timeout=30.0,
         )
         async with push:

@@ -30,7 +30,7 @@ from quire.services.router.http.errors import (
 )
 from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.http.openapi import openapi_document
-from quire.services.router.http.routes import routes
+from quire.services.router.http.routes import Route, routes
 from quire.services.router.http.times import HttpTimes
 from quire.services.router.open_calls import OpenCalls
 from quire.services.router.servicer import GenerationServicer
@@ -92,35 +92,10 @@ async def http_server(
     """
     times = times or HttpTimes()
     count = HttpMetrics(registry).count
-    table = routes(servicer, registry)
-    open_paths = {route.path for route in table if route.is_open}
-    app = web.Application(
-        middlewares=[
-            _errors(count, sorted(f"{route.method} {route.path}" for route in table)),
-            _deadline(request_timeout_seconds),
-            authorized(servicer, open_paths),
-            _counted(servicer.calls),
-        ],
-        client_max_size=PUBLIC_MESSAGE_BYTES,
-    )
+    app = _application(routes(servicer, registry), servicer, count, request_timeout_seconds)
     app[BODY_SECONDS] = times.body_seconds
-    for route in table:
-        app.router.add_route(route.method, route.path, route.handler)
-        if route.method == "GET":
-            app.router.add_route("HEAD", route.path, route.handler)
-    app.on_response_prepare.append(_name_answer)
-    document = openapi_document(table)
-
-    async def openapi(request: web.Request) -> web.Response:
-        return web.json_response(document)
-
-    app.router.add_get("/openapi.json", openapi)
-    runner = web.AppRunner(
-        app,
-        # When a client leaves, its handler is cancelled, which frees the request's blocks.
-        handler_cancellation=True,
-        shutdown_timeout=CANCEL_SECONDS,
-    )
+    # When a client leaves, its handler is cancelled, which frees the request's blocks.
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CANCEL_SECONDS)
     await runner.setup()
     handler = runner.server
     assert handler is not None
@@ -140,6 +115,34 @@ async def http_server(
         yield server
     finally:
         await server.stop()
+
+
+def _application(
+    table: Sequence[Route], servicer: GenerationServicer, count: Count, request_timeout_seconds: float
+) -> web.Application:
+    """Return the application with all routes, and with the route that describes them."""
+    open_paths = {route.path for route in table if route.is_open}
+    app = web.Application(
+        middlewares=[
+            _errors(count, sorted(f"{route.method} {route.path}" for route in table)),
+            _deadline(request_timeout_seconds),
+            authorized(servicer, open_paths),
+            _counted(servicer.calls),
+        ],
+        client_max_size=PUBLIC_MESSAGE_BYTES,
+    )
+    for route in table:
+        app.router.add_route(route.method, route.path, route.handler)
+        if route.method == "GET":
+            app.router.add_route("HEAD", route.path, route.handler)
+    app.on_response_prepare.append(_name_answer)
+    document = openapi_document(table)
+
+    async def openapi(request: web.Request) -> web.Response:
+        return web.json_response(document)
+
+    app.router.add_get("/openapi.json", openapi)
+    return app
 
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:

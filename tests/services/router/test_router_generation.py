@@ -18,7 +18,8 @@ from grpc_status import rpc_status
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.routing.planner import PolicyConfig
-from quire.services.router.app import RouterConfig, run_router
+from quire.services.router.app import run_router
+from quire.services.router.config import RouterConfig
 from quire.services.server.errors import (
     Aborted,
     FailedPrecondition,

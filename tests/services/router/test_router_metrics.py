@@ -11,13 +11,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
+from quire.services.router.config import SloTargets
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.request_timer import RequestTimer
-from quire.services.router.slo import SloMetrics, SloTargets
+from quire.services.router.slo import SloMetrics
 from quire.services.server.errors import FailedPrecondition, Internal, Unavailable
 from quire.services.server.phases import ROUTER_PHASES, Phase
 
-IMPOSSIBLE = SloTargets(ttft_seconds=0.0, tpot_seconds=0.0)
+IMPOSSIBLE = SloTargets(ttft_ms=0, tpot_ms=0)
 
 
 def request(**stopping: Any) -> pb.GenerateStreamRequest:
@@ -142,7 +143,7 @@ def test_judgement(
     code: str, ttft: float | None, tpot: float | None, expected: tuple[str, str] | None
 ) -> None:
     registry = CollectorRegistry()
-    SloMetrics(registry, SloTargets(ttft_seconds=1.0, tpot_seconds=0.1)).judge(code, ttft, tpot)
+    SloMetrics(registry, SloTargets(ttft_ms=1000, tpot_ms=100)).judge(code, ttft, tpot)
     counted = {
         (sample.labels["ttft"], sample.labels["tpot"])
         for metric in registry.collect()

@@ -20,7 +20,8 @@ from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.services.local.redis_process import RedisProcess
-from quire.services.router.app import RouterConfig, router
+from quire.services.router.app import router
+from quire.services.router.config import RouterConfig
 
 PASSWORD = "known"
 SECRET = b"secret"

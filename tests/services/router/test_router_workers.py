@@ -302,7 +302,7 @@ async def test_a_worker_that_restarts_twice_has_two_records_and_one_channel(
     left: list[str] = []
     membership = ScriptedMembership(Member(address, "1"))
     workers = make_set(membership, connect=connect)
-    workers.on_leave = left.append
+    workers.call_on_leave(left.append)
     await workers.refresh()
     worker.epoch = "3"
     membership.current = [Member(address, "1", is_draining=True), Member(address, "2"), Member(address, "3")]

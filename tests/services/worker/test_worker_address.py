@@ -39,8 +39,16 @@ def test_without_redis_the_address_must_be_given() -> None:
 def test_a_worker_that_strangers_reach_needs_a_secret_or_certificates(host: str) -> None:
     with pytest.raises(ValueError, match=r"QUIRE_CLUSTER_SECRET.*--cluster-cert.*--host on the loopback"):
         WorkerConfig(role="decode", host=host, advertise="10.0.0.5:9000")
-    files = TlsFiles(Path("cert"), Path("key"), Path("ca"))
-    WorkerConfig(role="decode", host=host, advertise="10.0.0.5:9000", cluster_tls=files)
+    cert, key, ca = Path("cert"), Path("key"), Path("ca")
+    config = WorkerConfig(
+        role="decode",
+        host=host,
+        advertise="10.0.0.5:9000",
+        cluster_cert=cert,
+        cluster_key=key,
+        cluster_ca=ca,
+    )
+    assert config.cluster_tls == TlsFiles(cert, key, ca)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])

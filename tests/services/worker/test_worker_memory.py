@@ -9,7 +9,7 @@ import torch
 
 from quire.engine.device import GPU_KV_SHARE
 from quire.engine.model_loader import LoadedModel
-from quire.services.worker.build import allocate_blocks
+from quire.engine.pool_memory import allocate_pool
 from quire.services.worker.config import WorkerConfig
 
 META = torch.device("meta")
@@ -40,7 +40,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blocks(num_sharing: int = 1, draft: LoadedModel | None = None, num_blocks: int | None = None) -> int:
     config = WorkerConfig(role="decode", num_sharing_gpu=num_sharing, num_blocks=num_blocks)
-    return allocate_blocks(config, model(32), draft, META).num_blocks
+    return allocate_pool(config, model(32), draft, META, num_sharing).num_blocks
 
 
 def test_one_worker_takes_its_share_of_what_is_free() -> None:

@@ -15,7 +15,8 @@ from aiohttp import ClientSession, ServerDisconnectedError
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
-from quire.services.router.app import RouterConfig, run_router
+from quire.services.router.app import run_router
+from quire.services.router.config import RouterConfig
 
 
 @pytest.mark.parametrize("ends_in_time", [True, False])

@@ -38,7 +38,9 @@ async def files(authority: Any) -> TlsFiles:
 @pytest.fixture
 async def url(pair: Any, files: TlsFiles) -> str:
     """Run a router that asks clients for certificates."""
-    await pair.start(http_port=0, public_tls=files)
+    await pair.start(
+        http_port=0, tls_cert=files.certificate, tls_key=files.key, tls_client_ca=files.authority
+    )
     return f"https://{pair.running.http.address}"
 
 
@@ -57,7 +59,7 @@ async def test_clients_must_show_a_certificate(url: str, authority: Any, files: 
 
 async def test_without_an_authority_the_certificate_is_the_servers_alone(pair: Any, authority: Any) -> None:
     files = authority.issue("127.0.0.1")
-    await pair.start(http_port=0, public_tls=TlsFiles(files.certificate, files.key))
+    await pair.start(http_port=0, tls_cert=files.certificate, tls_key=files.key)
     url = f"https://{pair.running.http.address}"
     assert await status(url, client_context(authority)) == 200
     with pytest.raises(ClientConnectorError, match="certificate verify failed"):

@@ -1,0 +1,122 @@
+"""The settings of an engine, which ``LLM`` and the workers have in common; importing this loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from quire.models.bundled import demo_model_path
+from quire.settings.setting import Panel, check_settings, setting
+
+MAX_SPECULATIVE_TOKENS = 16
+"""Most draft tokens per step: all of them are computed, and the later ones are seldom right."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine and of the model that it runs.
+
+    Raises:
+        ValueError: settings are out of range or contradict each other.
+    """
+
+    model: str | None = setting(
+        None, "MODEL", "Folder or hub id of the model; by default the bundled demo.", Panel.MODEL
+    )
+    _: KW_ONLY
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "--dtype", "Type of weights and KV cache; auto is the checkpoint's own.", Panel.MODEL
+    )
+    max_model_len: int | None = setting(
+        None,
+        "--max-model-len",
+        "Most tokens of prompt and answer; by default the model's.",
+        Panel.MODEL,
+        minimum=1,
+    )
+    speculation: Literal["off", "ngram", "draft"] = setting(
+        "off",
+        "--speculation",
+        "Where draft tokens come from, which a step then verifies: earlier text or a draft model.",
+        Panel.MODEL,
+    )
+    num_speculative_tokens: int = setting(
+        4,
+        "--num-speculative-tokens",
+        "Most draft tokens for one sequence in a step.",
+        Panel.MODEL,
+        minimum=1,
+        maximum=MAX_SPECULATIVE_TOKENS,
+    )
+    draft_model: str | None = setting(
+        None, "--draft-model", "Folder or hub id of the model of --speculation draft.", Panel.MODEL
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = setting(
+        "auto",
+        "--kv-cache-dtype",
+        "Type of the KV cache: the model's, or 8 bits, which is less exact.",
+        Panel.CACHE,
+    )
+    block_size: int = setting(16, "--block-size", "Tokens in a KV block.", Panel.CACHE, minimum=1)
+    kv_memory_bytes: int | None = setting(
+        None, "--kv-memory", "Memory for KV blocks, as 512MiB or 2GiB.", Panel.CACHE, is_size=True
+    )
+    num_blocks: int | None = setting(
+        None,
+        "--num-blocks",
+        "Number of KV blocks; instead of --kv-memory.",
+        Panel.CACHE,
+        minimum=2,
+    )
+    swap_space_bytes: int = setting(
+        64 << 20,
+        "--swap-memory",
+        "Host memory for the blocks of preempted requests, as 64MiB; 0 for none.",
+        Panel.CACHE,
+        minimum=0,
+        is_size=True,
+    )
+    preemption: Literal["auto", "swap", "recompute"] = setting(
+        "auto",
+        "--preemption",
+        "Bring preempted requests back from host memory or compute them again; auto takes the faster way.",
+        Panel.CACHE,
+    )
+    max_num_seqs: int = setting(64, "--max-num-seqs", "Most sequences in a step.", Panel.LIMITS, minimum=1)
+    max_num_batched_tokens: int = setting(
+        512, "--max-num-batched-tokens", "Most tokens in a step.", Panel.LIMITS, minimum=1
+    )
+    threads: int | None = setting(
+        None,
+        "--threads",
+        "CPU threads of a step; by default a worker takes its share of cores.",
+        Panel.PROCESS,
+        minimum=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self, self.name_of)
+        if self.num_blocks is not None and self.kv_memory_bytes is not None:
+            raise ValueError(
+                f"give {self.name_of('num_blocks')} or {self.name_of('kv_memory_bytes')}, not both"
+            )
+        if (self.speculation == "draft") != (self.draft_model is not None):
+            raise ValueError(
+                f"{self.name_of('speculation')} draft and {self.name_of('draft_model')} go together: "
+                "give both or neither"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"{self.name_of('max_num_batched_tokens')} ({self.max_num_batched_tokens}) must be at least "
+                f"{self.name_of('max_num_seqs')} ({self.max_num_seqs}), "
+                "or a full batch cannot decode in one step"
+            )
+
+    def name_of(self, field: str) -> str:
+        """Return what error messages call a field: here its name, which is also the keyword of ``LLM``."""
+        return field
+
+    @property
+    def model_path(self) -> str:
+        """Folder or hub id of the model."""
+        return self.model or str(demo_model_path())

@@ -1,0 +1,52 @@
+"""Allocates the memory of the KV blocks that a configuration describes: the pool and the swap space."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.device import default_num_blocks
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel
+
+
+def allocate_pool(
+    config: EngineConfig,
+    model: LoadedModel,
+    draft: LoadedModel | None,
+    device: torch.device,
+    num_sharing_gpu: int = 1,
+) -> KvMemory:
+    """Return the memory of the block pool.
+
+    By default it takes a share of what the device has, and leaves room for as many blocks of a draft model.
+
+    Args:
+        num_sharing_gpu: number of processes that share the GPU in equal parts.
+
+    Raises:
+        ValueError: the memory holds fewer than two blocks.
+    """
+    shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+    elif config.kv_memory_bytes is not None:
+        num_blocks = config.kv_memory_bytes // shape.block_bytes
+    else:
+        draft_shape = None if draft is None else draft.kv_shape(config.block_size)
+        num_blocks = default_num_blocks(device, shape, draft_shape, num_sharing_gpu)
+    if num_blocks < 2:
+        raise ValueError(
+            f"the pool must hold two blocks of {shape.block_bytes} bytes at least: "
+            f"raise {config.name_of('kv_memory_bytes')}"
+        )
+    return KvMemory(shape, num_blocks, device)
+
+
+def allocate_swap_space(config: EngineConfig, memory: KvMemory) -> KvMemory | None:
+    """Return host memory for the blocks of preempted requests; None if it holds no block."""
+    num_blocks = config.swap_space_bytes // memory.shape.block_bytes
+    is_pinned = memory.device.type == "cuda"
+    return (
+        KvMemory(memory.shape, num_blocks, torch.device("cpu"), is_pinned=is_pinned) if num_blocks else None
+    )

@@ -1,0 +1,37 @@
+"""Holds the settings of a local stack; importing this loads no gRPC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.services.router.config import RouterConfig
+from quire.services.server.config import LogLevel
+from quire.services.worker.config import WorkerConfig
+from quire.settings.setting import Panel, check_settings, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStackConfig:
+    """Settings of a router, its workers and Redis on one machine.
+
+    Attributes:
+        redis_url: URL of an existing Redis; None: start a private one.
+        router: settings of the router; Redis and secret are filled in. The workers' metrics ports follow its
+            own.
+        worker: settings of all workers; role, name, Redis, secret, processors and ports are filled in.
+        log_level: least severity of the events that all processes log.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    num_prefill: int = setting(1, "--prefill", "Prefill workers.", Panel.PROCESS, minimum=0)
+    # Decode workers generate the tokens, so there has to be one.
+    num_decode: int = setting(1, "--decode", "Decode workers.", Panel.PROCESS, minimum=1)
+    redis_url: str | None = field(default=None, repr=False)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    worker: WorkerConfig = field(default_factory=lambda: WorkerConfig(role="decode"))
+    log_level: LogLevel = "warning"
+
+    def __post_init__(self) -> None:
+        check_settings(self)

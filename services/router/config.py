@@ -1,0 +1,180 @@
+"""Holds a router's settings; importing this loads no gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.kvindex.membership import POLL_SECONDS
+from quire.routing.planner import PolicyConfig
+from quire.services.router.http.times import HttpTimes
+from quire.services.server.config import ServiceConfig
+from quire.settings.address import is_address
+from quire.settings.setting import MAX_PORT, Panel, check_settings, setting
+
+if TYPE_CHECKING:
+    from quire.services.server.tls import TlsFiles
+
+DEFAULT_HTTP_PORT = 8502
+"""Port of the HTTP API under ``quire serve``."""
+DEFAULT_ADMIN_PORT = 8503
+"""Port at which ``quire admin`` looks for a router."""
+SILENT_SECONDS = 7.0
+"""A worker that answers no probe for this long is lost, and its calls end."""
+
+
+def _addresses_problem(addresses: Sequence[str]) -> str | None:
+    for address in addresses:
+        if not is_address(address):
+            return f"must name host:port, as 127.0.0.1:9000; {address!r} is not host:port"
+        if addresses.count(address) > 1:
+            return f"names {address} more than once: give each worker once"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SloTargets:
+    """Maximum time to the first token, and maximum mean time for each further token, in milliseconds."""
+
+    ttft_ms: float = setting(
+        1000,
+        "--slo-ttft-ms",
+        "Target for the first token, for the goodput metrics.",
+        Panel.OBSERVABILITY,
+        minimum=0,
+    )
+    tpot_ms: float = setting(
+        100,
+        "--slo-tpot-ms",
+        "Target for each further token, for the goodput metrics.",
+        Panel.OBSERVABILITY,
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def ttft_seconds(self) -> float:
+        """Maximum time to the first token, in seconds."""
+        return self.ttft_ms / 1000
+
+    @property
+    def tpot_seconds(self) -> float:
+        """Maximum mean time for each further token, in seconds."""
+        return self.tpot_ms / 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(ServiceConfig):
+    """Settings of a router; workers come from ``redis_url``, or from ``worker_addresses`` if that is None.
+
+    Attributes:
+        http_times: time limits of HTTP clients.
+        join_wait_seconds: time that a request waits for the first worker to join.
+        poll_seconds: interval at which the router looks for workers and probes the busy ones.
+        silent_seconds: time after which a worker that answers no probe is lost.
+
+    Raises:
+        ValueError: settings are out of range or contradict each other.
+    """
+
+    port: int = setting(
+        8500, "--port", "Public gRPC port; 0 takes a free one.", Panel.NETWORK, minimum=0, maximum=MAX_PORT
+    )
+    http_port: int | None = setting(
+        None,
+        "--http-port",
+        "Port of the OpenAI-compatible API; 0 takes a free one.",
+        Panel.NETWORK,
+        minimum=0,
+        maximum=MAX_PORT,
+    )
+    worker_addresses: tuple[str, ...] = setting(
+        (),
+        "--worker",
+        "host:port of a worker, instead of finding it in Redis; may be repeated.",
+        Panel.NETWORK,
+        problem=_addresses_problem,
+    )
+    admin_host: str = setting(
+        "127.0.0.1",
+        "--admin-host",
+        "Address of the admin port; beyond the loopback it takes mTLS.",
+        Panel.NETWORK,
+    )
+    admin_port: int | None = setting(
+        None,
+        "--admin-port",
+        "Port for `quire admin`; 0 takes a free one.",
+        Panel.NETWORK,
+        minimum=0,
+        maximum=MAX_PORT,
+        shown_default=f"{DEFAULT_ADMIN_PORT}, or a free one where --port is 0",
+    )
+    model: str | None = setting(
+        None, "--model", "Folder or hub id of tokenizer and template; by default the workers'.", Panel.MODEL
+    )
+    max_requests: int = setting(
+        1024,
+        "--max-requests",
+        "Most answers under way, n of each request; more are refused.",
+        Panel.LIMITS,
+        minimum=1,
+    )
+    request_timeout_seconds: float = setting(
+        600.0,
+        "--request-timeout",
+        "Longest deadline of a request, in seconds.",
+        Panel.LIMITS,
+        minimum=0.001,
+    )
+    write_back: bool = setting(
+        False,
+        "--write-back",
+        "Prefill workers copy the blocks of answers in idle time, for the next turn.",
+        Panel.CACHE,
+    )
+    api_keys_file: Path | None = setting(
+        None,
+        "--api-keys",
+        "File of API keys, see `quire keys`; without it no key is required.",
+        Panel.SECURITY,
+    )
+    tls_cert: Path | None = setting(
+        None, "--tls-cert", "PEM certificate of the public ports, with its chain.", Panel.SECURITY
+    )
+    tls_key: Path | None = setting(None, "--tls-key", "PEM key of that certificate.", Panel.SECURITY)
+    tls_client_ca: Path | None = setting(
+        None, "--tls-client-ca", "Clients must show a certificate of this authority.", Panel.SECURITY
+    )
+    placing: PolicyConfig = field(default_factory=PolicyConfig)
+    slo: SloTargets = field(default_factory=SloTargets)
+    http_times: HttpTimes = field(default_factory=HttpTimes)
+    join_wait_seconds: float = 2.0
+    poll_seconds: float = POLL_SECONDS
+    silent_seconds: float = SILENT_SECONDS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        needs_tls = self.tls_cert or self.tls_key or self.tls_client_ca
+        if needs_tls and not (self.tls_cert and self.tls_key):
+            raise ValueError("TLS needs both --tls-cert and --tls-key")
+
+    @property
+    def public_tls(self) -> TlsFiles | None:
+        """Certificate files of the public ports; None: plain connections."""
+        from quire.services.server.tls import TlsFiles
+
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def chosen_admin_port(self) -> int:
+        """Port for ``quire admin``; 0: a free one."""
+        if self.admin_port is None:
+            return DEFAULT_ADMIN_PORT if self.port else 0
+        return self.admin_port

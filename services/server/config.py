@@ -1,0 +1,102 @@
+"""Holds the settings that routers and workers have in common; importing this loads no gRPC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from quire.settings.setting import MAX_PORT, Panel, check_settings, flag_of, setting
+
+if TYPE_CHECKING:
+    from quire.services.server.tls import TlsFiles
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def _redis_problem(url: str) -> str | None:
+    """Return a problem that does not repeat the URL, which may contain a password."""
+    is_redis = url.startswith(("redis://", "rediss://", "unix://"))
+    return None if is_redis else "must be a URL of Redis, which begins with redis://, rediss:// or unix://"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """Settings of a service, a router or a worker.
+
+    Raises:
+        ValueError: settings are out of range or contradict each other.
+    """
+
+    host: str = setting("127.0.0.1", "--host", "Address to listen on.", Panel.NETWORK)
+    redis_url: str | None = setting(
+        None,
+        "--redis-url",
+        "Redis of the prefix index and of membership.",
+        Panel.NETWORK,
+        problem=_redis_problem,
+        is_secret=True,
+    )
+    cluster_secret: bytes = setting(
+        b"",
+        "--cluster-secret",
+        "Keys the block hashes and proves who belongs to the cluster; the same for router and workers. "
+        "Better given by the variable.",
+        Panel.NETWORK,
+        is_secret=True,
+    )
+    metrics_port: int = setting(
+        0,
+        "--metrics-port",
+        "Port of the Prometheus metrics; 0 takes a free one.",
+        Panel.NETWORK,
+        minimum=0,
+        maximum=MAX_PORT,
+    )
+    served_model_name: str | None = setting(
+        None, "--served-model-name", "Name that clients use; by default the model's.", Panel.MODEL
+    )
+    cluster_cert: Path | None = setting(
+        None,
+        "--cluster-cert",
+        "PEM certificate for connections of router and workers; names quire-cluster.",
+        Panel.SECURITY,
+    )
+    cluster_key: Path | None = setting(None, "--cluster-key", "PEM key of that certificate.", Panel.SECURITY)
+    cluster_ca: Path | None = setting(
+        None, "--cluster-ca", "Authority of the cluster's certificates, and of nothing else.", Panel.SECURITY
+    )
+    otlp_endpoint: str | None = setting(
+        None,
+        "--otlp-endpoint",
+        "Send traces there by OTLP/gRPC, as http://host:4317; needs the extra 'tracing'.",
+        Panel.OBSERVABILITY,
+    )
+    grace_seconds: float = setting(
+        # Less than the 30 s after which Kubernetes kills a process.
+        25.0,
+        "--grace-period",
+        "How long requests may go on after SIGTERM or Ctrl-C, in seconds.",
+        Panel.PROCESS,
+        minimum=0,
+    )
+    log_level: LogLevel = setting("info", "--log-level", "Least severity of logged events.", Panel.PROCESS)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        files = (self.cluster_cert, self.cluster_key, self.cluster_ca)
+        if any(files) and not all(files):
+            raise ValueError("TLS within the cluster needs --cluster-cert, --cluster-key and --cluster-ca")
+
+    def name_of(self, field: str) -> str:
+        """Return what error messages call a field: its flag."""
+        return flag_of(type(self), field)
+
+    @property
+    def cluster_tls(self) -> TlsFiles | None:
+        """Certificate files of connections between routers and workers; None: these are plain."""
+        from quire.services.server.tls import TlsFiles
+
+        if self.cluster_cert is None or self.cluster_key is None:
+            return None
+        return TlsFiles(self.cluster_cert, self.cluster_key, self.cluster_ca)

@@ -1,0 +1,244 @@
+"""The steps of a worker's start: its engine, what its services share, and its server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from quire.engine.engine_thread import EngineStoppedError, EngineThread
+from quire.engine.kv_memory import KvMemory
+from quire.engine.step_watch import StepWatch
+from quire.engine.structured_output import GrammarCompiler
+from quire.kvindex.block_hash import block_hash
+from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
+from quire.kvindex.publish_ledger import PublishLedger
+from quire.kvindex.publisher import BlockPublisher
+from quire.kvindex.redis_index import WorkerLease, publisher_client
+from quire.kvtransfer.channels import ChannelPool
+from quire.kvtransfer.leases import BlockLeases
+from quire.kvtransfer.metrics import TransferMetrics
+from quire.kvtransfer.proof import Caller
+from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.kvtransfer.pull_server import KvPullServicer
+from quire.protos import kvtransfer_pb2_grpc
+from quire.services.server.call_limits import READ_SECONDS
+from quire.services.server.cluster_proof import RequireProof
+from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
+from quire.services.server.log import get_logger
+from quire.services.server.tls import ClusterTls
+from quire.services.server.tracing import open_tracer
+from quire.services.worker.address import WILDCARDS, address_towards
+from quire.services.worker.build import Models, build_engine, full_step_seconds, open_disk_cache
+from quire.services.worker.config import WorkerConfig
+from quire.services.worker.drain import Drain
+from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.metrics import (
+    CacheInfo,
+    EngineCollector,
+    PromptMetrics,
+    StepMetrics,
+    ask_for_snapshot,
+)
+from quire.services.worker.parts import WorkerParts
+from quire.services.worker.pool_source import PoolSource
+from quire.services.worker.prefix_pull import PrefixPuller
+from quire.services.worker.running_requests import RunningRequests
+from quire.services.worker.sequence_reader import SequenceReader
+from quire.tokenization.tokenizer import load_model_files
+
+PULL_SERVICE = "quire.v1.KvPullService"
+
+LENT_SHARE = 0.3
+"""Most of the pool that other workers' leases may keep from being evicted."""
+
+ROUTER_READ_SECONDS = 2 * READ_SECONDS
+"""A router stops reading while its client does, and is the first to drop that."""
+
+_log = get_logger("worker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What the steps of a worker's start have in common.
+
+    Attributes:
+        address: host:port at which others reach the worker, once the server is bound.
+        failure: gets the error of an engine that fails or is given up.
+        stack: ends what a step began, the latest first.
+    """
+
+    config: WorkerConfig
+    models: Models
+    identity: WorkerIdentity
+    registry: CollectorRegistry
+    publisher: BlockPublisher | None
+    tls: ClusterTls | None
+    address: asyncio.Future[str]
+    failure: asyncio.Future[EngineStoppedError]
+    stack: AsyncExitStack
+
+
+def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack: AsyncExitStack) -> Start:
+    """Open the worker's connection to Redis, and prepare what is known only later."""
+    loop, registry = asyncio.get_running_loop(), CollectorRegistry()
+    return Start(
+        config=config,
+        models=models,
+        identity=identity,
+        registry=registry,
+        publisher=_publisher(config, registry, stack),
+        tls=None if config.cluster_tls is None else ClusterTls(config.cluster_tls),
+        address=loop.create_future(),
+        failure=loop.create_future(),
+        stack=stack,
+    )
+
+
+def _publisher(
+    config: WorkerConfig, registry: CollectorRegistry, stack: AsyncExitStack
+) -> BlockPublisher | None:
+    if config.redis_url is None:
+        return None
+    client = publisher_client(config.redis_url)
+    stack.push_async_callback(client.aclose)
+    ledger = PublishLedger(stride=config.index_stride)
+    lease = InstrumentedLease(
+        WorkerLease(client, config.lease_ttl_seconds), PublisherMetrics(registry, ledger)
+    )
+    beat_seconds = config.lease_ttl_seconds / 3
+    return BlockPublisher(lease, ledger, asyncio.get_running_loop(), beat_seconds)
+
+
+async def start_engine(start: Start) -> EngineThread:
+    """Build the engine and start its thread."""
+    config, models, stack = start.config, start.models, start.stack
+    disk_cache = await asyncio.to_thread(open_disk_cache, config, models.memory, start.identity)
+    if disk_cache is not None:
+        stack.push_async_callback(asyncio.to_thread, disk_cache.close)
+    engine = await asyncio.to_thread(
+        build_engine,
+        config,
+        models,
+        start.identity,
+        start.publisher,
+        disk_cache,
+    )
+    watch = StepWatch(config.max_step_seconds, await asyncio.to_thread(full_step_seconds, engine))
+    thread = EngineThread(engine, StepMetrics(start.registry).stepped, start.failure.set_result, watch)
+    thread.start()
+    stack.push_async_callback(_stop_engine, thread)
+    _describe(start.registry, thread, models.memory)
+    return thread
+
+
+async def _stop_engine(thread: EngineThread) -> None:
+    if not await thread.stop():
+        _log.error("engine_not_stopped", details="its step does not end; the process ends without it")
+
+
+def _describe(registry: CollectorRegistry, thread: EngineThread, memory: KvMemory) -> None:
+    """Let the metrics tell of the process, the engine and its blocks, as they are when they are asked for."""
+    registry.register(EngineCollector(partial(ask_for_snapshot, thread)))
+    ProcessCollector(registry=registry)
+    CacheInfo(registry).describe(
+        block_size=memory.shape.block_size,
+        num_blocks=memory.num_blocks,
+        block_bytes=memory.shape.block_bytes,
+    )
+
+
+async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics) -> WorkerParts:
+    """Open what the services share: tracing, the connections to other workers, the compiler of formats."""
+    config, identity, memory, stack = start.config, start.identity, start.models.memory, start.stack
+    tracer = await stack.enter_async_context(
+        open_tracer(
+            config.otlp_endpoint,
+            service=f"quire-{config.role}",
+            instance=identity.worker_id,
+            clock=time.perf_counter,
+        )
+    )
+    connect = grpc.aio.insecure_channel if start.tls is None else start.tls.connect
+    channels = ChannelPool(connect, Caller(config.cluster_secret))
+    stack.push_async_callback(channels.close)
+    closing_channels = asyncio.create_task(channels.close_unused_forever())
+    stack.callback(closing_channels.cancel)
+    model = start.models.model
+    grammars = GrammarCompiler(lambda: _read_tokenizer(model.folder), model.vocab_size, model.eos_token_ids)
+    reader = SequenceReader(identity, grammars)
+    stack.callback(reader.close)
+    prompts, drain = PromptMetrics(start.registry), Drain(partial(_announce, start))
+    return WorkerParts(
+        identity=identity,
+        address=start.address.result,
+        engine=engine,
+        memory=memory,
+        reader=reader,
+        requests=RunningRequests(engine, drain, prompts.phases, tracer),
+        drain=drain,
+        channels=channels,
+        puller=PrefixPuller(engine, memory, identity.layout, block_hash, channels, pulls),
+        transfers=TransferMetrics(start.registry),
+        prompts=prompts,
+    )
+
+
+def _read_tokenizer(folder: Path) -> str:
+    return (load_model_files(str(folder)).folder / "tokenizer.json").read_text("utf-8")
+
+
+def _announce(start: Start, is_draining: bool) -> None:
+    """Tell the routers whether an operator drains this worker."""
+    if start.publisher is not None:
+        record = start.identity.record(start.address.result())
+        start.publisher.announce(replace(record, is_draining=is_draining))
+
+
+def pull_service(parts: WorkerParts, pulls: PullMetrics, stack: AsyncExitStack) -> Service:
+    """Return the service that lends this worker's blocks to others."""
+    identity, memory = parts.identity, parts.memory
+    leases = BlockLeases(
+        PoolSource(parts.engine, memory, identity.layout, identity.epoch),
+        pulls,
+        max_blocks=max(1, int(LENT_SHARE * memory.num_blocks)),
+    )
+    sweeping = asyncio.create_task(leases.sweep_forever())
+    stack.callback(sweeping.cancel)
+    return Service(
+        kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server, KvPullServicer(leases, pulls), PULL_SERVICE
+    )
+
+
+def worker_server(start: Start, services: Sequence[Service]) -> AbstractAsyncContextManager[GrpcServer]:
+    """Return the server of the worker's services; if there is a cluster secret, calls must prove it."""
+    config, guards = start.config, []
+    if config.cluster_secret:
+        guards.append(RequireProof(config.cluster_secret, start.identity.epoch, start.address.result))
+    return grpc_server(
+        services,
+        host=config.host,
+        port=config.port,
+        registry=start.registry,
+        grace_seconds=config.grace_seconds,
+        credentials=None if start.tls is None else start.tls.server_credentials(),
+        interceptors=guards,
+        read_seconds=ROUTER_READ_SECONDS,
+    )
+
+
+def reachable_address(config: WorkerConfig, server: GrpcServer) -> str:
+    """Return the host:port at which others reach the worker."""
+    if config.advertise is not None:
+        return config.advertise
+    if config.redis_url is not None and config.host in WILDCARDS:
+        return address_towards(config.redis_url, server.port)
+    return server.address

@@ -1,0 +1,160 @@
+"""Every setting is written once: options, limits and documentation agree with the configurations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import pytest
+import typer
+
+from quire.cli.main import make_app
+from quire.cli.sizes import exact_size, parse_size
+from quire.services.local.config import LocalStackConfig
+from quire.services.router.config import RouterConfig, SloTargets
+from quire.services.worker.config import WorkerConfig
+from quire.settings.setting import Panel, SettingField, check_settings, setting, settings_of, variable
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+VERBS = ("serve", "router", "prefill", "decode")
+# Fields that deliberately are no flags, since a verb, a stack or a test sets them.
+NOT_FLAGS = {
+    WorkerConfig: {
+        "role",
+        "num_sharing_gpu",
+        "cpus",
+        "worker_id",
+        "request_timeout_seconds",
+        "lease_ttl_seconds",
+        "notice_seconds",
+    },
+    RouterConfig: {"http_times", "join_wait_seconds", "poll_seconds", "silent_seconds"},
+    LocalStackConfig: {"redis_url", "router", "worker", "log_level"},
+}
+
+
+def all_settings(config: Any) -> Iterator[SettingField]:
+    """Yield the settings of a configuration, those of nested configurations too."""
+    yield from settings_of(config).values()
+    for hint in get_type_hints(config).values():
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from settings_of(hint).values()
+
+
+def options_of(verb: str) -> dict[str, Any]:
+    """Return the options of a verb by their flags; a positional argument has its name."""
+    params = typer.main.get_group(make_app()).commands[verb].params
+    return {param.opts[0] if param.opts[0].startswith("--") else param.metavar: param for param in params}
+
+
+@pytest.mark.parametrize("config", NOT_FLAGS)
+def test_a_field_is_a_flag_or_deliberately_none(config: type) -> None:
+    hints = get_type_hints(config)
+    nested = {name for name, hint in hints.items() if is_dataclass(hint) and settings_of(hint)}
+    names = {field.name for field in fields(config)}  # type: ignore[arg-type]
+    assert names - set(settings_of(config)) - nested == NOT_FLAGS[config] - nested
+    assert NOT_FLAGS[config] <= names
+
+
+def test_every_setting_of_the_services_is_an_option_of_a_verb() -> None:
+    offered = {flag for verb in VERBS for flag in options_of(verb)}
+    for config in NOT_FLAGS:
+        assert {each.setting.flag for each in all_settings(config)} <= offered
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_option_has_help_and_its_variable(verb: str) -> None:
+    for flag, option in options_of(verb).items():
+        assert option.help, flag
+        if flag not in ("--help", "--example"):
+            assert option.envvar == variable(flag), flag
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_option_has_the_limits_of_its_setting(verb: str) -> None:
+    config = RouterConfig if verb in ("serve", "router") else WorkerConfig
+    options = options_of(verb)
+    for each in all_settings(config):
+        option = options.get(each.setting.flag)
+        if option is not None and hasattr(getattr(option, "type", None), "min"):
+            assert (option.type.min, option.type.max) == (each.setting.minimum, each.setting.maximum)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_docs_name_every_option(verb: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    flags = {flag for flag in options_of(verb) if flag.startswith("--")} - {"--help"}
+    assert "--host" in flags
+    assert {flag for flag in flags if not re.search(rf"`{flag}\b", page)} == set()
+
+
+def test_the_docs_have_the_defaults_of_the_settings() -> None:
+    """A row has the defaults of its flags in the same order; what differs by verb follows a default."""
+    documented: dict[str, str] = {}
+    for row in re.findall(r"^\| (.*?) \| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE):
+        flags, defaults = re.findall(r"`(--[a-z-]+)", row[0]), row[1].split(", ")
+        if len(flags) == len(defaults):
+            documented.update(zip(flags, defaults, strict=True))
+    defaults_of: dict[str, set[str]] = {}
+    for each in chain.from_iterable(map(all_settings, NOT_FLAGS)):
+        default = each.default
+        if isinstance(default, str | int | float) and not isinstance(default, bool):
+            text = exact_size(int(default)) if each.setting.is_size else f"{default}".removesuffix(".0")
+            defaults_of.setdefault(each.setting.flag, set()).add(text)
+    shown = {flag: re.split(r"; | \(", text)[0] for flag, text in documented.items()}
+    shown = {flag: text.replace("a free one", "0") for flag, text in shown.items() if flag in defaults_of}
+    assert len(shown) >= 24
+    assert {flag: text for flag, text in shown.items() if text not in defaults_of[flag]} == {}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A configuration with settings of each kind of limit."""
+
+    width: int = setting(3, "--width", "How wide.", Panel.MODEL, minimum=1, maximum=9)
+    height: float | None = setting(None, "--height", "How high.", Panel.MODEL, minimum=0)
+    colour: Literal["red", "blue"] = setting("red", "--colour", "Which colour.", Panel.MODEL)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"width": 0}, "--width must be from 1 to 9; got 0"),
+        ({"width": 10}, "--width must be from 1 to 9; got 10"),
+        ({"height": float("nan")}, "--height must be at least 0; got nan"),
+        ({"colour": "green"}, "--colour must be one of red, blue; got 'green'"),
+    ],
+)
+def test_a_value_beyond_its_limits_is_refused(values: dict[str, Any], message: str) -> None:
+    check_settings(Shape())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_settings(Shape(**values))
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "message"),
+    [
+        (WorkerConfig, {"index_stride": 65}, "--index-stride must be from 1 to 64; got 65"),
+        (WorkerConfig, {"num_blocks": 4, "kv_memory_bytes": 9}, "give --num-blocks or --kv-memory, not both"),
+        (WorkerConfig, {"max_num_seqs": 600}, "--max-num-batched-tokens (512) must be at least"),
+        (WorkerConfig, {"cluster_cert": Path("c")}, "needs --cluster-cert, --cluster-key and --cluster-ca"),
+        (RouterConfig, {"tls_cert": Path("c")}, "TLS needs both --tls-cert and --tls-key"),
+        (RouterConfig, {"redis_url": "secret@host"}, "--redis-url must be a URL of Redis"),
+        (SloTargets, {"ttft_ms": -1}, "--slo-ttft-ms must be at least 0; got -1"),
+        (LocalStackConfig, {"num_decode": 0}, "--decode must be at least 1; got 0"),
+    ],
+)
+def test_a_service_names_the_flags_that_are_wrong(config: Any, values: Any, message: str) -> None:
+    role = {"role": "decode"} if config is WorkerConfig else {}
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        config(**role, **values)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1000, 1 << 10, 64 << 20, 3 << 29, 1 << 40])
+def test_a_size_is_shown_as_it_is_parsed(num_bytes: int) -> None:
+    assert parse_size(exact_size(num_bytes)) == num_bytes
