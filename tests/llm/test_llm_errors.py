@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from quire.engine.request_errors import RequestFailedError
 from quire.llm import LLM, BeamSearchParams, RequestOutput, RequestsFailedError, SamplingParams
 from quire.llm import llm as llm_module
+from quire.llm.config import LLMConfig
 from quire.llm.interrupt import uninterrupted
 from quire.tokenization.errors import ChatTemplateError, MissingTokenizerError
 
@@ -108,6 +111,17 @@ def test_settings_that_contradict_each_other(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(str(tiny_folder), **settings)
+
+
+def test_the_arguments_are_the_fields_of_the_configuration(tiny_folder: Path) -> None:
+    """Type checkers read the same signature."""
+    parameters = signature(LLM).parameters
+    assert list(parameters) == [field.name for field in fields(LLMConfig)]
+    assert {name: each.default for name, each in parameters.items()} == {
+        field.name: field.default for field in fields(LLMConfig)
+    }
+    with pytest.raises(TypeError, match="blocks"):
+        LLM(str(tiny_folder), blocks=4)
 
 
 def test_models_without_tokenizer_or_template(tiny: LLM, tmp_path: Path) -> None:

@@ -35,5 +35,5 @@ def test_half_the_bytes_and_the_scales() -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="kv_cache_dtype must be auto, fp8, int8"):
+    with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, fp8, int8"):
         LLM(kv_cache_dtype="int4")
