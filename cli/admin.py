@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from quire.cli.failure import connection_problem, fail
-from quire.cli.options import CONNECTION, setting
+from quire.cli.options import CONNECTION, option
 from quire.cli.spread import spread
 from quire.services.router.config import DEFAULT_ADMIN_PORT
 
@@ -26,16 +26,16 @@ class AdminConnection:
     """How the router's admin port is reached."""
 
     admin_address: Annotated[
-        str, setting("--admin-address", "host:port of the router's admin port.", CONNECTION)
+        str, option("--admin-address", "host:port of the router's admin port.", CONNECTION)
     ] = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"
     cluster_cert: Annotated[
-        Path | None, setting("--cluster-cert", "Certificate, if the port is not on the loopback.", CONNECTION)
+        Path | None, option("--cluster-cert", "Certificate, if the port is not on the loopback.", CONNECTION)
     ] = None
-    cluster_key: Annotated[Path | None, setting("--cluster-key", "Key of that certificate.", CONNECTION)] = (
+    cluster_key: Annotated[Path | None, option("--cluster-key", "Key of that certificate.", CONNECTION)] = (
         None
     )
     cluster_ca: Annotated[
-        Path | None, setting("--cluster-ca", "Authority of the cluster's certificates.", CONNECTION)
+        Path | None, option("--cluster-ca", "Authority of the cluster's certificates.", CONNECTION)
     ] = None
 
 

@@ -18,24 +18,24 @@ DEFAULT_ADDRESS = "127.0.0.1:8500"
 CONNECTION = "Connection"
 
 
-def setting(flag: str, help: str, panel: str, **more: Any) -> Any:
+def option(flag: str, help: str, panel: str, **more: Any) -> Any:
     """Return an option that has an environment variable."""
     return typer.Option(flag, help=help, rich_help_panel=panel, envvar=variable(flag), **more)
 
 
 def _file(flag: str, help: str) -> Any:
-    return setting(flag, help, CONNECTION, exists=True, dir_okay=False)
+    return option(flag, help, CONNECTION, exists=True, dir_okay=False)
 
 
 def _path(name: str | None) -> Path | None:
     return None if name is None else Path(name)
 
 
-Address = Annotated[str, setting("--address", "host:port of the router's public gRPC.", CONNECTION)]
-Timeout = Annotated[float, setting("--timeout", "Deadline of an answer, in seconds.", CONNECTION, min=0.001)]
+Address = Annotated[str, option("--address", "host:port of the router's public gRPC.", CONNECTION)]
+Timeout = Annotated[float, option("--timeout", "Deadline of an answer, in seconds.", CONNECTION, min=0.001)]
 ApiKey = Annotated[
     str | None,
-    setting("--api-key", "API key; better given by the variable.", CONNECTION, show_default=False),
+    option("--api-key", "API key; better given by the variable.", CONNECTION, show_default=False),
 ]
 
 
@@ -48,7 +48,7 @@ class ClientTls:
     ] = None
     tls_name: Annotated[
         str | None,
-        setting("--tls-name", "Name in the server's certificate; by default the address's host.", CONNECTION),
+        option("--tls-name", "Name in the server's certificate; by default the address's host.", CONNECTION),
     ] = None
     tls_client_cert: Annotated[
         Path | None, _file("--tls-client-cert", "PEM certificate to show, where the server asks for one.")

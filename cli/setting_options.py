@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from quire.cli.options import setting as option
+from quire.cli.options import option
 from quire.cli.sizes import exact_size, parse_disk_folder, parse_size
 from quire.services.worker.config import DiskFolder
 from quire.settings.setting import SettingField, settings_of, variable
@@ -73,6 +73,7 @@ def _offered(config: Any, offer: Offer) -> dict[str, Any]:
 
 
 def _parameter(each: SettingField, offer: Offer) -> Parameter:
+    """Return the parameter that typer reads; a field's type decides how its text is parsed and checked."""
     setting, kind = each.setting, _without_none(each.type)
     default = offer.defaults.get(each.name, each.default)
     if not setting.flag.startswith("--"):
@@ -99,8 +100,10 @@ def _parameter(each: SettingField, offer: Offer) -> Parameter:
     return _keyword(each.name, default, annotation, option(setting.flag, setting.help, setting.panel, **more))
 
 
-def _keyword(name: str, default: Any, annotation: Any, option: Any) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option])
+def _keyword(name: str, default: Any, annotation: Any, described: Any) -> Parameter:
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, described]
+    )
 
 
 def _converted(hint: Any, value: Any) -> Any:
