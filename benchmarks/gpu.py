@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.engine.config import Dtype
+
 ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/kernels/test_triton.py",
@@ -132,7 +134,7 @@ def run_stack(folder: Path) -> dict[str, Any]:
 
 
 def measure_stack(
-    model: str, dtype: str, kv_bytes: int, loads: Sequence[int], input_len: int = INPUT_TOKENS
+    model: str, dtype: Dtype, kv_bytes: int, loads: Sequence[int], input_len: int = INPUT_TOKENS
 ) -> dict[str, Any]:
     """Return what the clients of one prefill and one decode worker experience under each load."""
     from quire.services.local.config import LocalStackConfig

@@ -8,6 +8,8 @@ from typing import Literal
 from quire.models.bundled import demo_model_path
 from quire.settings.setting import Panel, check_settings, setting
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
 MAX_SPECULATIVE_TOKENS = 16
 """Most draft tokens per step: all of them are computed, and the later ones are seldom right."""
 
@@ -24,7 +26,7 @@ class EngineConfig:
         None, "MODEL", "Folder or hub id of the model; by default the bundled demo.", Panel.MODEL
     )
     _: KW_ONLY
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+    dtype: Dtype = setting(
         "auto", "--dtype", "Type of weights and KV cache; auto is the checkpoint's own.", Panel.MODEL
     )
     max_model_len: int | None = setting(

@@ -34,8 +34,8 @@ from quire.services.server.call_limits import READ_SECONDS
 from quire.services.server.cluster_proof import RequireProof
 from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
 from quire.services.server.log import get_logger
+from quire.services.server.open_tracer import open_tracer
 from quire.services.server.tls import ClusterTls
-from quire.services.server.tracing import open_tracer
 from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.worker.build import Models, build_engine, full_step_seconds, open_disk_cache
 from quire.services.worker.config import WorkerConfig

@@ -15,8 +15,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from quire.services.server.errors import Unavailable
+from quire.services.server.open_tracer import MissingTracingError, open_tracer
 from quire.services.server.otel_tracing import OtelTracer
-from quire.services.server.tracing import NO_SPAN, MissingTracingError, NoTracer, open_tracer
+from quire.services.server.tracing import NO_SPAN, NoTracer
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
