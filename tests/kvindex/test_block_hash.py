@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
-import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from quire.kvindex.kv_layout import LAYOUT_VERSION, KvLayout
 
 DESCRIPTOR = KvLayout(4, 2, 16, 32, "bfloat16", "model", "bfloat16", "cpu").descriptor()
 VECTORS = json.loads(Path(__file__).with_name("block_hash_vectors.json").read_text(encoding="utf-8"))
-LIMIT_SECONDS = 0.005
 scopes = st.builds(CacheScope, st.text(max_size=20), st.text(max_size=20))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 
@@ -106,15 +103,3 @@ def test_secret_scope_and_descriptor_separate() -> None:
 def test_tokens_are_never_cut(token_id: int) -> None:
     with pytest.raises(OverflowError):
         block_hash(b"parent", [token_id])
-
-
-def test_64k_tokens_take_five_milliseconds() -> None:
-    token_ids = random.Random(0).choices(range(150_000), k=65_536)
-    root = root_hash(DESCRIPTOR, b"secret", SHARED)
-    seconds = []
-    # The best of many, since other tests share the machine.
-    for _ in range(50):
-        start = time.perf_counter()
-        block_hashes(root, token_ids, 16)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) <= LIMIT_SECONDS

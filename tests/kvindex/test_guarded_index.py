@@ -154,7 +154,7 @@ async def test_a_redis_that_hangs_costs_the_budget_alone(
         finally:
             os.kill(redis_process.pid, signal.SIGCONT)
         assert fallbacks[5:] == [Fallback.BREAKER_OPEN] * 3
-        assert 5 * BUDGET_SECONDS <= seconds < 1.0
+        assert 5 * BUDGET_SECONDS <= seconds < 5.0
         clock.now += 1.0
 
         async def is_back() -> bool:
