@@ -23,6 +23,7 @@ FOLDERS = [
     "observability",
     "protos",
     "routing",
+    "sampling",
     "services",
     "settings",
     "simulator",

@@ -28,10 +28,10 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import load_model
 from quire.engine.model_runner import ModelRunner
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.models.random_model import byte_tokenizer
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
 NUM_STEPS = 48

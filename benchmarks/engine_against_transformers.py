@@ -33,13 +33,13 @@ from transformers import (
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import load_model
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.llm import LLM
 from quire.llm import SamplingParams as LLMSamplingParams
 from quire.models.random_model import byte_tokenizer
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4096

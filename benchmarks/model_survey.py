@@ -22,10 +22,10 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_check import UnsupportedModelError
 from quire.engine.model_loader import load_model
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
+from quire.sampling.params import SamplingParams
 
 MAX_PARAMETERS = 30_000_000
 PROMPT_TOKENS, NEW_TOKENS = 90, 24

@@ -28,11 +28,11 @@ from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.paged_eviction import PagedEviction, Score, importance
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.kvindex.block_hash import block_hash
 from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out
+from quire.sampling.params import SamplingParams
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 

@@ -44,7 +44,6 @@ from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.ngram_proposer import NgramProposer
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.engine.speculation import DraftRequest, Proposer, SpeculationCounts, Speculator
@@ -52,6 +51,7 @@ from quire.kvindex.block_hash import block_hash
 from quire.models import notes
 from quire.models.bundled import demo_model_path
 from quire.models.conversations import recital
+from quire.sampling.params import SamplingParams
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 

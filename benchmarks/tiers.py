@@ -35,12 +35,12 @@ from quire.engine.engine import Engine, EngineParts
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from quire.models.random_model import make_random_model
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 16, 760, 40, 8
 CPU = torch.device("cpu")

@@ -11,6 +11,7 @@ import typer
 from quire.cli import options
 from quire.cli.answer import TimedAnswer, format_stats, stream_answer
 from quire.cli.failure import describe
+from quire.cli.sampling_options import SamplingOptions
 from quire.cli.spread import spread
 
 if TYPE_CHECKING:
@@ -26,15 +27,7 @@ def chat(
     *,
     system: Annotated[str | None, typer.Option("--system", help="System message of the chat.")] = None,
     stats: options.Stats = False,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
+    sampling: SamplingOptions,
     address: options.Address = options.DEFAULT_ADDRESS,
     api_key: options.ApiKey = None,
     encryption: options.ClientTls,
@@ -48,22 +41,11 @@ def chat(
     """
     from quire.client import Client
 
-    sampling: GenerationOptions = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "model": model,
-    }
+    chosen: GenerationOptions = {**sampling.given(), "model": model}
     is_interactive = sys.stdin.isatty()
     tls = encryption.files()
     with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
-        conversation = Conversation(client, sampling, address, system, with_stats=stats)
+        conversation = Conversation(client, chosen, address, system, with_stats=stats)
         if is_interactive:
             # Importing readline gives input() a line editor with history.
             import readline  # noqa: F401

@@ -11,6 +11,7 @@ import typer
 from quire.cli import options
 from quire.cli.answer import format_stats, stream_answer
 from quire.cli.failure import INTERRUPTED, describe, fail
+from quire.cli.sampling_options import SamplingOptions
 from quire.cli.spread import spread
 
 if TYPE_CHECKING:
@@ -31,15 +32,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's message of a chat.")] = False,
     system: Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")] = None,
     stats: options.Stats = False,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
+    sampling: SamplingOptions,
     n: options.NumAnswers = None,
     best_of: options.BestOf = None,
     kv_budget: options.KvBudget = None,
@@ -59,16 +52,8 @@ def generate(
     from quire.client import Client, QuireError
 
     text = _read_prompt(prompt)
-    sampling: GenerationOptions = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
+    chosen: GenerationOptions = {
+        **sampling.given(),
         "n": n,
         "best_of": best_of,
         "kv_budget_tokens": kv_budget,
@@ -85,7 +70,7 @@ def generate(
     with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
         try:
             show = answers.take if answers else lambda delta: _write(delta.text)
-            answer = stream_answer(client, _to_prompt(text, chat, system), sampling, show)
+            answer = stream_answer(client, _to_prompt(text, chat, system), chosen, show)
         except QuireError as error:
             fail(describe(error, address))
         except KeyboardInterrupt:

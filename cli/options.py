@@ -89,51 +89,6 @@ ServedModel = Annotated[
     str | None, typer.Option("--model", help="Name of the served model.", rich_help_panel=CONNECTION)
 ]
 
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tokens",
-        help="Most tokens to generate; by default up to the model's length.",
-        rich_help_panel="Sampling",
-    ),
-]
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", help="0 is greedy.", rich_help_panel="Sampling")
-]
-TopP = Annotated[
-    float | None, typer.Option("--top-p", help="Nucleus probability.", rich_help_panel="Sampling")
-]
-TopK = Annotated[
-    int | None, typer.Option("--top-k", help="Keep the k most probable tokens.", rich_help_panel="Sampling")
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p", help="Keep tokens at least this share as probable as the best.", rich_help_panel="Sampling"
-    ),
-]
-PresencePenalty = Annotated[
-    float | None,
-    typer.Option(
-        "--presence-penalty", help="Avoid tokens that the answer has, -2 to 2.", rich_help_panel="Sampling"
-    ),
-]
-FrequencyPenalty = Annotated[
-    float | None,
-    typer.Option(
-        "--frequency-penalty",
-        help="Avoid tokens the more, the more often the answer has them, -2 to 2.",
-        rich_help_panel="Sampling",
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        "--repetition-penalty",
-        help="Avoid tokens that the prompt or the answer has; 1 is off, 1.1 is mild.",
-        rich_help_panel="Sampling",
-    ),
-]
 JsonSchema = Annotated[
     Path | None,
     typer.Option(
@@ -147,9 +102,6 @@ JsonSchema = Annotated[
 Regex = Annotated[
     str | None,
     typer.Option("--regex", help="Regular expression that the answer matches.", rich_help_panel="Sampling"),
-]
-Seed = Annotated[
-    int | None, typer.Option("--seed", help="Same seed, same tokens.", rich_help_panel="Sampling")
 ]
 NumAnswers = Annotated[
     int | None,

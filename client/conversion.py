@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
+from google.protobuf.message import Message as ProtoMessage
+
 from quire.client.errors import QuireError, ServerError, from_status, invalid_request
 from quire.client.types import (
     Candidate,
@@ -22,50 +24,33 @@ from quire.client.types import (
     Usage,
 )
 from quire.protos import inference_pb2 as pb
+from quire.sampling.messages import EARLY_STOPPING
 
-# For each option of a call, the sub-message of Generation that holds it ("" is Generation itself) and its
-# field.
-_FIELDS: Mapping[str, tuple[str, str]] = {
-    "temperature": ("sampling", "temperature"),
-    "top_p": ("sampling", "top_p"),
-    "top_k": ("sampling", "top_k"),
-    "min_p": ("sampling", "min_p"),
-    "seed": ("sampling", "seed"),
-    "n": ("sampling", "n"),
-    "best_of": ("sampling", "best_of"),
-    "kv_budget_tokens": ("sampling", "kv_budget_tokens"),
-    "beam_width": ("sampling.beam", "width"),
-    "length_penalty": ("sampling.beam", "length_penalty"),
-    "early_stopping": ("sampling.beam", "early_stopping"),
-    "presence_penalty": ("sampling", "presence_penalty"),
-    "frequency_penalty": ("sampling", "frequency_penalty"),
-    "repetition_penalty": ("sampling", "repetition_penalty"),
-    "logit_bias": ("sampling", "logit_bias"),
-    "allowed_token_ids": ("sampling", "allowed_token_ids"),
-    "bad_words": ("sampling", "bad_words"),
-    "bad_word_token_ids": ("sampling", "bad_word_token_ids"),
-    "max_tokens": ("stopping", "max_tokens"),
-    "min_tokens": ("stopping", "min_tokens"),
-    "stop": ("stopping", "stop_strings"),
-    "stop_token_ids": ("stopping", "stop_token_ids"),
-    "ignore_eos": ("stopping", "ignore_eos"),
-    "json_schema": ("format", "json_schema"),
-    "regex": ("format", "regex"),
-    "grammar": ("format", "grammar"),
-    "logprobs": ("response", "logprobs"),
-    "prompt_logprobs": ("response", "prompt_logprobs"),
-    "keep_special_tokens": ("response", "keep_special_tokens"),
-    "keep_stop_string": ("response", "keep_stop_string"),
-    "model": ("", "model"),
-    "request_id": ("", "request_id"),
-    "cache_salt": ("", "cache_salt"),
+_MESSAGES: Mapping[str, type[ProtoMessage]] = {
+    "": pb.Generation,
+    "sampling": pb.SamplingParams,
+    "sampling.beam": pb.BeamParams,
+    "stopping": pb.StoppingParams,
+    "format": pb.ResponseFormat,
+    "response": pb.ResponseOptions,
 }
+"""Messages in a generation, by their paths, that have the options of a call as fields."""
+_OTHER_NAMES = {"width": "beam_width", "stop_strings": "stop"}
+"""Options whose names are not those of their fields."""
+
+
+def _fields() -> dict[str, tuple[str, str]]:
+    """Return, for each option of a call, the path of its message and its field."""
+    found = {
+        _OTHER_NAMES.get(field.name, field.name): (path, field.name)
+        for path, message in _MESSAGES.items()
+        for field in message.DESCRIPTOR.fields
+    }
+    return {option: found[option] for option in GenerationOptions.__annotations__}
+
+
+_FIELDS = _fields()
 _FORMATS = ("json_schema", "regex", "grammar")
-_EARLY_STOPPING: Mapping[bool | str, pb.EarlyStopping] = {
-    False: pb.EARLY_STOPPING_UNLIKELY,
-    "never": pb.EARLY_STOPPING_IMPOSSIBLE,
-    True: pb.EARLY_STOPPING_ENOUGH,
-}
 _FINISH_REASONS: Mapping[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
@@ -215,7 +200,7 @@ def _set(owner: Any, field: str, value: Any, name: str) -> None:
         elif isinstance(value, Mapping):
             getattr(owner, field).update(value)
         elif field == "early_stopping":
-            owner.early_stopping = _EARLY_STOPPING[value]
+            owner.early_stopping = EARLY_STOPPING[value]
         elif field == "bad_word_token_ids":
             owner.bad_word_token_ids.extend(pb.TokenIds(ids=token_ids) for token_ids in value)
         elif isinstance(value, Iterable) and not isinstance(value, str):

@@ -17,8 +17,8 @@ import torch
 from quire.engine.logits_processing import process_logits
 from quire.engine.request_errors import NoTokenLeftError
 from quire.engine.sampler import are_finite, not_finite
-from quire.engine.sampling_params import BeamParams
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate
+from quire.sampling.params import BeamParams
 
 _IMPOSSIBLE = -1.0e9
 
@@ -110,8 +110,7 @@ class BeamSearch:
             if is_end:
                 tokens = [*outputs[candidate.parent], candidate.token_id]
                 is_stopped = candidate.token_id in self._stops
-                score /= length**self._params.length_penalty
-                self.hypotheses.append(Hypothesis(score, tokens, is_stopped))
+                self.hypotheses.append(Hypothesis(self._params.score(score, length), tokens, is_stopped))
         self.hypotheses.sort(key=lambda each: each.score, reverse=True)
         del self.hypotheses[self._params.width :]
 
@@ -125,7 +124,7 @@ class BeamSearch:
         if self._is_full:
             looks_far = params.early_stopping == "never" and params.length_penalty > 0.0
             final_length = self._max_tokens if looks_far else length
-            best_possible = best_running / final_length**params.length_penalty
+            best_possible = params.score(best_running, final_length)
             self._can_improve = self._can_improve and best_possible > self.hypotheses[-1].score
         is_enough = self._is_full and params.early_stopping is True
         self.is_done = not self._can_improve or is_enough or have_all_ended

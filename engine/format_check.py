@@ -14,10 +14,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
+from quire.engine.format_compile import BadFormatError
 from quire.engine.format_process import MAX_SECONDS
-from quire.engine.output_format import BadFormatError, OutputFormat
+from quire.sampling.output_format import OutputFormat
 
 START_SECONDS = 60.0
 """Most seconds that a start may take: Python, llguidance and 250,000 tokens, on a busy machine."""
@@ -81,7 +83,7 @@ class FormatChecker:
             )
             self._end = weakref.finalize(self, _stop, process)
             _exchange(process, self._read_setup(), START_SECONDS)
-        return _exchange(self._process, output_format, 2 * MAX_SECONDS)
+        return _exchange(self._process, astuple(output_format), 2 * MAX_SECONDS)
 
 
 def _exchange(process: subprocess.Popen[bytes], value: object, timeout: float) -> dict[str, Any]:

@@ -17,13 +17,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.output_format import (
-    BadFormatError,
-    OutputFormat,
-    compile_format,
-    first_line,
-    load_tokenizer,
-)
+from quire.engine.format_compile import BadFormatError, compile_format, first_line, load_tokenizer
+from quire.sampling.output_format import OutputFormat
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -23,8 +23,8 @@ from quire.engine.request_errors import NoTokenLeftError
 from quire.engine.structured_output import GrammarMatcher
 
 if TYPE_CHECKING:
-    from quire.engine.sampling_params import SamplingParams
     from quire.engine.sequence import Sequence
+    from quire.sampling.params import SamplingParams
 
 _FORBIDDEN = float("-inf")
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]

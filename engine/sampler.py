@@ -14,8 +14,8 @@ import torch
 
 from quire.engine.logits_processing import process_logits
 from quire.engine.request_errors import RequestFailedError, request_error
-from quire.engine.sampling_params import GREEDY_BELOW
 from quire.engine.sequence import Sequence, TokenLogprobs
+from quire.sampling.params import GREEDY_BELOW, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +111,31 @@ def not_finite() -> RequestFailedError:
 
 
 def _sample_rows(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Sample each row by inverting its cumulative distribution at one uniform number; return token ids.
+    """Sample each row by inverting its cumulative distribution at one uniform number; return token ids."""
+    probs, order = filtered_probs(logits, [s.params for s in sequences])
+    cumulative = probs.cumsum(dim=-1)
+    uniform = torch.from_numpy(
+        uniform_numbers([s.seed for s in sequences], [s.num_tokens for s in sequences])
+    )
+    target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
+    rank = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
+    return order.gather(1, rank)[:, 0]
+
+
+def filtered_probs(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's probabilities, the largest first, with 0 for tokens that are not to be sampled.
 
     Rows are divided by the temperature and sorted by probability (ties by token id). Then they are truncated,
-    in the order top-k, top-p, min-p.
+    in transformers' order: top-k, top-p, min-p.
+
+    Args:
+        logits: ``[num_rows, vocab_size]``, float32.
+        params: the parameters of each row.
+
+    Returns:
+        The probabilities, ``[num_rows, vocab_size]``, float64, not normalized; and their token ids.
     """
     device = logits.device
-    params = [s.params for s in sequences]
     temperature = torch.tensor([p.temperature for p in params], device=device)
     probs, order = torch.softmax(logits / temperature[:, None], dim=-1).sort(
         dim=-1, descending=True, stable=True
@@ -134,13 +152,7 @@ def _sample_rows(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tenso
     keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
     keep &= probs >= min_p[:, None] * probs[:, :1]
-    cumulative = (probs * keep).cumsum(dim=-1)
-    uniform = torch.from_numpy(
-        uniform_numbers([s.seed for s in sequences], [s.num_tokens for s in sequences])
-    )
-    target = uniform.to(device)[:, None] * cumulative[:, -1:]
-    rank = torch.searchsorted(cumulative, target, right=True).clamp(max=vocab_size - 1)
-    return order.gather(1, rank)[:, 0]
+    return probs * keep, order
 
 
 def uniform_numbers(seeds: list[int], positions: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

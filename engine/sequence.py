@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.request_errors import RequestFailedError
-from quire.engine.sampling_params import SamplingParams
+from quire.sampling.params import SamplingParams
 
 NO_BLOCK = -1
 """Entry of a block table for a block that was freed, since no later token attends to it."""

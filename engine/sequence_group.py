@@ -12,8 +12,8 @@ from typing import NamedTuple
 from quire.engine.beam_search import BeamExtension, BeamSearch
 from quire.engine.block_tables import BlockTables
 from quire.engine.cache_tiers import Prefetch
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence, SequenceStatus
+from quire.sampling.params import SamplingParams
 
 
 class SwappedTables(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence, SequenceStatus
+from quire.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

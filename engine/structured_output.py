@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from time import thread_time
 from typing import TYPE_CHECKING
@@ -20,14 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.engine.format_check import FormatChecker, FormatCheckError
-from quire.engine.output_format import (
-    BadFormatError,
-    OutputFormat,
-    compile_format,
-    first_line,
-    load_tokenizer,
-)
+from quire.engine.format_compile import BadFormatError, compile_format, first_line, load_tokenizer
 from quire.engine.request_errors import RequestFailedError
+from quire.sampling.output_format import OutputFormat
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -276,4 +271,4 @@ class GrammarCompiler:
 
 
 def _key(output_format: OutputFormat) -> bytes:
-    return hashlib.sha256("\n".join(output_format).encode(errors="surrogatepass")).digest()
+    return hashlib.sha256("\n".join(astuple(output_format)).encode(errors="surrogatepass")).digest()

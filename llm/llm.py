@@ -12,13 +12,11 @@ from quire.engine import sequence as engine_types
 from quire.engine.dead_ends import dead_end
 from quire.engine.device import choose_device
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.limits import contradiction
+from quire.engine.format_compile import BadFormatError
 from quire.engine.logits_processing import LogitsRules
 from quire.engine.model_loader import load_model
-from quire.engine.output_format import BadFormatError
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError
-from quire.engine.sampling_params import SamplingParams as EngineSamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.speculation import SpeculationCounts
 from quire.engine.speculators import load_draft_model, make_speculator
@@ -32,6 +30,8 @@ from quire.llm.params import BeamSearchParams, SamplingParams
 from quire.llm.progress import Advance, progress_bar
 from quire.llm.request import EncodedPrompt, Request, TextOptions
 from quire.llm.structured import StructuredOutputsParams
+from quire.sampling.constraints import contradiction
+from quire.sampling.params import SamplingParams as EngineSamplingParams
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
@@ -224,9 +224,7 @@ class LLM:
             request = self._request(at, prompt, sampling, options)
             stops = self.engine.model.eos_token_ids | sampling.stop_token_ids
             vocab_size = self.engine.model.vocab_size
-            constraint = contradiction(
-                vocab_size, sampling.allowed_token_ids, sampling.bad_words, stops, sampling.min_tokens
-            )
+            constraint = contradiction(sampling, self.engine.model.eos_token_ids, vocab_size)
             if constraint is not None:
                 problem = "leaves no token that the other constraints allow"
                 raise ValueError(f"sampling_params[{at}].{constraint} {problem}")

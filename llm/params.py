@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from quire.engine import sampling_params as engine
-from quire.engine.limits import (
-    MAX_LENGTH_PENALTY,
-    MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
-    MAX_SEQUENCES,
-    MAX_TEMPERATURE,
-)
 from quire.llm.structured import StructuredOutputsParams
+from quire.sampling import params as engine
+from quire.sampling.parameter import ParameterError, table
+from quire.sampling.params import check_best_of
+
+_ENGINE = table(engine.SamplingParams)
+_NO_LIMIT = 1 << 31
+"""Tokens that are left where the model's length is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +27,7 @@ class SamplingParams:
             returned, best first.
         temperature: 0, or any value below 0.00001, takes the most probable token; at most 1,000,000.
         top_k: number of most probable tokens to sample from; 0 or -1 is off.
+        min_p: smallest probability of a token to sample, as a share of the best token's.
         seed: seed of sampling; None chooses a random one.
         stop: strings that end an answer; they are not part of its text.
         include_stop_str_in_output: whether the text ends with the stop string.
@@ -78,35 +77,15 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        _check("n", self.n, 1 <= self.n <= MAX_SEQUENCES, f"from 1 to {MAX_SEQUENCES}")
-        is_best_of = self.best_of is None or self.n <= self.best_of <= MAX_SEQUENCES
-        _check("best_of", self.best_of, is_best_of, f"from n = {self.n} to {MAX_SEQUENCES}")
-        is_warm = 0 <= self.temperature <= MAX_TEMPERATURE
-        _check("temperature", self.temperature, is_warm, f"from 0 to {MAX_TEMPERATURE:.0f}")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _ENGINE["n"].parameter.check(self.n)
+        if self.best_of is not None:
+            check_best_of(self.n, self.best_of)
+        # The engine's parameters check their own ranges.
+        self.to_engine(_NO_LIMIT, ())
         _check("top_k", self.top_k, self.top_k >= -1, "at least 1, or 0 or -1 for off")
-        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
-        _check("seed", self.seed, self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1")
         _check("stop", self.stop, _are_texts(self.stop_strings), "strings that are not empty")
-        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "at least 1")
-        most = math.inf if self.max_tokens is None else self.max_tokens
-        _check("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, f"from 0 to max_tokens = {most}")
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            _check(name, count, count is None or 0 <= count <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "from -2 to 2")
-        is_factor = 0.01 <= self.repetition_penalty <= 100
-        _check("repetition_penalty", self.repetition_penalty, is_factor, "from 0.01 to 100")
-        are_biases = all(-100 <= bias <= 100 for bias in self.logit_bias.values())
-        _check("logit_bias", self.logit_bias, are_biases, "from -100 to 100 for each token")
-        num_biases = len(self.logit_bias)
-        limits = f"at most {MAX_LOGIT_BIASES} tokens"
-        _check("logit_bias", f"{num_biases} tokens", num_biases <= MAX_LOGIT_BIASES, limits)
         are_words = _are_texts(self.bad_words) and not any(map(str.isspace, self.bad_words))
         _check("bad_words", self.bad_words, are_words, "texts that are not blank")
-        is_budget = self.kv_budget_tokens is None or self.kv_budget_tokens >= 1
-        _check("kv_budget_tokens", self.kv_budget_tokens, is_budget, "at least three blocks")
         # An answer with a format ends with an end-of-sequence token.
         can_end = self.structured_outputs is None or not self.ignore_eos
         _check("ignore_eos", self.ignore_eos, can_end, "False with structured_outputs")
@@ -138,30 +117,25 @@ class SamplingParams:
             ValueError: there is less room than ``min_tokens``.
         """
         max_tokens = num_left if self.max_tokens is None else min(self.max_tokens, num_left)
-        is_room = self.min_tokens <= max_tokens
+        is_room = self.min_tokens <= max_tokens or max_tokens == self.max_tokens
         limits = f"at most {num_left}, the model's length less the prompt's"
         _check("min_tokens", self.min_tokens, is_room, limits)
+        same = {each.name: getattr(self, each.name) for each in fields(self) if each.name in _ENGINE}
         return engine.SamplingParams(
-            n=self.best_of or self.n,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(0, self.top_k),
-            min_p=self.min_p,
-            seed=secrets.randbits(64) if self.seed is None else self.seed,
-            stop_token_ids=frozenset(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            # ``best_of`` ranks answers by the logprobs of their tokens.
-            num_logprobs=0 if self.logprobs is None and self.num_best else self.logprobs,
-            num_prompt_logprobs=self.prompt_logprobs,
-            kv_budget_tokens=self.kv_budget_tokens,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=tuple(self.logit_bias.items()),
-            allowed_token_ids=frozenset(self.allowed_token_ids),
-            bad_words=bad_words,
+            **same
+            | {
+                "n": self.best_of or self.n,
+                "top_k": max(0, self.top_k),
+                "seed": secrets.randbits(64) if self.seed is None else self.seed,
+                "stop_token_ids": frozenset(self.stop_token_ids),
+                "max_tokens": max_tokens,
+                # ``best_of`` ranks answers by the logprobs of their tokens.
+                "num_logprobs": 0 if self.logprobs is None and self.num_best else self.logprobs,
+                "num_prompt_logprobs": self.prompt_logprobs,
+                "logit_bias": tuple(self.logit_bias.items()),
+                "allowed_token_ids": frozenset(self.allowed_token_ids),
+                "bad_words": bad_words,
+            }
         )
 
 
@@ -173,8 +147,7 @@ class BeamSearchParams:
         beam_width: number of beams and of answers.
         length_penalty: an answer's score is its logprob divided by its length to this power, from -10 to 10.
         early_stopping: True ends the search with ``beam_width`` finished answers, False when the present
-            beams
-            are unlikely to beat them, "never" when the beams cannot beat them.
+            beams are unlikely to beat them, "never" when the beams cannot beat them.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the limit.
@@ -187,14 +160,11 @@ class BeamSearchParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        is_in_range = 2 <= self.beam_width <= MAX_SEQUENCES
-        _check("beam_width", self.beam_width, is_in_range, f"from 2 to {MAX_SEQUENCES}")
-        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
-        is_power = -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY
-        limits = f"from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
-        _check("length_penalty", self.length_penalty, is_power, limits)
-        is_known = self.early_stopping in (True, False, "never")
-        _check("early_stopping", self.early_stopping, is_known, "True, False or 'never'")
+        try:
+            self.to_engine(self.max_tokens)
+        except ParameterError as error:
+            name = "beam_width" if error.name == "width" else error.name
+            raise ValueError(f"{name} {error.problem}") from error
 
     def to_engine(self, num_left: int) -> engine.SamplingParams:
         """Return the engine's parameters, for a prompt that leaves room for ``num_left`` tokens."""

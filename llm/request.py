@@ -75,7 +75,7 @@ class AnswerCollector:
             self._flush()
         beam = update.sequence.params.beam
         if beam is not None and update.score is not None:
-            self._cumulative_logprob = update.score * len(self.token_ids) ** beam.length_penalty
+            self._cumulative_logprob = beam.logprob(update.score, len(self.token_ids))
 
     def output(self, stop_token_ids: frozenset[int]) -> CompletionOutput:
         """Return the finished answer; ``stop_token_ids`` are the request's, without the model's own."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.engine.output_format import OutputFormat
+from quire.sampling.output_format import OutputFormat, choice_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,6 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             return OutputFormat("grammar", self.grammar)
         if self.choice is not None:
-            texts = (json_format.dumps(text, ensure_ascii=False) for text in self.choice)
-            # The choice is a terminal because the lexer follows it in one state, where the parser would need
-            # an item for each alternative of a rule.
-            return OutputFormat("grammar", f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
+            return choice_format(self.choice)
         schema = {"type": "object"} if self.json is None else self.json
         return OutputFormat("json_schema", schema if isinstance(schema, str) else json_format.dumps(schema))

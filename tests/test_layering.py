@@ -17,13 +17,14 @@ ALLOWED: Mapping[str, set[str]] = {
     "kernels": set(),
     "settings": set(),
     "kvindex": set(),
-    "engine": {"kernels", "kvindex", "models", "settings"},
+    "engine": {"kernels", "kvindex", "models", "sampling", "settings"},
     "kvtransfer": {"kvindex", "protos"},
     "tokenization": {"models"},
-    "client": {"protos"},
+    "client": {"protos", "sampling"},
     "models": set(),
-    "llm": {"engine", "kvindex", "models", "tokenization"},
+    "llm": {"engine", "kvindex", "models", "sampling", "tokenization"},
     "routing": {"settings"},
+    "sampling": {"protos"},
     "observability": {"client", "engine", "kvindex", "kvtransfer", "protos", "services"},
     "services": {
         "engine",
@@ -32,11 +33,12 @@ ALLOWED: Mapping[str, set[str]] = {
         "models",
         "protos",
         "routing",
+        "sampling",
         "settings",
         "tokenization",
     },
     "simulator": {"client", "kvindex", "routing"},
-    "cli": {"client", "models", "routing", "services", "settings", "simulator"},
+    "cli": {"client", "models", "routing", "sampling", "services", "settings", "simulator"},
 }
 # Each room of the services, and the rooms that it may import; a file that lies in no room counts as one.
 ROOMS: Mapping[str, set[str]] = {
@@ -51,8 +53,6 @@ ROOMS: Mapping[str, set[str]] = {
     "local": {"router", "server", "worker", "worker_process"},
 }
 SERVICES = "quire.services"
-# The engine, but for what a request may ask of it.
-ENGINE = {f"quire.engine.{path.stem}" for path in (ROOT / "engine").glob("*.py")} - {"quire.engine.limits"}
 # Modules, and what nothing that they reach may import.
 BANNED: Mapping[str, set[str]] = {
     "quire.kvindex": {"torch", "transformers", "numba"},
@@ -61,8 +61,9 @@ BANNED: Mapping[str, set[str]] = {
     "quire.tokenization": {"torch", "transformers", "numba", "grpc"},
     "quire.llm": {"grpc", "redis"},
     "quire.routing": {"torch", "transformers", "numba", "grpc", "redis", "asyncio"},
-    "quire.simulator": {"torch", "transformers", "numba", *ENGINE, "quire.kernels"},
-    "quire.services.router": {"torch", "transformers", "numba", *ENGINE, "quire.kernels"},
+    "quire.sampling": {"torch", "transformers", "numba", "numpy", "grpc"},
+    "quire.simulator": {"torch", "transformers", "numba", "quire.engine", "quire.kernels"},
+    "quire.services.router": {"torch", "transformers", "numba", "quire.engine", "quire.kernels"},
 }
 Graph = Mapping[str, set[str]]
 

@@ -9,33 +9,20 @@ from typing import Any
 
 from quire.benchmarks.fuzz.requests import ODD_SHARE, Field, field
 from quire.protos import inference_pb2 as pb
+from quire.services.router.http.sampling_fields import GenerationFields
 
+_MESSAGES = (pb.Generation, pb.SamplingParams, pb.StoppingParams, pb.ResponseOptions)
 HTTP_NAMES: Mapping[str, str] = {
-    "Generation.model": "model",
-    "Generation.request_id": "request_id",
-    "Generation.cache_salt": "cache_salt",
-    "SamplingParams.temperature": "temperature",
-    "SamplingParams.top_p": "top_p",
-    "SamplingParams.top_k": "top_k",
-    "SamplingParams.min_p": "min_p",
-    "SamplingParams.seed": "seed",
-    "SamplingParams.n": "n",
-    "SamplingParams.presence_penalty": "presence_penalty",
-    "SamplingParams.frequency_penalty": "frequency_penalty",
-    "SamplingParams.repetition_penalty": "repetition_penalty",
-    "SamplingParams.logit_bias": "logit_bias",
-    "SamplingParams.allowed_token_ids": "allowed_token_ids",
-    "SamplingParams.bad_words": "bad_words",
-    "StoppingParams.max_tokens": "max_tokens",
-    "StoppingParams.min_tokens": "min_tokens",
+    f"{message.DESCRIPTOR.name}.{field.name}": field.name
+    for message in _MESSAGES
+    for field in message.DESCRIPTOR.fields
+    if field.name in GenerationFields.model_fields
+} | {
     "StoppingParams.stop_strings": "stop",
-    "StoppingParams.stop_token_ids": "stop_token_ids",
-    "StoppingParams.ignore_eos": "ignore_eos",
-    "ResponseOptions.prompt_logprobs": "prompt_logprobs",
     "ResponseOptions.prompt_token_ids": "return_token_ids",
     "ResponseOptions.keep_stop_string": "include_stop_str_in_output",
 }
-"""Fields of ``quire.v1`` that an HTTP body has under a name of its own."""
+"""Fields of ``quire.v1`` that an HTTP body also has, and their names there."""
 
 _CHOICES = [["yes", "no"], ["a", "ab", "abc"], [""], ["x"] * 3000]
 _TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}

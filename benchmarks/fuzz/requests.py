@@ -1,6 +1,6 @@
 """Random requests over every field, usual values and extreme ones, for gRPC and for HTTP.
 
-``FIELDS`` and ``PARTS`` name every field of a ``quire.v1.Generation``, so that none is forgotten: a test
+``FIELDS`` and ``PARTS`` have every field of a ``quire.v1.Generation``, so that none is forgotten: a test
 compares them with the proto.
 """
 
@@ -14,6 +14,8 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from quire.benchmarks.fuzz.formats import random_grammar, random_regex, random_schema
 from quire.protos import inference_pb2 as pb
+from quire.sampling.parameter import table
+from quire.sampling.params import SamplingParams
 
 ODD_SHARE = 0.06
 """Share of values that are drawn from the extremes."""
@@ -98,7 +100,19 @@ _LIMITS_OF_TOKENS: tuple[list[int], ...] = (
 )
 _STRINGS = ("", "\x00", "x" * 5000, "\u200b", "é" * 300)
 
-FIELDS: Mapping[str, Field] = {
+
+def _fields_of_floats() -> dict[str, Field]:
+    """Return how the floats of the table of parameters are drawn: in their ranges, but below 2."""
+    fields = {}
+    for entry in table(SamplingParams).values():
+        if entry.type is float and (numbers := entry.parameter.range) is not None:
+            low, high = numbers.low, numbers.high
+            limits = (*_LIMITS_OF_FLOATS, low, high)
+            fields[f"SamplingParams.{entry.name}"] = field(0.15, _floats(low, min(high, 2.0)), *limits)
+    return fields
+
+
+FIELDS: Mapping[str, Field] = _fields_of_floats() | {
     "Generation.model": field(0.1, lambda _: "demo", *_STRINGS, "other"),
     "Generation.text": Field(1.0, _text, lambda random: random.choice(["", "x" * 100_000, "é🙂" * 3000])),
     "Generation.token_ids": field(1.0, lambda random: pb.TokenIds(ids=_ids(1, 200)(random)))._replace(
@@ -113,14 +127,9 @@ FIELDS: Mapping[str, Field] = {
     "SamplingParams.temperature": field(
         0.7, lambda random: random.choice([0.0, 0.7, 1.0]), *_LIMITS_OF_FLOATS
     ),
-    "SamplingParams.top_p": field(0.3, _floats(0.1, 1.0), *_LIMITS_OF_FLOATS),
     "SamplingParams.top_k": field(0.3, _integers(0, 50), *_LIMITS_OF_INTEGERS),
-    "SamplingParams.min_p": field(0.2, _floats(0.0, 0.5), *_LIMITS_OF_FLOATS),
     "SamplingParams.seed": field(0.8, _integers(0, 2**64 - 1), 0, 2**64 - 1),
     "SamplingParams.n": field(0.2, _integers(1, 4), *_LIMITS_OF_INTEGERS, 64),
-    "SamplingParams.presence_penalty": field(0.15, _floats(-2, 2), *_LIMITS_OF_FLOATS),
-    "SamplingParams.frequency_penalty": field(0.15, _floats(-2, 2), *_LIMITS_OF_FLOATS),
-    "SamplingParams.repetition_penalty": field(0.15, _floats(0.5, 2), *_LIMITS_OF_FLOATS, 100.0, 0.01),
     "SamplingParams.logit_bias": field(
         0.15, _bias, {VOCAB_SIZE: 1.0}, {0: INFINITE}, {0: 101.0}, {0: -100.0, 1: 100.0}
     ),

@@ -16,7 +16,7 @@ from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_en
 from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, SHAREGPT, Request
 from quire.engine.model_loader import LoadedModel
-from quire.engine.sampling_params import SamplingParams
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_SLOTS = 2048

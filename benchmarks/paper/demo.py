@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.models.bundled import demo_model_path
 from quire.models.notes import ITEMS, sample_notes, text
+from quire.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
 

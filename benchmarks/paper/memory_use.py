@@ -21,12 +21,12 @@ from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, MAX_LENGTH, SHAREGPT, Request
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.schedule import Schedule, ScheduledSequence
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
+from quire.sampling.params import SamplingParams
 
 NUM_SLOTS = 15_680
 """Token slots of the pool: 980 blocks of 16."""

@@ -28,7 +28,7 @@ from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import SHAREGPT, Request, poisson_arrivals
 from quire.engine.engine import Engine
 from quire.engine.model_loader import LoadedModel
-from quire.engine.sampling_params import SamplingParams
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
 SCALE = 0.25

@@ -18,8 +18,8 @@ from quire.benchmarks.paper.workload import ALPACA, SHAREGPT, Request
 from quire.engine.engine import Engine
 from quire.engine.model_loader import LoadedModel
 from quire.engine.model_runner import ModelRunner
-from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.step_tensors import StepTensors
+from quire.sampling.params import BeamParams, SamplingParams
 
 BLOCK_SIZE = 16
 WIDTHS = (2, 4, 6)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from quire.engine.engine_thread import EngineThread
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence
 from quire.protos import worker_pb2
+from quire.sampling.params import SamplingParams
 from quire.services.worker.prefix_pull import PrefixPuller
 
 POLL_SECONDS = 0.02

@@ -6,29 +6,36 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from quire.engine.limits import (
-    MAX_LENGTH_PENALTY,
-    MAX_LOGPROBS,
-    MAX_SEQUENCES,
-    MAX_TEMPERATURE,
-    MIN_BUDGET_BLOCKS,
-    contradiction,
-)
 from quire.protos import inference_pb2 as pb
-from quire.services.requests.logits_rules import logits_rules
+from quire.sampling.constraints import check_vocabulary, contradiction
+from quire.sampling.messages import format_from_proto, values_from_proto
+from quire.sampling.output_format import MAX_FORMAT_BYTES, OutputFormat
+from quire.sampling.parameter import Range, check_values
+from quire.sampling.params import (
+    MAX_SEQUENCES,
+    MIN_BUDGET_BLOCKS,
+    ResponseOptions,
+    SamplingParams,
+    check_best_of,
+)
+from quire.services.requests.bad_words import bad_words
 from quire.services.requests.served_model import ServedModel
-from quire.services.server.errors import NO_TOKEN_LEFT, InvalidArgument, NotFound, quoted, shortened
+from quire.services.server.errors import (
+    NO_TOKEN_LEFT,
+    InvalidArgument,
+    NotFound,
+    parameters_checked,
+    quoted,
+    shortened,
+)
 from quire.tokenization.errors import ChatTemplateError, TooManyTokensError
 
-MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
-MAX_STOP_TOKEN_IDS = 1024
 MAX_PROMPT_BYTES = 8 << 20
-MAX_FORMAT_BYTES = 64 << 10
 MAX_CACHE_SALT_CHARS = 128
 MAX_REQUEST_ID_CHARS = 128
 MAX_MESSAGES = 4096
@@ -54,20 +61,14 @@ class ValidRequest:
     prompt_field: str
     """Field in which the client sent the prompt: text, token_ids or chat."""
     prompt_token_ids: list[int]
-    sampling: pb.SamplingParams
-    """Parameters for workers, which sample ``n`` answers. The seed is always set, so that a retry continues
+    params: SamplingParams
+    """Parameters for workers, which sample ``n`` answers. The seed is chosen here, so that a retry continues
     with the same random numbers."""
     num_best: int | None
     """Number of answers to return, the most probable of those sampled; None: return all as they come."""
-    stopping: pb.StoppingParams
-    """Parameters for workers: ``max_tokens`` and ``min_tokens`` are set, and there are no stop strings."""
-    stop_strings: tuple[str, ...]
-    num_logprobs: int | None
-    num_prompt_logprobs: int | None
-    wants_prompt_token_ids: bool
-    keep_special_tokens: bool
-    keep_stop_string: bool
-    format: pb.ResponseFormat
+    response: ResponseOptions
+    format: OutputFormat | None
+    cache_salt: str
 
 
 async def validate(generation: pb.Generation, model: ServedModel) -> ValidRequest:
@@ -80,29 +81,41 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     check_model(generation.model, model)
     request_id = generation.request_id or secrets.token_hex(8)
     check_request_id(request_id)
-    sampling = _sampling(generation.sampling, model)
-    sampling.MergeFrom(await logits_rules(generation.sampling, model.tokenizer, model.vocab_size))
-    _check_logprobs(generation.response, is_search=sampling.HasField("beam"))
-    _check_stops(generation.stopping, model)
-    _check_format(generation)
+    with parameters_checked():
+        values = values_from_proto(SamplingParams, generation)
+        # What is left for the answer is known only with the prompt.
+        max_tokens = values.pop("max_tokens", None)
+        check_values(SamplingParams, values)
+        response = ResponseOptions(**values_from_proto(ResponseOptions, generation))
+    _check_for_model(values, generation, model)
+    num_answers = values.get("n", 1)
+    _check_answers(values, response, num_answers)
+    values["bad_words"] = await bad_words(generation.sampling, model.tokenizer, model.vocab_size)
+    _check_stop_strings(response.stop_strings)
+    output_format = _format(generation)
     _check_cache_salt(generation.cache_salt)
     prompt = await _prompt(generation, model)
-    stopping = _stopping(generation.stopping, model.max_model_len - len(prompt))
-    _check_contradictions(generation.sampling, sampling, stopping, model)
+    values["max_tokens"] = _max_tokens(max_tokens, model.max_model_len - len(prompt))
+    num_best = num_answers if (response.best_of or 1) > num_answers else None
+    values["n"] = response.best_of or num_answers
+    if "seed" not in values:
+        values["seed"] = secrets.randbits(64)
+    if num_best is not None:
+        # The answers are ranked by the logprobs of their tokens.
+        values.setdefault("num_logprobs", 0)
+    with parameters_checked():
+        params = SamplingParams(**values)
+        check_vocabulary(params, model.vocab_size)
+    _check_contradictions(params, generation, model)
     return ValidRequest(
         request_id=request_id,
         prompt_field=generation.WhichOneof("prompt"),
         prompt_token_ids=prompt,
-        sampling=sampling,
-        num_best=_num_best(generation.sampling),
-        stopping=stopping,
-        stop_strings=tuple(generation.stopping.stop_strings),
-        num_logprobs=_optional(generation.response, "logprobs"),
-        num_prompt_logprobs=_optional(generation.response, "prompt_logprobs"),
-        wants_prompt_token_ids=generation.response.prompt_token_ids,
-        keep_special_tokens=generation.response.keep_special_tokens,
-        keep_stop_string=generation.response.keep_stop_string,
-        format=generation.format,
+        params=params,
+        num_best=num_best,
+        response=response,
+        format=output_format,
+        cache_salt=generation.cache_salt,
     )
 
 
@@ -299,36 +312,41 @@ def _check_length(num_tokens: int, field: str, model: ServedModel) -> None:
         )
 
 
-def _sampling(params: pb.SamplingParams, model: ServedModel) -> pb.SamplingParams:
-    temperature = params.temperature if params.HasField("temperature") else 1.0
-    top_p = params.top_p if params.HasField("top_p") else 1.0
-    if not 0 <= temperature <= MAX_TEMPERATURE:
+def _check_for_model(values: Mapping[str, Any], generation: pb.Generation, model: ServedModel) -> None:
+    """Check what depends on the model; the workers check a KV budget also against the model's windows."""
+    top_k, budget = values.get("top_k", 0), values.get("kv_budget_tokens")
+    if top_k > model.vocab_size:
+        raise InvalidArgument("sampling.top_k", f"must be from 0 (off) to {model.vocab_size}; got {top_k}")
+    num_allowed, least = len(generation.sampling.allowed_token_ids), MIN_BUDGET_BLOCKS * model.block_size
+    if num_allowed > model.vocab_size:
         raise InvalidArgument(
-            "sampling.temperature",
-            f"must be from 0 to {MAX_TEMPERATURE:.0f}; got {temperature:g}",
-            metadata={"limit": f"{MAX_TEMPERATURE:.0f}"},
+            "sampling.allowed_token_ids",
+            f"must be at most {model.vocab_size}; got {num_allowed}",
+            metadata={"limit": str(model.vocab_size)},
         )
-    if not 0 < top_p <= 1:
-        raise InvalidArgument("sampling.top_p", f"must be above 0 and at most 1; got {top_p:g}")
-    if not 0 <= params.min_p <= 1:
-        raise InvalidArgument("sampling.min_p", f"must be from 0 to 1; got {params.min_p:g}")
-    if params.top_k > model.vocab_size:
+    if budget is not None and budget < least:
         raise InvalidArgument(
-            "sampling.top_k", f"must be from 0 (off) to {model.vocab_size}; got {params.top_k}"
+            "sampling.kv_budget_tokens",
+            f"must be at least {least}, {MIN_BUDGET_BLOCKS} blocks; got {budget}",
+            metadata={"limit": str(least)},
         )
-    seed = params.seed if params.HasField("seed") else secrets.randbits(64)
-    _check_answers(params)
-    _check_budget(params, model.block_size)
-    return pb.SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=seed,
-        n=max(params.n, params.best_of) if max(params.n, params.best_of) > 1 else None,
-        beam=params.beam if params.HasField("beam") else None,
-        kv_budget_tokens=params.kv_budget_tokens if params.HasField("kv_budget_tokens") else None,
-    )
+    check_token_ids(generation.stopping.stop_token_ids, model, "stopping.stop_token_ids")
+
+
+def _check_answers(values: Mapping[str, Any], response: ResponseOptions, num_answers: int) -> None:
+    """Check what must not go together with ``best_of`` and with a beam search."""
+    if response.best_of is not None:
+        with parameters_checked():
+            check_best_of(num_answers, response.best_of)
+    if "beam" not in values:
+        return
+    if response.best_of is not None and response.best_of > max(num_answers, 1):
+        raise InvalidArgument(
+            "sampling.best_of",
+            f"must be 1 with sampling.beam, which has its width; got {response.best_of}",
+        )
+    if response.logprobs is not None:
+        raise InvalidArgument("response.logprobs", "must be absent with sampling.beam, which returns scores")
 
 
 class Answers(NamedTuple):
@@ -352,139 +370,46 @@ def answers_of(params: pb.SamplingParams) -> Answers:
     return Answers(min(max(number, 1), MAX_SEQUENCES), field)
 
 
-def _check_answers(params: pb.SamplingParams) -> None:
-    if params.HasField("n") and not 1 <= params.n <= MAX_SEQUENCES:
-        raise InvalidArgument(
-            "sampling.n",
-            f"must be from 1 to {MAX_SEQUENCES}; got {params.n}",
-            metadata={"limit": str(MAX_SEQUENCES)},
-        )
-    if params.HasField("best_of") and not max(params.n, 1) <= params.best_of <= MAX_SEQUENCES:
-        raise InvalidArgument(
-            "sampling.best_of",
-            f"must be from n = {max(params.n, 1)} to {MAX_SEQUENCES}; got {params.best_of}",
-            metadata={"limit": str(MAX_SEQUENCES)},
-        )
-    if not params.HasField("beam"):
-        return
-    beam = params.beam
-    if params.n > 1:
-        raise InvalidArgument(
-            "sampling.n", f"must be 1 with sampling.beam, which has its width; got {params.n}"
-        )
-    if params.best_of > 1:
-        raise InvalidArgument(
-            "sampling.best_of",
-            f"must be 1 with sampling.beam, which has its width; got {params.best_of}",
-        )
-    if not 2 <= beam.width <= MAX_SEQUENCES:
-        raise InvalidArgument(
-            "sampling.beam.width",
-            f"must be from 2 to {MAX_SEQUENCES}; got {beam.width}",
-            metadata={"limit": str(MAX_SEQUENCES)},
-        )
-    if not -MAX_LENGTH_PENALTY <= beam.length_penalty <= MAX_LENGTH_PENALTY:
-        raise InvalidArgument(
-            "sampling.beam.length_penalty",
-            f"must be from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}; got {beam.length_penalty:g}",
-            metadata={"limit": f"{MAX_LENGTH_PENALTY:g}"},
-        )
-    if beam.early_stopping not in pb.EarlyStopping.values():
-        raise InvalidArgument(
-            "sampling.beam.early_stopping",
-            f"must be one of {', '.join(pb.EarlyStopping.keys())}; got {beam.early_stopping}",
-        )
-
-
-def _check_budget(params: pb.SamplingParams, block_size: int) -> None:
-    """Check the KV budget as far as possible here; the workers check it against the model's windows."""
-    if not params.HasField("kv_budget_tokens"):
-        return
-    field, least = "sampling.kv_budget_tokens", MIN_BUDGET_BLOCKS * block_size
-    if params.kv_budget_tokens < least:
-        raise InvalidArgument(
-            field,
-            f"must be at least {least}, {MIN_BUDGET_BLOCKS} blocks; got {params.kv_budget_tokens}",
-            metadata={"limit": str(least)},
-        )
-    if params.HasField("beam"):
-        raise InvalidArgument(field, "must be absent with sampling.beam, which is exact")
-
-
-def _num_best(params: pb.SamplingParams) -> int | None:
-    num_answers = max(params.n, 1)
-    return num_answers if params.best_of > num_answers else None
-
-
-def _stopping(params: pb.StoppingParams, num_left: int) -> pb.StoppingParams:
-    max_tokens = params.max_tokens if params.HasField("max_tokens") else num_left
-    if not 1 <= max_tokens <= num_left:
+def _max_tokens(asked: int | None, num_left: int) -> int:
+    """Return the number of tokens that a request may have, of the ``num_left`` after its prompt."""
+    max_tokens = num_left if asked is None else asked
+    if max_tokens not in Range(1, num_left):
         raise InvalidArgument(
             "stopping.max_tokens",
             f"must be from 1 to {num_left}, the model's length less the prompt's; got {max_tokens}",
             reason="CONTEXT_LENGTH_EXCEEDED" if max_tokens > num_left else None,
             metadata={"limit": str(num_left)},
         )
-    if not 0 <= params.min_tokens <= max_tokens:
-        raise InvalidArgument(
-            "stopping.min_tokens", f"must be from 0 to max_tokens = {max_tokens}; got {params.min_tokens}"
-        )
-    return pb.StoppingParams(
-        max_tokens=max_tokens,
-        min_tokens=params.min_tokens,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-    )
+    return max_tokens
 
 
-def _check_contradictions(
-    given: pb.SamplingParams, sampling: pb.SamplingParams, stopping: pb.StoppingParams, model: ServedModel
-) -> None:
+def _check_contradictions(params: SamplingParams, generation: pb.Generation, model: ServedModel) -> None:
     """Refuse constraints that leave no first token; the workers check those of a format."""
-    constraint = contradiction(
-        model.vocab_size,
-        set(sampling.allowed_token_ids),
-        [word.ids for word in sampling.bad_word_token_ids],
-        model.eos_token_ids | set(stopping.stop_token_ids),
-        stopping.min_tokens,
-    )
+    constraint = contradiction(params, model.eos_token_ids, model.vocab_size)
     if constraint is not None:
-        words = "sampling.bad_words" if given.bad_words else "sampling.bad_word_token_ids"
+        words = "sampling.bad_words" if generation.sampling.bad_words else "sampling.bad_word_token_ids"
         field = words if constraint == "bad_words" else "stopping.min_tokens"
         raise InvalidArgument(field, "leaves no token that the other constraints allow", reason=NO_TOKEN_LEFT)
 
 
-def _check_stops(params: pb.StoppingParams, model: ServedModel) -> None:
-    if len(params.stop_strings) > MAX_STOP_STRINGS:
-        raise InvalidArgument(
-            "stopping.stop_strings",
-            f"must be at most {MAX_STOP_STRINGS}; got {len(params.stop_strings)}",
-            metadata={"limit": str(MAX_STOP_STRINGS)},
-        )
-    for at, stop in enumerate(params.stop_strings):
+def _check_stop_strings(stop_strings: Sequence[str]) -> None:
+    for at, stop in enumerate(stop_strings):
         if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
             raise InvalidArgument(
                 f"stopping.stop_strings[{at}]",
                 f"must hold from 1 to {MAX_STOP_STRING_CHARS} characters; got {len(stop)}",
             )
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgument(
-            "stopping.stop_token_ids",
-            f"must be at most {MAX_STOP_TOKEN_IDS}; got {len(params.stop_token_ids)}",
-            metadata={"limit": str(MAX_STOP_TOKEN_IDS)},
-        )
-    check_token_ids(params.stop_token_ids, model, "stopping.stop_token_ids")
 
 
-def _check_format(generation: pb.Generation) -> None:
+def _format(generation: pb.Generation) -> OutputFormat | None:
     """Check the size of a format and what contradicts it; only the workers have the compiler for the rest."""
-    kind = generation.format.WhichOneof("format")
-    if kind is None:
-        return
-    num_bytes = len(getattr(generation.format, kind).encode())
+    output_format = format_from_proto(generation.format)
+    if output_format is None:
+        return None
+    num_bytes = len(output_format.text.encode())
     if not 1 <= num_bytes <= MAX_FORMAT_BYTES:
         raise InvalidArgument(
-            f"format.{kind}",
+            f"format.{output_format.kind}",
             f"must hold from 1 to {MAX_FORMAT_BYTES} bytes; got {num_bytes}",
             metadata={"limit": str(MAX_FORMAT_BYTES)},
         )
@@ -492,6 +417,7 @@ def _check_format(generation: pb.Generation) -> None:
         raise InvalidArgument(
             "stopping.ignore_eos", "cannot go with a format, whose end is an end-of-sequence token"
         )
+    return output_format
 
 
 def _check_cache_salt(salt: str) -> None:
@@ -501,23 +427,6 @@ def _check_cache_salt(salt: str) -> None:
             f"must hold at most {MAX_CACHE_SALT_CHARS} characters; got {len(salt)}",
             metadata={"limit": str(MAX_CACHE_SALT_CHARS)},
         )
-
-
-def _check_logprobs(options: pb.ResponseOptions, *, is_search: bool) -> None:
-    if is_search and options.HasField("logprobs"):
-        raise InvalidArgument("response.logprobs", "must be absent with sampling.beam, which returns scores")
-    for name in ("logprobs", "prompt_logprobs"):
-        number = getattr(options, name)
-        if number > MAX_LOGPROBS:
-            raise InvalidArgument(
-                f"response.{name}",
-                f"must be at most {MAX_LOGPROBS}; got {number}",
-                metadata={"limit": str(MAX_LOGPROBS)},
-            )
-
-
-def _optional(options: pb.ResponseOptions, name: Literal["logprobs", "prompt_logprobs"]) -> int | None:
-    return getattr(options, name) if options.HasField(name) else None
 
 
 def check_size(text: str, field: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quire.protos import inference_pb2 as pb
+from quire.sampling.params import SamplingParams
 from quire.services.router.output import OutputAssembler
 
 
@@ -21,7 +21,7 @@ class AnswerGroup:
 
     sequence_id: str
     prompt_token_ids: list[int]
-    sampling: pb.SamplingParams
+    params: SamplingParams
     answers: list[OutputAssembler]
     attempt: int = 0
     deaths: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class AnswerGroup:
     @property
     def is_beam_search(self) -> bool:
         """Whether this is a beam search, whose tokens are known only at its end."""
-        return self.sampling.HasField("beam")
+        return self.params.beam is not None
 
     @property
     def is_finished(self) -> bool:
@@ -74,9 +74,6 @@ class AnswerGroup:
         return [self._separate(answer) for answer in self.answers if not answer.finish_reason]
 
     def _separate(self, answer: OutputAssembler) -> AnswerGroup:
-        sampling = pb.SamplingParams()
-        sampling.CopyFrom(self.sampling)
-        sampling.ClearField("n")
-        sampling.seed = (self.sampling.seed + answer.index) % 2**64
+        params = replace(self.params, n=1, seed=(self.params.seed + answer.index) % 2**64)
         sequence_id = f"{self.sequence_id}-{answer.index}"
-        return AnswerGroup(sequence_id, self.prompt_token_ids, sampling, [answer], self.attempt, self.deaths)
+        return AnswerGroup(sequence_id, self.prompt_token_ids, params, [answer], self.attempt, self.deaths)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import grpc
@@ -21,6 +21,7 @@ from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.routing.planner import Placement, PlannedPrompt, Planner, WorkerState
+from quire.sampling.messages import to_proto
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.answer_group import AnswerGroup
@@ -120,7 +121,7 @@ class GenerationRun:
         self._metadata = phases.span.metadata
         # Clients may choose the same id; a worker must never see it twice.
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
-        num_answers = request.sampling.beam.width or request.sampling.n or 1
+        num_answers = request.params.num_sequences
         self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
         self._unhealthy: set[str] = set()
         self._is_first_message = True
@@ -141,7 +142,7 @@ class GenerationRun:
             ServiceError: the request cannot be served or cannot be completed.
         """
         request = self._request
-        group = AnswerGroup(self._sequence_id, request.prompt_token_ids, request.sampling, self._answers)
+        group = AnswerGroup(self._sequence_id, request.prompt_token_ids, request.params, self._answers)
         num_finished = 0
         stream = self._serve(group)
         if request.num_best is not None:
@@ -153,7 +154,7 @@ class GenerationRun:
                     response.request_id = request.request_id
                     response.prompt_logprobs.extend(self._account.prompt_logprobs)
                     response.prompt_tokens = len(request.prompt_token_ids)
-                    if request.wants_prompt_token_ids:
+                    if request.response.prompt_token_ids:
                         response.prompt_token_ids.extend(request.prompt_token_ids)
                 self.usage.completion_tokens = self._num_emitted
                 num_finished += bool(response.finish_reason)
@@ -231,7 +232,7 @@ class GenerationRun:
         if group.deaths:
             await cluster.suspects.turn(self._healthy_decode_workers)
         # With several answers P does not compute the prompt's last token, and its logprob would be lost.
-        is_scored = not group.is_single and self._request.num_prompt_logprobs is not None
+        is_scored = not group.is_single and self._request.params.num_prompt_logprobs is not None
         must_be_local = is_scored or group.num_prefilled_tokens == 0
         placement = cluster.planner.place(
             PlannedPrompt(
@@ -239,7 +240,7 @@ class GenerationRun:
                 block_hashes,
                 cached_by_worker,
                 must_be_local,
-                max_output_tokens=self._request.stopping.max_tokens - len(group.output_token_ids),
+                max_output_tokens=self._request.params.max_tokens - len(group.output_token_ids),
                 num_answers=len(group.answers),
             ),
             self._states("prefill", group),
@@ -311,21 +312,16 @@ class GenerationRun:
             yield output
 
     def _sequence(self, group: AnswerGroup) -> worker_pb2.Sequence:
-        request = self._request
-        return worker_pb2.Sequence(
-            sequence_id=group.sequence_id,
-            attempt=group.attempt,
-            token_ids=group.token_ids,
-            num_output_tokens=len(group.output_token_ids),
-            sampling=group.sampling,
-            stopping=request.stopping,
-            format=request.format,
-            # ``best_of`` ranks the answers by the logprobs of their tokens.
-            logprobs=0 if request.num_logprobs is None and request.num_best else request.num_logprobs,
-            cache_scope=worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt),
+        params = group.params
+        if not self._is_first_message:
             # Prompt logprobs come with the first message; once that was sent, they are not needed again.
-            prompt_logprobs=request.num_prompt_logprobs if self._is_first_message else None,
-        )
+            params = replace(params, num_prompt_logprobs=None)
+        sequence = to_proto(params, self._request.format)
+        sequence.sequence_id, sequence.attempt = group.sequence_id, group.attempt
+        sequence.token_ids.extend(group.token_ids)
+        sequence.num_output_tokens = len(group.output_token_ids)
+        sequence.cache_scope.tenant, sequence.cache_scope.salt = self._scope.tenant, self._scope.salt
+        return sequence
 
     async def _accepted(self, calls: WorkerCalls, plan: Plan) -> worker_pb2.Accepted:
         """Return D's acceptance of the sequence.

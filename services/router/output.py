@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.sampling.params import StoppingParams
 from quire.services.requests.validation import ValidRequest
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
@@ -18,14 +19,14 @@ class OutputAssembler:
         self.cumulative_logprob = 0.0
         """Sum of the tokens' logprobs; stays 0 if the worker was not asked for logprobs."""
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
-        self._stopping = request.stopping
-        self._wants_logprobs = request.num_logprobs is not None
+        self._stopping: StoppingParams = request.params
+        self._wants_logprobs = request.response.logprobs is not None
         self._decoder = StoppingDecoder(
             tokenizer,
-            request.stop_strings,
-            min_tokens=request.stopping.min_tokens,
-            skip_special_tokens=not request.keep_special_tokens,
-            keep_stop_string=request.keep_stop_string,
+            request.response.stop_strings,
+            min_tokens=request.params.min_tokens,
+            skip_special_tokens=not request.response.keep_special_tokens,
+            keep_stop_string=request.response.keep_stop_string,
         )
 
     def respond(self, output: worker_pb2.SequenceOutput) -> pb.GenerateStreamResponse:

@@ -177,12 +177,12 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 phases.record(Phase.ADMIT, timer.arrival, admitted)
                 cluster = await self.joined_cluster()
                 request = await validate(generation, cluster.model)
-                check_prompt_logprobs(len(request.prompt_token_ids), request.num_prompt_logprobs)
+                check_prompt_logprobs(len(request.prompt_token_ids), request.response.prompt_logprobs)
                 allowance.spend_prompt(len(request.prompt_token_ids))
                 phases.record(Phase.TOKENIZE, admitted, self._clock())
                 self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                 self._metrics.request_prompt_tokens.observe(len(request.prompt_token_ids))
-                scope = CacheScope(tenant.name, generation.cache_salt)
+                scope = CacheScope(tenant.name, request.cache_salt)
                 run = GenerationRun(cluster, request, scope, deadline, phases)
                 with _described(request.request_id, tenant, run.usage, timer, span):
                     async with aclosing(run.stream()) as responses:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import ClassVar
 
 import grpc
@@ -10,6 +11,8 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo  # type: ignore[import-untyped]
 from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+
+from quire.sampling.parameter import ParameterError
 
 ERROR_DOMAIN = "quire"
 """Value of ``domain`` in every ``google.rpc.ErrorInfo`` that a service sends."""
@@ -118,6 +121,20 @@ class InvalidArgument(ServiceError):
         """Return the messages of every error, and a ``BadRequest`` that names the field."""
         violation = BadRequest.FieldViolation(field=self.field, description=_cut(self.problem))
         return [*super().details(), BadRequest(field_violations=[violation])]
+
+
+@contextmanager
+def parameters_checked() -> Iterator[None]:
+    """Turn the error of a parameter into a status.
+
+    Raises:
+        InvalidArgument: names the field, the limit and the value.
+    """
+    try:
+        yield
+    except ParameterError as error:
+        metadata = None if error.limit is None else {"limit": error.limit}
+        raise InvalidArgument(error.field, error.problem, metadata=metadata) from error
 
 
 class FailedPrecondition(ServiceError):

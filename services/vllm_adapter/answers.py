@@ -33,7 +33,7 @@ class AnswerWriter:
         self._finish_reason = inference_pb2.FINISH_REASON_UNSPECIFIED
         self._stop_string: str | None = None
         # The text is needed only to find stop strings.
-        self._decoder = _decoder(request, tokenizer) if request.stop_strings else None
+        self._decoder = _decoder(request, tokenizer) if request.response.stop_strings else None
 
     def add(
         self, tokens: Sequence[worker_pb2.SampledToken], finish_reason: inference_pb2.FinishReason
@@ -92,19 +92,21 @@ class AnswerWriter:
             return {"matched_stop_str": self._stop_string}
         last = self._tokens[-1].token_id if self._tokens else None
         is_stop = self._finish_reason == inference_pb2.FINISH_REASON_STOP
-        return {"matched_token_id": last} if is_stop and last in self._request.stopping.stop_token_ids else {}
+        return {"matched_token_id": last} if is_stop and last in self._request.params.stop_token_ids else {}
 
     def _output_logprobs(self, tokens: Sequence[worker_pb2.SampledToken]) -> vllm.OutputLogProbs | None:
-        if self._request.num_logprobs is None:
+        if self._request.response.logprobs is None:
             return None
         return vllm.OutputLogProbs(
             token_ids=[token.token_id for token in tokens],
             token_logprobs=[token.logprobs.logprob for token in tokens],
-            top_logprobs=[_top(token.logprobs) for token in tokens] if self._request.num_logprobs else None,
+            top_logprobs=[_top(token.logprobs) for token in tokens]
+            if self._request.response.logprobs
+            else None,
         )
 
     def _input_logprobs(self) -> vllm.InputLogProbs | None:
-        if self._request.num_prompt_logprobs is None:
+        if self._request.response.prompt_logprobs is None:
             return None
         values = [vllm.InputTokenLogProb(value=each.logprob) for each in self.prompt_logprobs]
         return vllm.InputLogProbs(
@@ -112,7 +114,7 @@ class AnswerWriter:
             # The first token has no logprob, because no token precedes it.
             token_logprobs=[vllm.InputTokenLogProb(), *values],
             top_logprobs=[vllm.TopLogProbs(), *map(_top, self.prompt_logprobs)]
-            if self._request.num_prompt_logprobs
+            if self._request.response.prompt_logprobs
             else None,
         )
 
@@ -120,9 +122,9 @@ class AnswerWriter:
 def _decoder(request: ValidRequest, tokenizer: Tokenizer) -> StoppingDecoder:
     return StoppingDecoder(
         tokenizer,
-        request.stop_strings,
-        min_tokens=request.stopping.min_tokens,
-        skip_special_tokens=not request.keep_special_tokens,
+        request.response.stop_strings,
+        min_tokens=request.params.min_tokens,
+        skip_special_tokens=not request.response.keep_special_tokens,
     )
 
 

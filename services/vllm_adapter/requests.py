@@ -6,10 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from google.protobuf.message import Message
+
 from quire.protos import inference_pb2 as pb
-from quire.services.requests.choice_format import choice_format
+from quire.sampling.messages import format_to_proto
+from quire.sampling.output_format import choice_format
 from quire.services.server.errors import InvalidArgument
 
+_NAMES_OF_QUIRE = {
+    field.name
+    for message in (pb.SamplingParams, pb.StoppingParams, pb.ResponseOptions)
+    for field in message.DESCRIPTOR.fields
+}
+_NAMES_OF_VLLM = {"stop", "skip_special_tokens"}
+_CONSTRAINT_KINDS = {"json_schema", "regex", "grammar", "json_object", "choice", "structural_tag"}
+_UP_TO_THE_GATEWAY = {"include_stop_str_in_output", "spaces_between_special_tokens"}
+"""Fields without effect here: the gateway turns the tokens into text."""
+_ALWAYS_SO = {"grammar_from_first_token"}
+_SERVED = _NAMES_OF_QUIRE | _NAMES_OF_VLLM | _CONSTRAINT_KINDS | _UP_TO_THE_GATEWAY | _ALWAYS_SO
+_MAX_INT32 = (1 << 31) - 1
+"""Largest number of tokens in ``quire.v1``; vLLM's numbers have one bit more."""
 _CONSTRAINTS = "json_schema, regex, grammar, json_object, choice"
 
 
@@ -27,13 +43,7 @@ def generation_from_proto(request: Any) -> pb.Generation:
         request_id=request.request_id,
         token_ids=pb.TokenIds(ids=request.tokenized.input_ids),
         sampling=_sampling(params),
-        stopping=pb.StoppingParams(
-            max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
-            min_tokens=params.min_tokens,
-            stop_strings=params.stop,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-        ),
+        stopping=pb.StoppingParams(**_same_fields(params, pb.StoppingParams), stop_strings=params.stop),
         response=pb.ResponseOptions(
             logprobs=_num_logprobs(params, "logprobs"),
             prompt_logprobs=_num_logprobs(params, "prompt_logprobs"),
@@ -81,24 +91,32 @@ def _refuse_what_is_not_served(request: Any) -> None:
         raise InvalidArgument(
             "sampling_params.truncate_prompt_tokens", "must be absent: truncate before you send"
         )
+    for field, value in request.sampling_params.ListFields():
+        if field.name not in _SERVED:
+            raise InvalidArgument(f"sampling_params.{field.name}", "is not served")
+        if field.name in ("max_tokens", "min_tokens") and value > _MAX_INT32:
+            raise InvalidArgument(
+                f"sampling_params.{field.name}", f"must be at most {_MAX_INT32}; got {value}"
+            )
 
 
 def _sampling(params: Any) -> pb.SamplingParams:
     if bad := [token_id for token_id in params.logit_bias if token_id < 0]:
         raise InvalidArgument("sampling_params.logit_bias", f"there is no token {bad[0]}")
-    return pb.SamplingParams(
-        temperature=params.temperature if params.HasField("temperature") else None,
-        top_p=params.top_p or None,
-        top_k=params.top_k,
-        min_p=params.min_p,
+    values = _same_fields(params, pb.SamplingParams)
+    if "seed" in values:
         # vLLM's seed is signed and quire's is not; equal seeds must still give equal tokens.
-        seed=params.seed % (1 << 64) if params.HasField("seed") else None,
-        n=params.n or None,
-        presence_penalty=params.presence_penalty or None,
-        frequency_penalty=params.frequency_penalty or None,
-        repetition_penalty=params.repetition_penalty or None,
-        logit_bias=dict(params.logit_bias),
-    )
+        values["seed"] %= 1 << 64
+    return pb.SamplingParams(**values)
+
+
+def _same_fields(params: Any, message: type[Message]) -> dict[str, Any]:
+    """Return the values of the fields that are set and have the same name in a message."""
+    return {
+        field.name: value
+        for field, value in params.ListFields()
+        if field.name in message.DESCRIPTOR.fields_by_name
+    }
 
 
 def _num_logprobs(params: Any, field: str) -> int | None:
@@ -119,6 +137,6 @@ def _format(params: Any) -> pb.ResponseFormat | None:
         case "json_object":
             return pb.ResponseFormat(json_schema='{"type":"object"}') if params.json_object else None
         case "choice":
-            return choice_format(params.choice.choices)
+            return format_to_proto(choice_format(params.choice.choices))
         case kind:
             raise InvalidArgument(f"sampling_params.{kind}", f"is not served; {_CONSTRAINTS} are")

@@ -23,6 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from quire.models.source import CONFIGURATION_FILES, find_model, without_revision
 from quire.protos import worker_pb2
+from quire.sampling.messages import to_proto
 from quire.services.requests.served_model import ServedModel, load_served_model
 from quire.services.requests.validation import ValidRequest, validate
 from quire.services.server.cluster_proof import ClusterTrust
@@ -119,12 +120,12 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         self, request: vllm.GenerateRequest, valid: ValidRequest, context: Any
     ) -> AsyncGenerator[vllm.GenerateResponse, None]:
         """Compute a prompt, and yield an answer whose hand-off says where the prompt's blocks are."""
-        if valid.stopping.max_tokens != 1:
+        if valid.params.max_tokens != 1:
             raise InvalidArgument(
                 "sampling_params.max_tokens",
                 "must be 1 at a prefill worker; send whole requests to decode workers",
             )
-        if valid.sampling.n > 1:
+        if valid.params.n > 1:
             raise InvalidArgument("sampling_params.n", "must be 1 at a prefill worker")
         if has_hand_off(request):
             raise InvalidArgument(
@@ -151,9 +152,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         decode = worker_pb2.DecodeRequest(
             sequence=_sequence(valid), pull_from=pull_source(request, self._trust)
         )
-        answers = [
-            AnswerWriter(valid, self._model.tokenizer, index) for index in range(max(1, valid.sampling.n))
-        ]
+        answers = [AnswerWriter(valid, self._model.tokenizer, index) for index in range(valid.params.n)]
         async with aclosing(self._worker.Decode(decode, context)) as responses:
             async for response in responses:
                 if response.HasField("accepted"):
@@ -325,15 +324,10 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
 
 
 def _sequence(valid: ValidRequest) -> worker_pb2.Sequence:
-    return worker_pb2.Sequence(
-        sequence_id=valid.request_id,
-        token_ids=valid.prompt_token_ids,
-        sampling=valid.sampling,
-        stopping=valid.stopping,
-        format=valid.format,
-        logprobs=valid.num_logprobs,
-        prompt_logprobs=valid.num_prompt_logprobs,
-    )
+    sequence = to_proto(valid.params, valid.format)
+    sequence.sequence_id = valid.request_id
+    sequence.token_ids.extend(valid.prompt_token_ids)
+    return sequence
 
 
 def _model_config(model_path: str) -> dict[str, Any]:

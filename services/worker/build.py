@@ -19,13 +19,13 @@ from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory, dtype_name
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.engine.speculators import load_draft_model, make_speculator
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvLayout
 from quire.models.source import pin_revision
+from quire.sampling.params import SamplingParams
 from quire.services.server.errors import BadFileError
 from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from quire.engine.logits_processing import LogitsRules
-from quire.engine.output_format import OutputFormat
 from quire.engine.request_errors import NoTokenLeftError, request_error
-from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
 from quire.engine.structured_output import GrammarMatcher
 from quire.protos import inference_pb2, worker_pb2
-from quire.services.server.errors import NO_TOKEN_LEFT, InvalidArgument
+from quire.sampling.constraints import check_vocabulary
+from quire.sampling.messages import from_proto
+from quire.sampling.parameter import table
+from quire.sampling.params import SamplingParams
+from quire.services.server.errors import NO_TOKEN_LEFT, InvalidArgument, parameters_checked
 
 logger = logging.getLogger(__name__)
 
-# Where the fields of the engine's parameters are in a sequence of the wire; the others are in ``sampling``.
-_PATHS = {
-    **{name: f"stopping.{name}" for name in ("max_tokens", "min_tokens", "stop_token_ids")},
-    "num_logprobs": "logprobs",
-    "num_prompt_logprobs": "prompt_logprobs",
-    "format": "format",
-}
 _FINISH_REASONS = {
     SequenceStatus.FINISHED_STOPPED: inference_pb2.FINISH_REASON_STOP,
     SequenceStatus.FINISHED_LENGTH: inference_pb2.FINISH_REASON_LENGTH,
-}
-_EARLY_STOPPING: Mapping[int, bool | str] = {
-    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
-    inference_pb2.EARLY_STOPPING_UNLIKELY: False,
-    inference_pb2.EARLY_STOPPING_IMPOSSIBLE: "never",
-    inference_pb2.EARLY_STOPPING_ENOUGH: True,
 }
 
 
@@ -62,35 +51,9 @@ def sequence_from_proto(
         raise InvalidArgument("token_ids", f"{max(token_ids)} is not below the vocabulary's {vocab_size}")
     if message.num_output_tokens >= len(token_ids):
         raise InvalidArgument("num_output_tokens", "must leave at least one prompt token")
-    sampling, stopping = message.sampling, message.stopping
-    _check_token_ids(sampling, stopping, vocab_size)
-    repetition = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
-    try:
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            max_tokens=stopping.max_tokens,
-            min_tokens=stopping.min_tokens,
-            stop_token_ids=frozenset(stopping.stop_token_ids),
-            ignore_eos=stopping.ignore_eos,
-            num_logprobs=message.logprobs if message.HasField("logprobs") else None,
-            num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=repetition,
-            logit_bias=tuple(sampling.logit_bias.items()),
-            allowed_token_ids=frozenset(sampling.allowed_token_ids),
-            bad_words=tuple(tuple(word.ids) for word in sampling.bad_word_token_ids),
-            kv_budget_tokens=sampling.kv_budget_tokens if sampling.HasField("kv_budget_tokens") else None,
-            n=sampling.n if sampling.HasField("n") else 1,
-            beam=_beam_from_proto(sampling.beam) if sampling.HasField("beam") else None,
-        )
-    except ValueError as error:
-        name, problem = str(error).split(" ", 1)
-        raise InvalidArgument(_path(name), problem) from error
+    with parameters_checked():
+        params = from_proto(message)
+        check_vocabulary(params, vocab_size)
     num_prompt_tokens = len(token_ids) - message.num_output_tokens
     return Sequence(
         attempt_id=attempt_id(message.sequence_id, message.attempt),
@@ -105,11 +68,10 @@ def sequence_from_proto(
 
 def no_token_left(error: NoTokenLeftError) -> InvalidArgument:
     """Return the error of a request whose constraints forbid every token."""
-    return InvalidArgument(_path(error.field), error.problem, reason=NO_TOKEN_LEFT)
-
-
-def _path(name: str) -> str:
-    return _PATHS.get(name, f"sampling.{name}")
+    # Clients send most bad words as texts.
+    paths = {"bad_words": "sampling.bad_words", "format": "format"}
+    path = paths.get(error.field) or table(SamplingParams)[error.field].parameter.path
+    return InvalidArgument(path, error.problem, reason=NO_TOKEN_LEFT)
 
 
 @contextmanager
@@ -120,12 +82,6 @@ def converting() -> Iterator[None]:
     except Exception as error:
         logger.exception("the results of a request cannot be sent")
         raise request_error(error) from error
-
-
-def format_from_proto(message: inference_pb2.ResponseFormat) -> OutputFormat | None:
-    """Read a format; None if there is none."""
-    kind = message.WhichOneof("format")
-    return None if kind is None else OutputFormat(kind, getattr(message, kind))
 
 
 def without_last_token(prompt: Sequence) -> Sequence:
@@ -176,30 +132,6 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
     for token_id, logprob in logprobs.top:
         message.top.add(token_id=token_id, logprob=logprob)
     return message
-
-
-def _beam_from_proto(message: inference_pb2.BeamParams) -> BeamParams:
-    length_penalty = message.length_penalty if message.HasField("length_penalty") else 1.0
-    if message.early_stopping not in _EARLY_STOPPING:
-        raise InvalidArgument("sampling.beam.early_stopping", f"there is no value {message.early_stopping}")
-    return BeamParams(message.width, length_penalty, _EARLY_STOPPING[message.early_stopping])
-
-
-def _check_token_ids(
-    sampling: inference_pb2.SamplingParams, stopping: inference_pb2.StoppingParams, vocab_size: int
-) -> None:
-    """Refuse ids that have no logit."""
-    bad_words = (token_id for word in sampling.bad_word_token_ids for token_id in word.ids)
-    ids: dict[str, Iterable[int]] = {
-        "sampling.logit_bias": sampling.logit_bias,
-        "sampling.allowed_token_ids": sampling.allowed_token_ids,
-        "sampling.bad_word_token_ids": bad_words,
-        "stopping.stop_token_ids": stopping.stop_token_ids,
-    }
-    for name, token_ids in ids.items():
-        largest = max(token_ids, default=0)
-        if largest >= vocab_size:
-            raise InvalidArgument(name, f"{largest} is not below the vocabulary's {vocab_size}")
 
 
 def finish_reason(status: SequenceStatus) -> inference_pb2.FinishReason:

@@ -6,14 +6,15 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from quire.engine.dead_ends import dead_end
+from quire.engine.format_compile import BadFormatError
 from quire.engine.logits_processing import LogitsRules
-from quire.engine.output_format import BadFormatError
 from quire.engine.sequence import Sequence
 from quire.engine.structured_output import GrammarCompiler, GrammarMatcher, StructuredOutputUnavailableError
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import worker_pb2
+from quire.sampling.messages import format_from_proto
 from quire.services.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from quire.services.worker.convert import format_from_proto, no_token_left, sequence_from_proto
+from quire.services.worker.convert import no_token_left, sequence_from_proto
 from quire.services.worker.identity import WorkerIdentity
 from quire.tokenization.errors import MissingTokenizerError
 

@@ -11,6 +11,8 @@ from typer.testing import Result
 from quire.cli.answer import TimedAnswer, format_stats
 from quire.client import Usage
 from quire.protos import inference_pb2 as pb
+from quire.sampling.parameter import table
+from quire.sampling.params import SamplingParams
 from quire.services.server import errors as service_errors
 
 Quire = Callable[..., Result]
@@ -23,6 +25,20 @@ def test_the_answer_is_all_of_stdout(quire: Quire, fake_generation: Any) -> None
     (sent,) = fake_generation.requests
     assert (sent.text, sent.stopping.max_tokens) == ("What?", 7)
     assert not sent.sampling.HasField("temperature")
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_every_parameter_with_a_help_text_has_an_option(
+    quire: Quire, fake_generation: Any, verb: str
+) -> None:
+    entries = [entry for entry in table(SamplingParams).values() if entry.parameter.help]
+    values = {entry.name: "0.5" if entry.type is float else "3" for entry in entries}
+    options = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert quire(verb, "--address", fake_generation.address, *options, stdin="What?").exit_code == 0
+    (sent,) = fake_generation.requests
+    for entry in entries:
+        group, _, field = entry.parameter.path.partition(".")
+        assert getattr(getattr(sent, group), field) == float(values[entry.name])
 
 
 def test_the_prompt_may_come_from_stdin(quire: Quire, fake_generation: Any) -> None:

@@ -287,8 +287,8 @@ def test_early_stopping_is_one_of_three(client: Client) -> None:
 
 
 def test_an_unknown_option_is_a_type_error(client: Client) -> None:
-    with pytest.raises(TypeError, match="typical_p"):
-        client.generate("x", typical_p=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="atypical_p"):
+        client.generate("x", atypical_p=3)  # type: ignore[call-arg]
 
 
 def test_the_key_goes_with_every_call(fake_generation: Any) -> None:

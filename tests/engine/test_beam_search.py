@@ -16,9 +16,9 @@ from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.request_errors import RequestFailedError
-from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceStatus
+from quire.sampling.params import BeamParams, SamplingParams
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")

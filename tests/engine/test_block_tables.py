@@ -6,8 +6,8 @@ import pytest
 
 from quire.engine.block_pool import BlockPool, NoFreeBlocksError
 from quire.engine.block_tables import BlockTables
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import NO_BLOCK, Sequence
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 

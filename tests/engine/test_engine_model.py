@@ -29,7 +29,6 @@ from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
-from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.schedule import Schedule, ScheduledSequence
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
@@ -37,6 +36,7 @@ from quire.engine.sequence_group import SequenceGroup
 from quire.engine.speculation import DraftRequest, Speculator
 from quire.engine.transfers import num_transferred_tokens
 from quire.kvindex.kv_layout import KvShape
+from quire.sampling.params import BeamParams, SamplingParams
 
 T = TypeVar("T")
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1

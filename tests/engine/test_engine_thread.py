@@ -13,9 +13,9 @@ import torch
 from quire.engine import engine_thread
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence
 from quire.engine.step_watch import StepWatch
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 SECONDS = 20.0

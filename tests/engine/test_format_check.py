@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.engine import output_format, structured_output
-from quire.engine.output_format import BadFormatError, OutputFormat
+from quire.engine import format_compile, structured_output
+from quire.engine.format_compile import BadFormatError
 from quire.engine.structured_output import (
     FormatFailedError,
     GrammarCompiler,
     StructuredOutputUnavailableError,
 )
 from quire.models.bundled import demo_model_path
+from quire.sampling.output_format import OutputFormat
 
 VOCAB_SIZE = 2048
 EOS = 1
@@ -153,7 +154,7 @@ def test_a_lexer_that_is_full_is_replaced(compiler: GrammarCompiler, monkeypatch
     form = OutputFormat("regex", "([a-z ]{1,200}[0-9]){9}x")
     expected = [masks(compiler, seed) for seed in range(4)]
     compiler._compiled.clear()
-    monkeypatch.setattr(output_format, "_MAX_LEXER_STATES", 200)
+    monkeypatch.setattr(format_compile, "_MAX_LEXER_STATES", 200)
     renewed = []
     restart = structured_output.CompiledFormat.restart
     monkeypatch.setattr(

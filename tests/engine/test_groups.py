@@ -14,9 +14,9 @@ from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.request_errors import RequestTooLongError
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")

@@ -26,9 +26,9 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.sampler import sample
-from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
+from quire.sampling.params import BeamParams, SamplingParams
 
 VOCAB_SIZE = 12
 EOS = frozenset({0})
@@ -185,7 +185,8 @@ def test_equal_to_the_processors_of_transformers(seed: int) -> None:
     ],
 )
 def test_values_out_of_range_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
+    name = {"bad_words": "bad_word_token_ids", "num_prompt_logprobs": "prompt_logprobs"}
+    with pytest.raises(ValueError, match=name.get(next(iter(bad)), next(iter(bad)))):
         SamplingParams(**bad)
 
 

@@ -11,11 +11,11 @@ import torch
 
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, TOKEN = 16, 256, 64, 5
 NUM_STEPS, NUM_WARM_UP_STEPS, NUM_QUEUED = 1200, 200, 8

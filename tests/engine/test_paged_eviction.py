@@ -15,11 +15,11 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.paged_eviction import PagedEviction, Score, importance
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError
-from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.schedule import Schedule
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
 from quire.kvindex.kv_layout import KvShape
+from quire.sampling.params import BeamParams, SamplingParams
 
 BLOCK_SIZE, BUDGET = 16, 64
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from quire.engine.block_pool import BlockPool
 from quire.engine.block_tokens import MAX_SIBLINGS, BlockTokens
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence
+from quire.sampling.params import SamplingParams
 
 
 def hold(pool: BlockPool, known: BlockTokens, token_ids: list[int]) -> int:

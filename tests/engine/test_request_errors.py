@@ -20,9 +20,9 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import LogitsRules, Mask
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.request_errors import NoTokenLeftError, RequestFailedError
-from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
+from quire.sampling.params import BeamParams, SamplingParams
 
 BLOCK_SIZE = 16
 EOS = 1

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire.engine.engine import Engine
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE = 4
 

@@ -12,10 +12,10 @@ import torch
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, NUM_PROMPT, NUM_NEW = 16, 90, 40
 # Not gpt_oss: the sums of its experts depend on how many tokens of a step they get.

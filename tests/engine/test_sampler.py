@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire.engine.sampler import sample, uniform_numbers
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence
+from quire.sampling.params import SamplingParams
 
 
 def sequence(position: int = 4, **params: object) -> Sequence:

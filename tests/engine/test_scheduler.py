@@ -16,13 +16,13 @@ from quire.engine.group_queues import GroupQueues
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.preemption import Preemption
-from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.schedule import Schedule
 from quire.engine.scheduler import Scheduler, SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.swap_space import SwapSpace
 from quire.kvindex.block_hash import block_hash
+from quire.sampling.params import BeamParams, SamplingParams
 
 BLOCK_SIZE = 4
 

@@ -21,12 +21,12 @@ from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.ngram_proposer import NgramProposer, continue_repetition
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, TokenLogprobs
 from quire.engine.speculation import Acceptance, DraftRequest, Proposer, Speculator, StepCost
 from quire.engine.speculators import DraftModelError, check_same_tokens, load_draft_model
 from quire.models.random_model import make_random_model
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")

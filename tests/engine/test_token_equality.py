@@ -15,9 +15,9 @@ from quire.engine.decode_graphs import CudaCapture, DecodeGraphs
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import load_model
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
 NUM_NEW = 64

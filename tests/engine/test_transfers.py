@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from quire.engine.engine import Engine
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.transfers import num_transferred_tokens
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 

@@ -15,9 +15,9 @@ from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.request_errors import RequestTooLongError
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
+from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, WINDOW, NUM_NEW = 16, 24, 300
 CPU = torch.device("cpu")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.protos import inference_pb2 as pb
+from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import (
     INLINE_CHAT_BYTES,
@@ -88,7 +89,7 @@ def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Genera
         (sampling(min_p=1.5), "sampling.min_p", "got 1.5"),
         (sampling(min_p=math.nan), "sampling.min_p", "got nan"),
         (sampling(top_k=321), "sampling.top_k", "to 320; got 321"),
-        (request(response=pb.ResponseOptions(logprobs=21)), "response.logprobs", "at most 20; got 21"),
+        (request(response=pb.ResponseOptions(logprobs=21)), "response.logprobs", "from 0 to 20; got 21"),
         (sampling(n=0), "sampling.n", "from 1 to 64; got 0"),
         (sampling(n=65), "sampling.n", "from 1 to 64; got 65"),
         (sampling(kv_budget_tokens=11), "sampling.kv_budget_tokens", "must be at least 12, 3 blocks; got 11"),
@@ -98,8 +99,8 @@ def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Genera
             "must be absent with sampling.beam",
         ),
         (sampling(n=3, best_of=2), "sampling.best_of", "from n = 3 to 64; got 2"),
-        (sampling(best_of=0), "sampling.best_of", "from n = 1 to 64; got 0"),
-        (sampling(best_of=65), "sampling.best_of", "from n = 1 to 64; got 65"),
+        (sampling(best_of=0), "sampling.best_of", "from 1 to 64; got 0"),
+        (sampling(best_of=65), "sampling.best_of", "from 1 to 64; got 65"),
         (
             sampling(best_of=2, beam=pb.BeamParams(width=2)),
             "sampling.best_of",
@@ -231,23 +232,20 @@ async def test_a_model_without_template_refuses_chats(model: ServedModel) -> Non
 
 async def test_defaults_are_filled_in(model: ServedModel) -> None:
     valid = await validate(request(), model)
-    assert valid.stopping.max_tokens == 64 - len(valid.prompt_token_ids)
-    assert (valid.sampling.temperature, valid.sampling.top_p) == (1.0, 1.0)
-    assert (valid.sampling.top_k, valid.sampling.min_p) == (0, 0.0)
-    assert valid.sampling.HasField("seed")
+    assert valid.params == SamplingParams(max_tokens=64 - len(valid.prompt_token_ids), seed=valid.params.seed)
     assert valid.request_id
-    assert valid.num_logprobs is None
+    assert valid.response == ResponseOptions()
 
 
 async def test_a_seed_is_kept_and_an_absent_one_is_random(model: ServedModel) -> None:
-    assert (await validate(sampling(seed=0), model)).sampling.seed == 0
-    seeds = {(await validate(request(), model)).sampling.seed for _ in range(4)}
+    assert (await validate(sampling(seed=0), model)).params.seed == 0
+    seeds = {(await validate(request(), model)).params.seed for _ in range(4)}
     assert len(seeds) == 4
 
 
 async def test_the_longest_prompt_leaves_one_token(model: ServedModel) -> None:
     valid = await validate(ids(*[2] * 63), model)
-    assert valid.stopping.max_tokens == 1
+    assert valid.params.max_tokens == 1
 
 
 @pytest.mark.parametrize(

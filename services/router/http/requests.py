@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict, Field
 
-from quire.engine.limits import MAX_SEQUENCES
+from quire.sampling.params import ResponseOptions
 from quire.services.router.http.sampling_fields import (
     Body,
     GenerationFields,
     Ignored,
     LogprobCount,
     TokenId,
+    limits,
 )
 
 MAX_PROMPTS = 256
@@ -30,7 +31,7 @@ class CompletionRequest(GenerationFields):
     prompt: str | Prompts | TokenIds | TokenIdPrompts
     logprobs: LogprobCount | None = None
     echo: bool | None = Field(None, description="Return the prompt before each answer.")
-    best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
+    best_of: Annotated[int, limits("best_of", ResponseOptions)] | None = None
     suffix: Literal[""] | None = None
     add_special_tokens: Literal[True] | None = None
 

@@ -5,22 +5,33 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
+from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from quire.engine.limits import MAX_LENGTH_PENALTY, MAX_LOGPROBS, MAX_SEQUENCES, MAX_TEMPERATURE
 from quire.protos import inference_pb2 as pb
-from quire.services.requests.choice_format import choice_format
-from quire.services.requests.validation import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from quire.sampling.messages import format_to_proto
+from quire.sampling.output_format import choice_format
+from quire.sampling.parameter import table
+from quire.sampling.params import BeamParams, ResponseOptions, SamplingParams
+from quire.services.requests.validation import MAX_STOP_STRING_CHARS
 from quire.services.server.errors import InvalidArgument
+
+
+def limits(name: str, kind: type = SamplingParams) -> Any:
+    """Return the constraints that the table of parameters has for a number or a list."""
+    parameter = table(kind)[name].parameter
+    if parameter.range is None:
+        return Field(max_length=parameter.max_items)
+    low, high = parameter.range.low, parameter.range.high
+    return Field(gt=low, le=high) if parameter.range.excludes_low else Field(ge=low, le=high)
+
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 # The keys of a JSON object are always strings, so numbers have to be parsed.
 TokenIdKey = Annotated[int, Field(ge=0, lt=1 << 32, strict=False)]
 TokenCount = Annotated[int, Field(ge=0, lt=1 << 31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+LogprobCount = Annotated[int, limits("logprobs", ResponseOptions)]
 Ignored = Annotated[Any, Field(description="Accepted, and without effect.")]
 
 
@@ -100,25 +111,25 @@ class GenerationFields(Body):
     """The fields that both completions and chat completions take."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
+    n: Annotated[int, limits("n")] | None = None
     max_tokens: TokenCount | None = None
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, limits("temperature")] | None = None
+    top_p: Annotated[float, limits("top_p")] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    stop: str | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: str | Annotated[list[StopString], limits("stop_strings", ResponseOptions)] | None = None
+    presence_penalty: Annotated[float, limits("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, limits("frequency_penalty")] | None = None
+    logit_bias: dict[TokenIdKey, Annotated[float, limits("logit_bias")]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
     # Fields that OpenAI does not have; the names are vLLM's.
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31, description="0 and -1 are off.")] | None = None
-    min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_p: Annotated[float, limits("min_p")] | None = None
+    repetition_penalty: Annotated[float, limits("repetition_penalty")] | None = None
     min_tokens: TokenCount | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], limits("stop_token_ids")] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -126,7 +137,7 @@ class GenerationFields(Body):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     bad_words: list[str] | None = None
     use_beam_search: bool | None = Field(None, description="Return the n best of a search with n beams.")
-    length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
+    length_penalty: Annotated[float, limits("length_penalty", BeamParams)] | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: LogprobCount | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
@@ -174,33 +185,32 @@ def sampling_params(fields: GenerationFields, best_of: int | None = None) -> pb.
         beam = pb.BeamParams(width=num_answers, length_penalty=fields.length_penalty)
     elif fields.length_penalty is not None:
         raise InvalidArgument("length_penalty", "is for use_beam_search")
-    return pb.SamplingParams(
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        top_k=max(fields.top_k, 0) if fields.top_k is not None else None,
-        min_p=fields.min_p,
-        seed=fields.seed % (1 << 64) if fields.seed is not None else None,
-        n=None if beam else num_answers,
-        best_of=best_of,
-        beam=beam,
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        repetition_penalty=fields.repetition_penalty,
-        logit_bias=fields.logit_bias,
-        allowed_token_ids=fields.allowed_token_ids,
-        bad_words=fields.bad_words,
-    )
+    values = _same_fields(fields, pb.SamplingParams) | {
+        "top_k": max(fields.top_k, 0) if fields.top_k is not None else None,
+        "seed": fields.seed % (1 << 64) if fields.seed is not None else None,
+        "n": None if beam else num_answers,
+        "best_of": best_of,
+        "beam": beam,
+    }
+    return pb.SamplingParams(**values)
 
 
 def stopping_params(fields: GenerationFields, max_tokens: int | None) -> pb.StoppingParams:
     """Return the parameters that decide when an answer ends, for ``quire.v1``."""
-    return pb.StoppingParams(
-        max_tokens=max_tokens,
-        min_tokens=fields.min_tokens,
-        stop_strings=fields.stops,
-        stop_token_ids=fields.stop_token_ids,
-        ignore_eos=bool(fields.ignore_eos),
-    )
+    values = _same_fields(fields, pb.StoppingParams) | {
+        "max_tokens": max_tokens,
+        "stop_strings": fields.stops,
+    }
+    return pb.StoppingParams(**values)
+
+
+def _same_fields(fields: GenerationFields, message: type[Message]) -> dict[str, Any]:
+    """Return the values of the fields that have the same name in a message."""
+    return {
+        name: getattr(fields, name)
+        for name in GenerationFields.model_fields
+        if name in message.DESCRIPTOR.fields_by_name
+    }
 
 
 def answer_format(fields: GenerationFields) -> pb.ResponseFormat | None:
@@ -240,7 +250,7 @@ def _structured(wanted: StructuredOutputs) -> pb.ResponseFormat:
         schema = wanted.json_ if isinstance(wanted.json_, str) else json.dumps(wanted.json_)
         return pb.ResponseFormat(json_schema=schema)
     if wanted.choice is not None:
-        return choice_format(wanted.choice)
+        return format_to_proto(choice_format(wanted.choice))
     if wanted.json_object:
         return pb.ResponseFormat(json_schema='{"type":"object"}')
     return pb.ResponseFormat(regex=wanted.regex, grammar=wanted.grammar)

@@ -13,7 +13,6 @@ import torch
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceUpdate
 from quire.engine.transfers import Transfers
@@ -21,6 +20,7 @@ from quire.kvindex.kv_layout import KvLayout, KvShape
 from quire.kvtransfer.errors import BadBlockError
 from quire.kvtransfer.frame import Frame
 from quire.protos import kvtransfer_pb2 as pb
+from quire.sampling.params import SamplingParams
 from quire.services.decode.tickets import PromisedBlocks, Tickets
 from quire.services.server.errors import Aborted
 from quire.services.worker.updates import Updates

@@ -144,7 +144,7 @@ async def test_a_lost_decode_worker_splits_the_samples(pair: Any, fault: Any) ->
     assert responses[-1].usage.retries == 1
     apart = [call.sequence for call in calls(pair, "decode") if call.sequence.attempt == 1]
     assert sorted((s.sampling.seed, s.num_output_tokens) for s in apart) == [(0, 3), (SEED, 3), (SEED + 1, 3)]
-    assert not any(s.sampling.HasField("n") for s in apart)
+    assert {s.sampling.n for s in apart} == {1}
     assert len({s.sequence_id for s in apart}) == 3
     assert all(call.remote_prefill for call in calls(pair, "decode"))
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from quire.protos import inference_pb2 as pb
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.errors import InvalidArgument
+from quire.services.vllm_adapter import requests
 from quire.services.vllm_adapter.hand_off import hand_off, pull_source
 from quire.services.vllm_adapter.requests import fields_as_sent, generation_from_proto
+
+DOCS = Path(__file__).parents[3] / "docs" / "gateways.md"
 
 
 def request(params: dict[str, Any] | None = None, **fields: Any) -> vllm.GenerateRequest:
@@ -26,8 +32,8 @@ def test_what_is_absent_takes_the_defaults_of_quire() -> None:
     assert generation == pb.Generation(
         request_id="r",
         token_ids=pb.TokenIds(ids=[5, 6]),
-        sampling=pb.SamplingParams(top_k=0, min_p=0.0),
-        stopping=pb.StoppingParams(min_tokens=0),
+        sampling=pb.SamplingParams(),
+        stopping=pb.StoppingParams(),
         response=pb.ResponseOptions(),
     )
 
@@ -105,6 +111,8 @@ def test_constraints_become_formats(constraint: dict[str, Any], expected: pb.Res
         (request(kv_transfer_params=vllm.KvTransferParams()), "kv_transfer_params"),
         (request({"truncate_prompt_tokens": 5}), "sampling_params.truncate_prompt_tokens"),
         (request({"structural_tag": "{}"}), "sampling_params.structural_tag"),
+        (request({"max_tokens": 1 << 31}), "sampling_params.max_tokens"),
+        (request({"min_tokens": 1 << 31}), "sampling_params.min_tokens"),
         (request({"logprobs": -1}), "sampling_params.logprobs"),
         (request({"prompt_logprobs": -1}), "sampling_params.prompt_logprobs"),
         (request({"logit_bias": {-1: 1.0}}), "sampling_params.logit_bias"),
@@ -114,6 +122,38 @@ def test_what_is_not_served_is_refused_by_name(refused: vllm.GenerateRequest, fi
     with pytest.raises(InvalidArgument) as caught:
         generation_from_proto(refused)
     assert caught.value.field == field
+
+
+def value_of(field: FieldDescriptor) -> Any:
+    """Return a value that differs from the field's default and is valid."""
+    if field.message_type is not None:
+        is_map = field.message_type.GetOptions().map_entry
+        return {5: 0.5} if is_map else vllm.ChoiceConstraint(choices=["x"])
+    kinds = {field.TYPE_STRING: "x", field.TYPE_BOOL: True, field.TYPE_FLOAT: 0.5}
+    value = kinds.get(field.type, 3)
+    return [value] if field.is_repeated else value
+
+
+def is_dropped(field: FieldDescriptor) -> bool:
+    """Return whether a request means the same without a field."""
+    try:
+        changed = generation_from_proto(request({field.name: value_of(field)}))
+    except InvalidArgument as error:
+        return error.field != f"sampling_params.{field.name}"
+    return changed == generation_from_proto(request())
+
+
+def test_no_parameter_is_dropped_in_silence() -> None:
+    rows = DOCS.read_text("utf-8").splitlines()
+    documented = [row for row in rows if "are up to the gateway" in row or "always applies" in row]
+    dropped = {field.name for field in vllm.SamplingParams.DESCRIPTOR.fields if is_dropped(field)}
+    assert dropped == {name for row in documented for name in re.findall(r"`([a-z_]+)`", row)}
+
+
+def test_a_parameter_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_SERVED", requests._SERVED - {"top_k"})
+    with pytest.raises(InvalidArgument, match=r"sampling_params\.top_k: is not served"):
+        generation_from_proto(request({"top_k": 3}))
 
 
 SECRET = b"secret"

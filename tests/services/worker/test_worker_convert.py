@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quire.engine.request_errors import NoTokenLeftError, RequestFailedError
-from quire.engine.sampling_params import BeamParams, SamplingParams
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.sampling.params import BeamParams, SamplingParams
 from quire.services.server.errors import InvalidArgument
 from quire.services.worker.convert import (
     converting,

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 from quire.engine.block_pool import BlockCounts
 from quire.engine.engine_thread import EngineStoppedError
 from quire.engine.preemption import PreemptionCounts
-from quire.engine.sampling_params import SamplingParams
 from quire.engine.sequence import Sequence
 from quire.engine.speculation import SpeculationCounts
+from quire.sampling.params import SamplingParams
 from quire.services.worker.metrics import (
     EngineCollector,
     EngineSnapshot,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.sampling_params import SamplingParams
 from quire.protos import inference_pb2 as pb
+from quire.sampling.output_format import OutputFormat
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import validate
 from quire.services.server.errors import InvalidArgument
@@ -48,28 +48,25 @@ async def test_limits(sampling: dict[str, Any], field: str, problem: str, model:
 @pytest.mark.parametrize("penalty", [0.01, 100.0])
 async def test_the_limits_themselves_are_allowed(penalty: float, model: ServedModel) -> None:
     validated = await validate(request(repetition_penalty=penalty), model)
-    assert validated.sampling.repetition_penalty == pytest.approx(penalty)
-    SamplingParams(repetition_penalty=validated.sampling.repetition_penalty)
+    assert validated.params.repetition_penalty == pytest.approx(penalty)
 
 
 async def test_bad_words_are_sent_with_and_without_a_space_before_them(model: ServedModel) -> None:
     own = pb.TokenIds(ids=[5, 6])
     valid = await validate(request(bad_words=["hello"], bad_word_token_ids=[own, own]), model)
     expected = [await model.tokenizer.encode(text, add_special_tokens=False) for text in ("hello", " hello")]
-    assert [list(word.ids) for word in valid.sampling.bad_word_token_ids] == [*expected, [5, 6]]
-    assert not valid.sampling.bad_words
+    assert valid.params.bad_words == (*map(tuple, expected), (5, 6))
 
 
-async def test_what_is_not_asked_for_is_not_sent(model: ServedModel) -> None:
-    sent = {field.name for field, _ in (await validate(request(), model)).sampling.ListFields()}
-    assert not {name for name in sent if "penalty" in name or "bad" in name or "bias" in name}
+async def test_what_is_not_asked_for_changes_no_logits(model: ServedModel) -> None:
+    assert not (await validate(request(), model)).params.changes_logits
 
 
 async def test_prompt_logprobs_are_limited(model: ServedModel) -> None:
     too_many = pb.Generation(text="hello", response=pb.ResponseOptions(prompt_logprobs=21))
-    with pytest.raises(InvalidArgument, match=r"response\.prompt_logprobs: must be at most 20; got 21"):
+    with pytest.raises(InvalidArgument, match=r"response\.prompt_logprobs: must be from 0 to 20; got 21"):
         await validate(too_many, model)
-    assert (await validate(request(), model)).num_prompt_logprobs is None
+    assert (await validate(request(), model)).response.prompt_logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -95,4 +92,5 @@ async def test_formats_are_limited(generation: pb.Generation, field: str, model:
 
 async def test_a_format_is_passed_on(model: ServedModel) -> None:
     wanted = pb.ResponseFormat(json_schema='{"type": "integer"}')
-    assert (await validate(pb.Generation(text="x", format=wanted), model)).format == wanted
+    valid = await validate(pb.Generation(text="x", format=wanted), model)
+    assert valid.format == OutputFormat("json_schema", '{"type": "integer"}')

@@ -1,17 +1,17 @@
-"""A format that answers must have, and how llguidance compiles it with limits on time and memory."""
+"""Compiles the format of an answer with llguidance, under limits on time and memory."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
+
+from quire.sampling.output_format import Kind, OutputFormat
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
-
-Kind = Literal["json_schema", "regex", "grammar"]
 
 _JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": " ?"}
 """Options of JSON schemas. They keep a model from spending its tokens on blanks.
@@ -44,13 +44,6 @@ _MAX_GRAMMAR_SIZE = 100_000
 MAX_RULES = 1_000
 """Most rules and terminals of a grammar; a grammar of SQL has 200."""
 _RULE = re.compile(r"^\s*[?!]?\w+[^:\n\"/]*:", re.MULTILINE)
-
-
-class OutputFormat(NamedTuple):
-    """A JSON schema, a regular expression that the whole answer matches, or a grammar in Lark's notation."""
-
-    kind: Kind
-    text: str
 
 
 class BadFormatError(ValueError):
