@@ -1,0 +1,148 @@
+"""The table of parameters: ranges and their texts, and the way to the worker's message and back."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from quire import llm
+from quire.protos import inference_pb2 as pb
+from quire.protos import worker_pb2
+from quire.sampling.constraints import check_vocabulary, contradiction
+from quire.sampling.messages import format_from_proto, from_proto, to_proto
+from quire.sampling.output_format import OutputFormat, choice_format
+from quire.sampling.parameter import ParameterError, Range, table
+from quire.sampling.params import BeamParams, ResponseOptions, SamplingParams, StoppingParams
+
+KINDS = (SamplingParams, BeamParams, ResponseOptions)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text", "inside", "outside"),
+    [
+        (Range(0, 1), "from 0 to 1", (0, 0.5, 1), (-0.1, 1.1, float("nan"))),
+        (Range(0, 1, excludes_low=True), "above 0 and at most 1", (1e-9, 1), (0, float("nan"))),
+        (Range(1), "at least 1", (1, 10**9), (0,)),
+        (Range(0.01, 100), "from 0.01 to 100", (0.01, 0.009999999776482582, 100), (0.0099, 101)),
+    ],
+)
+def test_ranges(numbers: Range, text: str, inside: tuple[float, ...], outside: tuple[float, ...]) -> None:
+    assert str(numbers) == text
+    assert all(value in numbers for value in inside)
+    assert not any(value in numbers for value in outside)
+
+
+def test_every_default_is_in_its_range() -> None:
+    for kind in KINDS:
+        for entry in table(kind).values():
+            if isinstance(entry.default, int | float):
+                entry.parameter.check(entry.default)
+
+
+def test_every_path_is_a_field() -> None:
+    for kind in KINDS:
+        for entry in table(kind).values():
+            message: Any = pb.Generation()
+            *groups, field = entry.parameter.path.split(".")
+            for group in groups:
+                message = getattr(message, group)
+            assert field in message.DESCRIPTOR.fields_by_name, entry
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field", "problem"),
+    [
+        ({"min_tokens": 17}, "stopping.min_tokens", "must be from 0 to max_tokens = 16; got 17"),
+        ({"stop_token_ids": frozenset(range(1025))}, "stopping.stop_token_ids", "must be at most 1024; got"),
+        ({"logit_bias": ((7, 101.0),)}, "sampling.logit_bias[7]", "must be from -100 to 100; got 101"),
+        ({"n": 2, "beam": BeamParams(2)}, "sampling.n", "must be 1 with sampling.beam"),
+        ({"kv_budget_tokens": 64, "beam": BeamParams(2)}, "sampling.kv_budget_tokens", "must be absent"),
+    ],
+)
+def test_errors_name_field_limit_and_value(wrong: dict[str, Any], field: str, problem: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(**wrong)
+    assert caught.value.field == field
+    assert caught.value.problem.startswith(problem)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(
+            max_tokens=30,
+            min_tokens=2,
+            stop_token_ids=frozenset({3, 4}),
+            ignore_eos=True,
+            temperature=0.5,
+            top_p=0.25,
+            top_k=5,
+            min_p=0.125,
+            presence_penalty=1.0,
+            frequency_penalty=-1.0,
+            repetition_penalty=1.5,
+            seed=2**64 - 1,
+            n=3,
+            logit_bias=((5, 0.5), (6, -100.0)),
+            allowed_token_ids=frozenset({5, 6}),
+            bad_words=((5,), (6, 7)),
+            kv_budget_tokens=64,
+            num_logprobs=0,
+            num_prompt_logprobs=2,
+        ),
+        SamplingParams(beam=BeamParams(2)),
+        SamplingParams(beam=BeamParams(3, 0.5, "never")),
+        SamplingParams(beam=BeamParams(3, early_stopping=True)),
+    ],
+)
+def test_params_survive_the_way_to_a_worker(params: SamplingParams) -> None:
+    assert from_proto(to_proto(params, None)) == params
+
+
+def test_a_message_without_parameters_has_the_defaults() -> None:
+    assert from_proto(worker_pb2.Sequence()) == SamplingParams()
+
+
+def test_a_format_survives_the_way_to_a_worker() -> None:
+    for output_format in (OutputFormat("regex", "a+"), choice_format(["yes", 'a "b"', "🙂"]), None):
+        assert format_from_proto(to_proto(SamplingParams(), output_format).format) == output_format
+
+
+def test_every_parameter_is_one_of_the_offline_interface() -> None:
+    names = {"num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs"}
+    offline = {field.name for field in fields(llm.SamplingParams)}
+    assert {names.get(name, name) for name in table(SamplingParams)} - offline == {"beam"}
+
+
+def test_contradictions_are_found_in_order() -> None:
+    allowed = SamplingParams(allowed_token_ids=frozenset({1, 2}))
+    assert contradiction(allowed, {1}, 10) is None
+    banned = SamplingParams(allowed_token_ids=frozenset({1}), bad_words=((1,),))
+    assert contradiction(banned, set(), 10) == "bad_words"
+    ending = SamplingParams(allowed_token_ids=frozenset({1}), min_tokens=1)
+    assert contradiction(ending, {1}, 10) == "min_tokens"
+    assert contradiction(SamplingParams(bad_words=tuple((i,) for i in range(10))), set(), 10) == "bad_words"
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (SamplingParams(logit_bias=((10, 1.0),)), "sampling.logit_bias"),
+        (SamplingParams(allowed_token_ids=frozenset({10})), "sampling.allowed_token_ids"),
+        (SamplingParams(bad_words=((1, 10),)), "sampling.bad_word_token_ids"),
+        (SamplingParams(stop_token_ids=frozenset({10})), "stopping.stop_token_ids"),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_named(params: SamplingParams, field: str) -> None:
+    with pytest.raises(ParameterError, match="must be below 10; got 10") as caught:
+        check_vocabulary(params, 10)
+    assert caught.value.field == field
+
+
+def test_what_ends_an_answer_is_known_without_the_rest() -> None:
+    assert isinstance(SamplingParams(), StoppingParams)
