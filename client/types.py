@@ -36,6 +36,9 @@ class GenerationOptions(TypedDict, total=False):
     """Sample from the k most probable tokens; 0 is off."""
     min_p: float | None
     """Sample from tokens with at least this share of the best token's probability."""
+    typical_p: float | None
+    """Sample from the tokens whose surprise is nearest to the expected one, up to this sum of probabilities,
+    in (0, 1]; 1 is off."""
     seed: int | None
     """Seed of sampling: the same seed gives the same tokens."""
     n: int | None

@@ -126,7 +126,7 @@ def filtered_probs(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[
     """Return each row's probabilities, the largest first, with 0 for tokens that are not to be sampled.
 
     Rows are divided by the temperature and sorted by probability (ties by token id). Then they are truncated,
-    in transformers' order: top-k, top-p, min-p.
+    in transformers' order: top-k, top-p, min-p, typical-p.
 
     Args:
         logits: ``[num_rows, vocab_size]``, float32.
@@ -152,7 +152,30 @@ def filtered_probs(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[
     keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
     keep &= probs >= min_p[:, None] * probs[:, :1]
+    if any(p.typical_p < 1.0 for p in params):
+        typical_p = torch.tensor([p.typical_p for p in params], dtype=torch.float64, device=device)
+        keep &= _typical(probs * keep, typical_p)
     return probs * keep, order
+
+
+def _typical(probs: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
+    """Return the locally typical tokens of each row (Meister et al., 2022), as transformers finds them.
+
+    They are the tokens whose surprise, the negative logprob, is nearest to the expected surprise, the
+    entropy: the fewest of them whose probabilities sum up to ``typical_p``, and those that are equally near.
+
+    Args:
+        probs: ``[num_rows, vocab_size]``, not normalized; 0 for tokens that are already excluded.
+        typical_p: ``[num_rows]``; all tokens of a row with 1 are kept.
+    """
+    probs = probs / probs.sum(dim=-1, keepdim=True)
+    entropy = torch.special.entr(probs).sum(dim=-1, keepdim=True)
+    distance = (-probs.log() - entropy).abs()
+    nearest, order = distance.sort(dim=-1, stable=True)
+    mass = probs.gather(1, order).cumsum(dim=-1)
+    last = (mass < typical_p[:, None]).sum(dim=-1, keepdim=True).clamp(max=probs.shape[-1] - 1)
+    is_near: torch.Tensor = distance <= nearest.gather(1, last)
+    return is_near | (typical_p[:, None] >= 1.0)
 
 
 def uniform_numbers(seeds: list[int], positions: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

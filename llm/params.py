@@ -28,6 +28,8 @@ class SamplingParams:
         temperature: 0, or any value below 0.00001, takes the most probable token; at most 1,000,000.
         top_k: number of most probable tokens to sample from; 0 or -1 is off.
         min_p: smallest probability of a token to sample, as a share of the best token's.
+        typical_p: sample from the tokens whose surprise is nearest to the expected one, up to this sum of
+            probabilities (Meister et al., 2022); 1 is off.
         seed: seed of sampling; None chooses a random one.
         stop: strings that end an answer; they are not part of its text.
         include_stop_str_in_output: whether the text ends with the stop string.
@@ -57,6 +59,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = False

@@ -100,6 +100,11 @@ class SamplingParams(StoppingParams):
         float,
         Parameter("sampling.min_p", Range(0, 1), "Keep tokens at least this share as probable as the best."),
     ] = 0.0
+    typical_p: Annotated[
+        float,
+        Parameter("sampling.typical_p", _SHARE, "Keep tokens of about average surprise, up to this sum."),
+    ] = 1.0
+    """Keep the tokens whose surprise is nearest to the expected one, up to this sum of probabilities."""
     presence_penalty: Annotated[
         float, Parameter("sampling.presence_penalty", _PENALTY, "Avoid tokens that the answer has.")
     ] = 0.0

@@ -34,6 +34,7 @@ def test_every_parameter_with_a_help_text_has_an_option(
     entries = [entry for entry in table(SamplingParams).values() if entry.parameter.help]
     values = {entry.name: "0.5" if entry.type is float else "3" for entry in entries}
     options = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert "--typical-p" in options
     assert quire(verb, "--address", fake_generation.address, *options, stdin="What?").exit_code == 0
     (sent,) = fake_generation.requests
     for entry in entries:

@@ -53,6 +53,7 @@ def test_options_reach_their_fields(client: Client, fake_generation: Any) -> Non
         min_tokens=1,
         temperature=0.0,
         top_p=0.5,
+        typical_p=0.75,
         top_k=3,
         min_p=0.25,
         seed=2**64 - 1,
@@ -76,6 +77,7 @@ def test_options_reach_their_fields(client: Client, fake_generation: Any) -> Non
     assert list(sent.token_ids.ids) == [1, 2, 3]
     assert (sent.stopping.max_tokens, sent.stopping.min_tokens) == (5, 1)
     assert sent.sampling.HasField("temperature")
+    assert sent.sampling.typical_p == 0.75
     assert (sent.sampling.temperature, sent.sampling.top_p, sent.sampling.top_k) == (0.0, 0.5, 3)
     assert (sent.sampling.min_p, sent.sampling.seed) == (0.25, 2**64 - 1)
     assert (list(sent.stopping.stop_strings), list(sent.stopping.stop_token_ids)) == (["\n"], [9])

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from transformers import GenerationConfig, GenerationMixin
 
-from quire.engine.sampler import sample, uniform_numbers
+from quire.engine.sampler import filtered_probs, sample, uniform_numbers
 from quire.engine.sequence import Sequence
 from quire.sampling.params import SamplingParams
 
@@ -35,12 +36,43 @@ def test_draws_follow_the_distribution() -> None:
         ({"top_p": 0.49}, {0}),
         ({"top_p": 0.51}, {0, 1}),
         ({"min_p": 0.25}, {0, 1, 2}),
+        # The entropy is 1.14 nats; the surprises are 0.69, 1.20, 1.90 and 3.00.
+        ({"typical_p": 0.3}, {1}),
+        ({"typical_p": 0.31}, {0, 1}),
+        ({"typical_p": 0.81}, {0, 1, 2}),
+        ({"typical_p": 0.31, "top_k": 1}, {0}),
         ({"temperature": 0.01}, {0}),
     ],
 )
 def test_filters_keep_what_they_should(params: dict[str, object], allowed: set[int]) -> None:
     logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
     assert set(draw_many(logits, **params)) == allowed
+
+
+@pytest.mark.parametrize("typical_p", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (40, 0.9, 0.02)])
+def test_typical_tokens_are_those_of_transformers(
+    typical_p: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = torch.randn((64, 300), generator=torch.Generator().manual_seed(3)) * 2
+    values = {"temperature": 0.7, "top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+    config = GenerationConfig(do_sample=True, **values)
+    # These filters are in transformers' own order, and none of them reads the ids.
+    filters = GenerationMixin()._get_logits_processor(config)
+    expected = filters(torch.zeros((64, 1), dtype=torch.int64), logits)
+    probs, order = filtered_probs(logits, [SamplingParams(**values)] * 64)
+    kept = torch.zeros_like(probs, dtype=torch.bool).scatter(1, order, probs > 0)
+    assert torch.equal(kept, torch.isfinite(expected))
+    assert kept.sum() < kept.numel()
+
+
+def test_a_row_does_not_see_the_typical_tokens_of_others() -> None:
+    logits = torch.randn((2, 50), generator=torch.Generator().manual_seed(0))
+    plain, typical = sequence(seed=5), sequence(seed=6, typical_p=0.2)
+    alone = [
+        sample(logits[[row]], [each], frozenset()).token_ids[0] for row, each in enumerate((plain, typical))
+    ]
+    assert sample(logits, [plain, typical], frozenset()).token_ids == alone
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-39, 1e-38, 9e-6, 1.1e-5])

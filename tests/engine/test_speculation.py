@@ -172,7 +172,7 @@ def test_tokens_equal_those_without_drafts(
         {"min_tokens": 12, "ignore_eos": False, "stop_token_ids": frozenset(range(2, 100))},
         {"logit_bias": tuple((token, 5.0) for token in range(2, 40))},
         {"allowed_token_ids": frozenset(range(5, 20)), "top_p": 0.9},
-        {"stop_token_ids": frozenset(range(2, 30)), "top_k": 30, "min_p": 0.01},
+        {"stop_token_ids": frozenset(range(2, 30)), "top_k": 30, "min_p": 0.01, "typical_p": 0.9},
         {"n": 3},
         {"num_prompt_logprobs": 1},
         {"max_tokens": 3},

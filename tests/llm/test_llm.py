@@ -63,6 +63,17 @@ def test_each_prompt_may_have_its_own_parameters(tiny: LLM) -> None:
     assert {answer.finish_reason for output in outputs for answer in output.outputs} == {"length"}
 
 
+def test_typical_tokens_are_sampled(tiny: LLM) -> None:
+    """With almost no probability there is one typical token at each position, whatever the seed is."""
+    drawn = [
+        tiny.generate(prompt(20), SamplingParams(seed=seed, typical_p=1e-6, ignore_eos=True), use_tqdm=False)
+        for seed in range(4)
+    ]
+    assert all(tokens(outputs) == tokens(drawn[0]) for outputs in drawn)
+    greedy = SamplingParams(temperature=0, ignore_eos=True)
+    assert tokens(drawn[0]) != tokens(tiny.generate(prompt(20), greedy, use_tqdm=False))
+
+
 def test_the_best_of_several_answers(tiny: LLM) -> None:
     params = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
     [drawn] = tiny.generate(prompt(20), SamplingParams(n=6, logprobs=2, **params), use_tqdm=False)

@@ -31,6 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1; got 0"),
         ({"top_k": -2}, "top_k must be at least 1, or 0 or -1 for off; got -2"),
         ({"min_p": 1.5}, "min_p must be from 0 to 1; got 1.5"),
+        ({"typical_p": 1.5}, "typical_p must be above 0 and at most 1; got 1.5"),
         ({"n": 0, "best_of": 5}, "n must be from 1 to 64; got 0"),
         ({"best_of": 65}, "best_of must be from n = 1 to 64; got 65"),
         ({"seed": -1}, "seed must be from 0"),

@@ -55,6 +55,7 @@ def test_every_path_is_a_field() -> None:
 @pytest.mark.parametrize(
     ("wrong", "field", "problem"),
     [
+        ({"typical_p": 0.0}, "sampling.typical_p", "must be above 0 and at most 1; got 0"),
         ({"min_tokens": 17}, "stopping.min_tokens", "must be from 0 to max_tokens = 16; got 17"),
         ({"stop_token_ids": frozenset(range(1025))}, "stopping.stop_token_ids", "must be at most 1024; got"),
         ({"logit_bias": ((7, 101.0),)}, "sampling.logit_bias[7]", "must be from -100 to 100; got 101"),
@@ -83,6 +84,7 @@ def test_errors_name_field_limit_and_value(wrong: dict[str, Any], field: str, pr
             top_p=0.25,
             top_k=5,
             min_p=0.125,
+            typical_p=0.75,
             presence_penalty=1.0,
             frequency_penalty=-1.0,
             repetition_penalty=1.5,

@@ -100,8 +100,8 @@ async def test_a_field_has_an_effect_or_is_refused(model: ServedModel, path: str
 
 
 def test_the_fields_are_all_there() -> None:
-    assert {"sampling.min_p", "sampling.beam.width", "stopping.stop_strings", "cache_salt"} < {*LEAVES}
-    assert len(LEAVES) >= 37
+    assert {"sampling.typical_p", "sampling.beam.width", "stopping.stop_strings", "cache_salt"} < {*LEAVES}
+    assert len(LEAVES) >= 38
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Genera
         (sampling(min_p=-0.5), "sampling.min_p", "got -0.5"),
         (sampling(min_p=1.5), "sampling.min_p", "got 1.5"),
         (sampling(min_p=math.nan), "sampling.min_p", "got nan"),
+        (sampling(typical_p=0), "sampling.typical_p", "above 0 and at most 1; got 0"),
         (sampling(top_k=321), "sampling.top_k", "to 320; got 321"),
         (request(response=pb.ResponseOptions(logprobs=21)), "response.logprobs", "from 0 to 20; got 21"),
         (sampling(n=0), "sampling.n", "from 1 to 64; got 0"),

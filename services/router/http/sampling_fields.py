@@ -147,6 +147,9 @@ class GenerationFields(Body):
     return_tokens_as_token_ids: bool | None = Field(None, description="Write tokens as token_id:N.")
     request_id: str | None = Field(None, description="For logs; instead of the header X-Request-Id.")
 
+    # quire's own.
+    typical_p: Annotated[float, limits("typical_p")] | None = None
+
     user: Ignored = None
     metadata: Ignored = None
     store: Ignored = None

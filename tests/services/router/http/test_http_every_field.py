@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
     "response_format": {"type": "json_object"},
     "top_k": 5,
     "min_p": 0.5,
+    "typical_p": 0.5,
     "repetition_penalty": 0.5,
     "min_tokens": 3,
     "stop_token_ids": [5],
@@ -101,7 +102,9 @@ def test_what_has_no_effect_is_documented() -> None:
     assert without_effect() == set(re.findall(r"`([a-z_]+)`", row))
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "typical_p", "presence_penalty", "repetition_penalty"]
+)
 def test_the_document_has_the_ranges_of_the_table(name: str) -> None:
     (number, _) = CompletionRequest.model_json_schema()["properties"][name]["anyOf"]
     numbers = table(SamplingParams)[name].parameter.range
