@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.engine.block_tables import BlockTables
-from quire.engine.limits import MIN_BUDGET_BLOCKS
 from quire.engine.model_loader import LoadedModel
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError
 from quire.engine.sequence import Sequence
+from quire.sampling.params import MIN_BUDGET_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
