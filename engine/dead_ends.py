@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.logits_processing import LogitsRules
+from quire.engine.logits_rules import LogitsRules
 from quire.engine.request_errors import NoTokenLeftError
 
 MAX_STATES = 128

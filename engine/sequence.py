@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
 
-from quire.engine.logits_processing import LogitsRules
+from quire.engine.logits_rules import LogitsRules
 from quire.engine.request_errors import RequestFailedError
 from quire.sampling.params import SamplingParams
 

@@ -13,7 +13,7 @@ from quire.engine.dead_ends import dead_end
 from quire.engine.device import choose_device
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.format_compile import BadFormatError
-from quire.engine.logits_processing import LogitsRules
+from quire.engine.logits_rules import LogitsRules
 from quire.engine.model_loader import load_model
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError

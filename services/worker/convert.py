@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from quire.engine.logits_processing import LogitsRules
+from quire.engine.logits_rules import LogitsRules
 from quire.engine.request_errors import NoTokenLeftError, request_error
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
 from quire.engine.structured_output import GrammarMatcher

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from quire.engine.dead_ends import dead_end
 from quire.engine.format_compile import BadFormatError
-from quire.engine.logits_processing import LogitsRules
+from quire.engine.logits_rules import LogitsRules
 from quire.engine.sequence import Sequence
 from quire.engine.structured_output import GrammarCompiler, GrammarMatcher, StructuredOutputUnavailableError
 from quire.kvindex.block_hash import CacheScope

@@ -17,7 +17,7 @@ from quire.engine import sampler
 from quire.engine.beam_search import BeamSearch
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
-from quire.engine.logits_processing import LogitsRules, Mask
+from quire.engine.logits_rules import LogitsRules, Mask
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.request_errors import NoTokenLeftError, RequestFailedError
 from quire.engine.scheduler import SchedulerConfig

@@ -18,7 +18,7 @@ from quire.engine.dead_ends import dead_end
 from quire.engine.engine import Engine
 from quire.engine.format_compile import BadFormatError
 from quire.engine.kv_memory import KvMemory
-from quire.engine.logits_processing import LogitsRules
+from quire.engine.logits_rules import LogitsRules
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.request_errors import NoTokenLeftError
 from quire.engine.scheduler import SchedulerConfig
