@@ -105,7 +105,7 @@ class BlockPool:
         """
         if num_blocks > len(self._unused):
             raise NoFreeBlocksError(
-                f"{num_blocks} blocks wanted, {len(self._unused)} of {self.num_blocks} left"
+                f"{num_blocks} blocks needed, {len(self._unused)} of {self.num_blocks} left"
             )
         block_ids = [self._unused.popitem(last=False)[0] for _ in range(num_blocks)]
         evicted: list[tuple[int, bytes]] = []

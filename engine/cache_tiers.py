@@ -255,11 +255,11 @@ class CacheTiers:
         be copied elsewhere.
         """
         held = pool.look_up(block_hashes)
-        wanted = block_hashes[len(held) :]
+        missing = block_hashes[len(held) :]
         pool.share(held)
-        wanted = wanted[: min(self.num_on_host(wanted), pool.num_allocatable)]
-        host_ids = self.begin_promotion(wanted)
-        table = held + pool.allocate(len(wanted))
+        missing = missing[: min(self.num_on_host(missing), pool.num_allocatable)]
+        host_ids = self.begin_promotion(missing)
+        table = held + pool.allocate(len(missing))
         self.promote(list(zip(host_ids, table[len(held) :], strict=True)))
         for index in range(len(held), len(table)):
             parent_hash = block_hashes[index - 1] if index else None

@@ -27,8 +27,8 @@ def check_tensor(
         isinstance(want, str) or have == want for have, want in zip(got, shape, strict=True)
     )
     if not fits:
-        wanted = ", ".join(map(str, shape))
-        raise ValueError(f"{name}: expected the shape [{wanted}], got {list(got)}")
+        expected = ", ".join(map(str, shape))
+        raise ValueError(f"{name}: expected the shape [{expected}], got {list(got)}")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if tensor.device != device:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from quire.engine import engine_thread
+from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
+from quire.engine.host_cache import HostCache
+from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import Sequence
 from quire.engine.step_watch import StepWatch
 from quire.sampling.params import SamplingParams
@@ -73,6 +77,29 @@ async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(
     while not (await asyncio.wait_for(running.get(), SECONDS)).status.is_finished:  # type: ignore[union-attr]
         pass
     await thread.stop()
+
+
+async def test_a_disk_read_wakes_an_engine_that_rests(
+    make_constant_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    shape = KvShape(1, 1, BLOCK_SIZE, 1, torch.float32)
+    block = b"a block's hash.."
+    earlier = DiskCache(tmp_path, 4096, shape.block_bytes, "same")
+    earlier.store(block, None, bytes(shape.block_bytes))
+    earlier.close()
+    disk = DiskCache(tmp_path, 4096, shape.block_bytes, "same")
+    host = HostCache(KvMemory(shape, 2, torch.device("cpu")))
+    engine = make_constant_engine(4, 64, host_cache=host, disk_cache=disk)
+    thread = EngineThread(engine)
+    thread.start()
+
+    def prefetch(engine: Engine, done: Callable[[bool], None]) -> None:
+        engine.prefetch([block], lambda: done(True))
+
+    assert await asyncio.wait_for(thread.call_back(prefetch), SECONDS)
+    assert await thread.call(lambda e: block in host)
+    await thread.stop()
+    disk.close()
 
 
 async def test_a_request_that_ends_waits_no_longer_for_blocks(engine: Engine) -> None:
