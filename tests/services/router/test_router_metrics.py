@@ -117,10 +117,14 @@ async def test_a_client_that_leaves_is_no_missed_target(cluster: Any) -> None:
 
 
 async def test_refused_requests_miss_both_targets(cluster: Any) -> None:
-    await cluster.add("d", "decode")
-    stub = await cluster.start(max_requests=0)
+    worker = await cluster.add("d", "decode", pause_before_token=0)
+    stub = await cluster.start(max_requests=1)
+    first = asyncio.create_task(stream(stub))
+    await asyncio.wait_for(worker.paused.wait(), 5)
     with pytest.raises(grpc.aio.AioRpcError):
         await stream(stub)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
     assert cluster.metric("quire_admission_rejections_total", reason="max_requests") == 1
     assert cluster.metric("quire_request_failure_total", grpc_code="RESOURCE_EXHAUSTED") == 1
     assert outcomes(cluster) == {("missed", "missed"): 1}
