@@ -19,6 +19,7 @@ from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import Sequence
 from quire.engine.step_watch import StepWatch
+from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
@@ -82,7 +83,7 @@ async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(
 async def test_a_disk_read_wakes_an_engine_that_rests(
     make_constant_engine: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    shape = KvShape(1, 1, BLOCK_SIZE, 1, torch.float32)
+    shape = KvShape(1, 1, BLOCK_SIZE, 1, "float32")
     block = b"a block's hash.."
     earlier = DiskCache(tmp_path, 4096, shape.block_bytes, "same")
     earlier.store(block, None, bytes(shape.block_bytes))
