@@ -173,7 +173,7 @@ def main() -> None:
     )
     parser.add_argument("--batches", default="1,8,64,256")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--compiled", action="store_true", help="the ways with torch.compile alone")
+    parser.add_argument("--compiled", action="store_true", help="only the ways with torch.compile")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device, and torch sees none: run it on a machine with a GPU.")

@@ -107,7 +107,7 @@ def _keyword(name: str, default: Any, annotation: Any, described: Any) -> Parame
 
 
 def _converted(hint: Any, value: Any) -> Any:
-    """Return the value of a field of which the command line gives another type."""
+    """Return the value of a field whose type the command line cannot give."""
     if hint is bytes:
         return value.encode()
     return tuple(value or ()) if hint == tuple[str, ...] else value

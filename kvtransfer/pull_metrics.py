@@ -30,7 +30,7 @@ class PullMetrics:
             self._failures.labels(reason)
         self._leases = Gauge("quire_kv_pull_leases", "Leases on blocks of this worker.", registry=registry)
         self._expired = Counter(
-            "quire_kv_pull_leases_expired_total", "Leases that nobody released.", registry=registry
+            "quire_kv_pull_leases_expired_total", "Leases that ended without a release.", registry=registry
         )
 
     def lent(self, num_blocks: int, num_bytes: int) -> None:

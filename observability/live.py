@@ -151,7 +151,7 @@ def main() -> None:
             print(f"always 0: {quiet.board}, {quiet.panel}")
         print(f"{len(all_expressions())} expressions, {len(found)} of them empty or NaN")
         for text in absent_series(run):
-            print(f"alerts ask for what nobody reports: {text}")
+            print(f"alerts use metrics that no process has: {text}")
         print(f"{len(rules)} alert rules, {len(failing)} of them failing; not inactive: {states}")
 
 

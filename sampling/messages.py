@@ -159,4 +159,4 @@ _CODECS: Mapping[str, _Codec] = {
     "logit_bias": _Codec(lambda biases: tuple(biases.items()), dict),
     "bad_words": _Codec(_read_words, _write_words),
 }
-"""Of the parameters that have another form in messages."""
+"""Codecs of the parameters that have another form in messages."""

@@ -96,7 +96,7 @@ def router_board() -> Dashboard:
                 latency("Look-up", lookup, "Time of a look-up, those given up included."),
                 line(
                     "Look-ups by result",
-                    "Somebody holds the first block, nobody does, or it failed.",
+                    "A worker has the first block, no worker has it, or the look-up failed.",
                     rate(f"{lookup}_count", by="result"),
                     "{{result}}",
                     "ops",

@@ -54,7 +54,7 @@ def block_panels(ours: str) -> Sequence[Panel]:
     return [
         line(
             "Blocks by state",
-            "Free: empty. Cached: reusable, nobody reads them. Used: at least one sequence or pin does.",
+            "Free: empty. Cached: reusable, and not in use. Used: at least one sequence or pin does.",
             total("quire_kv_cache_blocks", ours, "state"),
             "{{state}}",
             is_stacked=True,

@@ -74,7 +74,7 @@ def transfer_board() -> Dashboard:
                 ),
                 line(
                     "Leases expired",
-                    "Leases that nobody released: a borrower was lost.",
+                    "Leases that ended without a release: the puller was lost.",
                     rate("quire_kv_pull_leases_expired_total", by="instance"),
                     "{{instance}}",
                     "ops",

@@ -14,7 +14,7 @@ POLL_SECONDS = 0.02
 WAIT_SECONDS = 5.0
 """How long a copy waits for the worker to become idle, unless the router says."""
 MAX_USED_SHARE = 0.5
-"""Of the pool; beyond it there are better uses for its blocks."""
+"""Largest share of the pool in use: beyond it there are better uses for the other blocks."""
 
 
 class WriteBackCopier:

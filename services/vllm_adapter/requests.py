@@ -77,14 +77,14 @@ def _field(field: str) -> str:
 
 def _refuse_what_is_not_served(request: Any) -> None:
     if request.WhichOneof("input") != "tokenized":
-        raise InvalidArgument("input", "must be tokenized: this service takes token ids alone")
+        raise InvalidArgument("input", "must be tokenized: this service takes only token ids")
     if request.HasField("kv_transfer_params"):
         raise InvalidArgument("kv_transfer_params", "must be absent: send kv_transfer_params_json")
     for field in ("mm_inputs", "media_refs"):
         if request.HasField(field):
-            raise InvalidArgument(field, "must be absent: the model reads text alone")
+            raise InvalidArgument(field, "must be absent: the model reads only text")
     if request.extra_mm_inputs:
-        raise InvalidArgument("extra_mm_inputs", "must be empty: the model reads text alone")
+        raise InvalidArgument("extra_mm_inputs", "must be empty: the model reads only text")
     if request.data_parallel_rank > 0:
         raise InvalidArgument("data_parallel_rank", "must be 0: a worker is one engine")
     if request.sampling_params.HasField("truncate_prompt_tokens"):

@@ -6,7 +6,7 @@ import socket
 from urllib.parse import urlsplit
 
 WILDCARDS = frozenset({"0.0.0.0", "::", "[::]"})
-"""Hosts that mean all of a machine's addresses; nobody can connect to them."""
+"""Hosts that stand for all addresses of a machine; clients cannot connect to them."""
 
 REDIS_PORT = 6379
 

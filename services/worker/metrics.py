@@ -61,7 +61,7 @@ class StepMetrics:
 
 
 class TierMetrics:
-    """Of the prefix cache in host memory and on disk."""
+    """Metrics of the prefix cache in host memory and on disk."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, label: str, values: Iterable[str]) -> Counter:
@@ -143,7 +143,7 @@ class PromptMetrics:
         self._hits = {source: hits.labels(source) for source in HIT_SOURCES}
 
     def record_prompt(self, sequence: Sequence, num_pulled_tokens: int) -> None:
-        """Count a prompt of which all was computed that was not cached."""
+        """Count a prompt when all of its tokens that were not cached have been computed."""
         self._queries.inc(sequence.num_prompt_tokens)
         # A later attempt's cached tokens include those that earlier ones generated.
         num_cached = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)

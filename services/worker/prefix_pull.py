@@ -26,7 +26,7 @@ from quire.protos import worker_pb2
 from quire.services.server.log import get_logger
 
 PULL_SECONDS = 5.0
-"""Longest pull of which the router does not say how long it may take."""
+"""Time limit of a pull for which the router gives none."""
 
 _log = get_logger("worker")
 

@@ -135,7 +135,7 @@ class ChatCompletionRequest(GenerationFields):
     top_logprobs: LogprobCount | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="False returns the first call alone.")
+    parallel_tool_calls: bool | None = Field(None, description="False returns only the first call.")
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     add_generation_prompt: Literal[True] | None = None
