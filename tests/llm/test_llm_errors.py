@@ -155,7 +155,7 @@ def test_a_prompt_that_fails_takes_no_other_along(tiny: LLM, monkeypatch: pytest
     def breaking(*_: Any) -> Any:
         raise OverflowError("scripted")
 
-    monkeypatch.setattr("quire.engine.sampler._draw", breaking)
+    monkeypatch.setattr("quire.engine.sampler._sample_rows", breaking)
     with pytest.raises(
         RequestsFailedError, match=r"prompts\[1\]: OverflowError: scripted \(1 of 3"
     ) as failed:
