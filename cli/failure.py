@@ -37,10 +37,11 @@ def usage_errors() -> Iterator[None]:
 def start_errors() -> Iterator[None]:
     """Report in one line why a process could not start, such as a taken port or a missing model folder."""
     from quire.services.server.open_tracer import MissingTracingError
+    from quire.settings.setting import SettingError
 
     try:
         yield
-    except (OSError, MissingTracingError) as error:
+    except (OSError, MissingTracingError, SettingError) as error:
         fail(str(error))
 
 

@@ -8,6 +8,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.device import default_num_blocks
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
+from quire.settings.setting import SettingError
 
 
 def allocate_pool(
@@ -25,7 +26,7 @@ def allocate_pool(
         num_sharing_gpu: number of processes that share the GPU in equal parts.
 
     Raises:
-        ValueError: the memory holds fewer than two blocks.
+        SettingError: the memory holds fewer than two blocks.
     """
     shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
     if config.num_blocks is not None:
@@ -36,8 +37,8 @@ def allocate_pool(
         draft_shape = None if draft is None else draft.kv_shape(config.block_size)
         num_blocks = default_num_blocks(device, shape, draft_shape, num_sharing_gpu)
     if num_blocks < 2:
-        raise ValueError(
-            f"the pool must hold two blocks of {shape.block_bytes} bytes at least: "
+        raise SettingError(
+            f"the pool must hold at least two blocks of {shape.block_bytes} bytes: "
             f"raise {config.name_of('kv_memory_bytes')}"
         )
     return KvMemory(shape, num_blocks, device)

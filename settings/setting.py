@@ -20,6 +20,10 @@ T = TypeVar("T")
 _KEY = "setting"
 
 
+class SettingError(ValueError):
+    """The model or the machine does not allow the value of a setting; the message names it."""
+
+
 class Panel(StrEnum):
     """A heading of ``--help``, in the order in which it shows them."""
 

@@ -103,7 +103,7 @@ def test_one_bad_request_is_refused_before_any_runs(
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
         ({"dtype": "int4"}, "dtype must be one of auto, float32, bfloat16, float16; got 'int4'"),
         ({"num_blocks": 4, "kv_memory_bytes": 1 << 20}, "give num_blocks or kv_memory_bytes, not both"),
-        ({"kv_memory_bytes": 1}, "the pool must hold two blocks of .* raise kv_memory_bytes"),
+        ({"kv_memory_bytes": 1}, "the pool must hold at least two blocks of .* raise kv_memory_bytes"),
         ({"num_blocks": 1}, "num_blocks must be at least 2; got 1"),
         ({"swap_space_bytes": -1}, "swap_space_bytes must be at least 0; got -1"),
         ({"max_num_seqs": 600}, "max_num_batched_tokens"),
