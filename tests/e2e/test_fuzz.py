@@ -293,7 +293,7 @@ def test_random_messages_meet_no_defect(stack: RunningStack, process: str, metho
 
 @pytest.mark.parametrize(("process", "method"), CASES, ids=IDS)
 def test_random_bytes_meet_no_defect(stack: RunningStack, process: str, method: MethodDescriptor) -> None:
-    @settings(max_examples=10, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=10, phases=[Phase.generate])
     @given(st.lists(st.binary(max_size=200), max_size=3 if method.client_streaming else 1))
     def call(requests: list[bytes]) -> None:
         assert asyncio.run(outcome(stack, process, method, requests)) not in _DEFECTS

@@ -126,9 +126,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.counts.used == 0
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True
-)
+PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestPool = PoolMachine.TestCase
 
 

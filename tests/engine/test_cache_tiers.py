@@ -386,6 +386,4 @@ def ancestors(block_hash: Hash) -> list[Hash]:
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, print_blob=True
-)
+TestTiers.settings = settings(max_examples=60, stateful_step_count=30)

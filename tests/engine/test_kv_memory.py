@@ -25,7 +25,7 @@ DEVICES = pytest.mark.parametrize(
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     layers=st.integers(1, 5),
     heads=st.integers(1, 5),

@@ -87,7 +87,7 @@ def by_definition(logits: list[float], sequence: Sequence) -> list[float]:
     return result
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(sequences())
 def test_a_row_is_what_the_definitions_say(sequence: Sequence) -> None:
     logits = make_logits(1)
@@ -96,7 +96,7 @@ def test_a_row_is_what_the_definitions_say(sequence: Sequence) -> None:
     assert torch.equal(logits, make_logits(1))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.lists(sequences(), min_size=1, max_size=6), st.integers(0, 5))
 def test_a_row_is_the_same_alone_and_in_a_batch(batch: list[Sequence], place: int) -> None:
     row = place % len(batch)
@@ -108,7 +108,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(batch: list[Sequence], place: in
         assert (together.token_ids[row], together.logprobs[row]) == (alone.token_ids[0], alone.logprobs[0])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(sequences(), st.lists(token, min_size=1, max_size=80), st.integers(0, 80))
 def test_counts_kept_over_many_steps_are_those_of_a_fresh_sequence(
     sequence: Sequence, more: list[int], fork_at: int

@@ -252,7 +252,7 @@ def test_a_draft_that_finished_sequences_used_has_its_blocks_again(
 # --- the proposers ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 7))
 def test_ngram_proposes_what_followed_the_longest_latest_repetition(tokens: list[int], k: int) -> None:
     def suffix_length(end: int) -> int:

@@ -116,7 +116,7 @@ shapes = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     lengths=lengths,
     shape=shapes,

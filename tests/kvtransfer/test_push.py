@@ -255,7 +255,7 @@ async def test_a_push_of_no_blocks_still_commits(receiver: Receiver) -> None:
     assert receiver.reservation.first_token_id == FIRST_TOKEN
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(data=st.data(), window_blocks=st.integers(1, 9), num_blocks=st.integers(0, 30))
 async def test_the_same_bytes_arrive_however_the_push_is_split(
     data: st.DataObject, window_blocks: int, num_blocks: int

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -45,7 +45,6 @@ def config() -> dict[str, Any]:
     return loaded
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_survives(text: str) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

@@ -133,7 +133,7 @@ async def test_a_message_that_is_too_large_is_refused_packed_or_not(
     assert await answers(channel)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rubbish=st.binary(max_size=300), greeting=st.booleans())
 def test_rubbish_on_the_socket_hurts_nobody(rubbish: bytes, greeting: bool) -> None:
     asyncio.run(_send_rubbish(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" * greeting + rubbish))

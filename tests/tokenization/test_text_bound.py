@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
@@ -43,7 +43,6 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-@settings(deadline=None)
 @given(
     text=st.text(max_size=60) | st.text("\u1fbe\u0308\u0301\u212b\U0001d400\u1100\u1161\u11a8 a", max_size=60)
 )

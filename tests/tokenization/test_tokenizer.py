@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.tokenization.chat_template import ChatTemplate
@@ -51,7 +51,6 @@ def deltas(tokenizer: Tokenizer, token_ids: list[int], *, skip: bool = True) -> 
 byte_level_ids = st.integers(0, 330) | st.integers(96, 223)
 
 
-@settings(deadline=None)
 @given(token_ids=st.lists(byte_level_ids, max_size=80), skip=st.booleans())
 def test_deltas_sum_up_to_the_whole(tokenizer: Tokenizer, token_ids: list[int], skip: bool) -> None:
     whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
@@ -72,7 +71,6 @@ pieces = (
 )
 
 
-@settings(deadline=None)
 @given(parts=st.lists(pieces, max_size=20), skip=st.booleans())
 def test_deltas_of_byte_fallback_sum_up_to_the_whole(
     byte_fallback: Tokenizer, parts: list[list[int]], skip: bool
@@ -82,7 +80,6 @@ def test_deltas_of_byte_fallback_sum_up_to_the_whole(
     assert "".join(deltas(byte_fallback, token_ids, skip=skip)) == whole
 
 
-@settings(deadline=None)
 @given(token_ids=st.lists(st.integers(1, 3) | st.integers(4 + 0x80, END + 2), max_size=60))
 def test_invalid_bytes_cost_no_word(byte_fallback: Tokenizer, token_ids: list[int]) -> None:
     def words(text: str) -> list[str]:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.services.router.http import bodies
@@ -58,7 +58,6 @@ def counts(value: Any) -> tuple[int, int]:
     return 1 + sum(part for part, _ in inner), max(len(value) - 1, 0) + sum(comma for _, comma in inner)
 
 
-@settings(deadline=None)
 @given(value=values)
 def test_the_count_is_exact(value: Any) -> None:
     num_parts, num_values = counts(value)
