@@ -9,10 +9,10 @@ from quire.llm.params import BeamSearchParams, SamplingParams
 from quire.llm.structured import StructuredOutputsParams
 
 __all__ = [
+    "LLM",
     "BeamSearchParams",
     "CompletionOutput",
     "EngineStats",
-    "LLM",
     "Logprob",
     "RequestOutput",
     "RequestsFailedError",
