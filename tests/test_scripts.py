@@ -1,10 +1,12 @@
-"""``./test`` with other programs in place of its stages, and the functions of ``scripts/setup.sh``."""
+"""``./test`` with other programs in place of its stages, and what is in ``scripts``."""
 
 from __future__ import annotations
 
 import ast
+import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,10 @@ def run_stages(folder: Path, failing: str) -> tuple[int, list[str], list[str]]:
     shutil.copy(ROOT / "test", folder)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
-    for name in ("ruff", "mypy", "pytest"):
-        (programs / name).write_text(PROGRAM.format(failing=failing))
-        (programs / name).chmod(0o755)
+    stages = [programs / name for name in ("ruff", "mypy", "pytest", "slipcover")]
+    for path in (*stages, folder / "scripts" / "coverage"):
+        path.write_text(PROGRAM.format(failing=failing))
+        path.chmod(0o755)
     ended = subprocess.run([folder / "test"], capture_output=True, text=True, timeout=30, check=False)
     return ended.returncode, (folder / "ran.txt").read_text().splitlines(), ended.stderr.splitlines()
 
@@ -34,12 +37,13 @@ ALL_STAGES = [
     "ruff check",
     "ruff format --check",
     "mypy ",
-    "pytest tests --ignore tests/e2e",
+    "slipcover -m pytest tests --ignore tests/e2e",
     "pytest tests/e2e",
+    "coverage ",
 ]
 
 
-@pytest.mark.parametrize("failing", ["'pytest tests --ignore tests/e2e'", "ruff*", "mypy*"])
+@pytest.mark.parametrize("failing", ["slipcover*", "ruff*", "mypy*"])
 def test_a_stage_that_fails_hides_no_other(tmp_path: Path, failing: str) -> None:
     status, ran, said = run_stages(tmp_path, failing)
     assert status == 1
@@ -53,7 +57,7 @@ def test_all_stages_passed(tmp_path: Path) -> None:
     status, ran, said = run_stages(tmp_path, "none")
     assert status == 0
     assert ran == ALL_STAGES
-    assert [line.split()[-3] for line in said[-5:]] == ["passed"] * 5
+    assert [line.split()[-3] for line in said[-6:]] == ["passed"] * 6
 
 
 def test_the_folders_are_those_of_the_package() -> None:
@@ -68,3 +72,28 @@ def test_the_folders_are_those_of_the_package() -> None:
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
     ).stdout
     assert printed.split() == folders
+
+
+def test_the_coverage_of_a_file_and_of_its_link_are_one(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "coverage", tmp_path / "scripts")
+    build, source = tmp_path / "build", tmp_path / "engine" / "pool.py"
+    build.mkdir()
+    source.parent.mkdir()
+    source.touch()
+    (build / "pool.py").symlink_to(source)
+    files = {
+        "engine/pool.py": {"executed_lines": [], "missing_lines": [1, 2, 4, 5, 6, 9]},
+        "build/pool.py": {"executed_lines": [1, 5], "missing_lines": [2, 4, 6, 9]},
+        "engine/none.py": {"executed_lines": [1], "missing_lines": []},
+    }
+    (build / "coverage.json").write_text(json.dumps({"files": files}))
+    command = [sys.executable, tmp_path / "scripts" / "coverage"]
+    printed = subprocess.run(
+        command, capture_output=True, text=True, timeout=30, check=True
+    ).stdout.splitlines()
+    assert printed[1:3] == [
+        "     6      4  33.3%  engine/pool.py  2-4, 6-9",
+        "     7      4  42.9%  total",
+    ]
+    assert (build / "coverage.txt").read_text().splitlines() == printed[:3]
