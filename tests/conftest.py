@@ -12,16 +12,37 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from quire.tokenization.tokenizer import Tokenizer
 
-# A run is repeatable: the same examples each time, whatever an earlier run found. A busy machine makes an
-# example slow, which is no defect.
-settings.register_profile("suite", deadline=None, derandomize=True, database=None, print_blob=True)
-settings.register_profile("search", deadline=None, derandomize=False, print_blob=True)
+# Every run tries the same examples. A busy machine makes an example slow, which is no defect.
+settings.register_profile(
+    "suite",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+    database=None,
+    print_blob=True,
+)
+# For ``pytest --hypothesis-profile search``: every run tries other examples.
+settings.register_profile("search", parent=settings.get_profile("suite"), derandomize=False)
 settings.load_profile("suite")
+_find_constants = providers._get_local_constants
+
+
+def _constants_of_modules() -> providers.Constants:
+    """Return the constants that Hypothesis takes from the project's imported modules: none in "suite".
+
+    With them, a test's examples would depend on which other tests run. Hypothesis has no setting for this.
+    """
+    return providers.Constants() if settings().derandomize else _find_constants()
+
+
+providers._get_local_constants = _constants_of_modules
+
 
 VOCAB_SIZE = 320
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
