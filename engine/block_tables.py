@@ -219,7 +219,7 @@ class BlockTables:
         The bound does not rely on shared blocks, which may have been freed.
         """
         at_end = num_sequences * self.blocks_for(num_tokens)
-        budget = prompt.params.kv_budget_tokens
+        budget = prompt.kv_budget
         if budget is not None and not prompt.stops_after_prefill:
             in_prompt, in_budget = (
                 self.blocks_for(prompt.num_prompt_tokens),

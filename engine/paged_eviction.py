@@ -38,7 +38,7 @@ class PagedEviction:
 
     def choose(self, sequence: Sequence) -> list[int]:
         """Return the indices in the sequence's table of the blocks to free now."""
-        budget, size = sequence.params.kv_budget_tokens, self._memory.shape.block_size
+        budget, size = sequence.kv_budget, self._memory.shape.block_size
         is_decoding = sequence.num_computed_tokens >= sequence.num_prompt_tokens
         if budget is None or not is_decoding or sequence.stops_after_prefill:
             return []

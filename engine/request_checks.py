@@ -38,8 +38,8 @@ class RequestChecks:
             raise RequestTooLongError(
                 f"{prompt.num_tokens} prompt tokens; this worker takes at most {self.max_model_len - 1}"
             )
-        if prompt.params.kv_budget_tokens is not None:
-            self._check_budget(prompt.params.kv_budget_tokens)
+        if prompt.kv_budget is not None:
+            self._check_budget(prompt.kv_budget)
         self._check_fits(prompt)
 
     def _check_budget(self, num_tokens: int) -> None:

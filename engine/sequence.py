@@ -124,10 +124,15 @@ class Sequence:
         return (self.params.seed + self.index) % 2**64
 
     @property
+    def kv_budget(self) -> int | None:
+        """Most tokens whose keys and values are kept after the prompt; None keeps all."""
+        return self.params.kv_budget_tokens
+
+    @property
     def max_cached_tokens(self) -> int:
         """Most tokens of a cached prefix that it may use: cached tokens have no logits to score a prompt."""
         limit = self.num_exact_tokens
-        if self.params.kv_budget_tokens is not None:
+        if self.kv_budget is not None:
             # The prompt's last token must be computed: after it the blocks to keep are chosen, before any
             # later token is recomputed.
             limit -= 1
@@ -141,7 +146,7 @@ class Sequence:
 
         With a KV budget these are only the prompt's: later tokens depend on which blocks were kept.
         """
-        return self.num_tokens if self.params.kv_budget_tokens is None else self.num_prompt_tokens
+        return self.num_tokens if self.kv_budget is None else self.num_prompt_tokens
 
     def max_step_tokens(self, block_size: int) -> int:
         """Return the most tokens that a step may compute.
@@ -151,7 +156,7 @@ class Sequence:
         """
         num_computed = self.num_computed_tokens
         num_missing = self.num_tokens - num_computed
-        if self.params.kv_budget_tokens is None or self.stops_after_prefill:
+        if self.kv_budget is None or self.stops_after_prefill:
             return num_missing
         num_left = self.num_prompt_tokens - num_computed
         return num_left if num_left > 0 else min(num_missing, block_size - num_computed % block_size)

@@ -61,7 +61,7 @@ def _takes_drafts(group: SequenceGroup) -> bool:
     if group.beam is not None or not prompt.samples_tokens or prompt.stops_after_prefill:
         return False
     # With a KV budget each token decides which blocks are evicted.
-    return params.kv_budget_tokens is None and (group.is_forked or params.n == 1)
+    return prompt.kv_budget is None and (group.is_forked or params.n == 1)
 
 
 class Proposer(Protocol):

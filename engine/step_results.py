@@ -70,7 +70,7 @@ class StepResults:
 
     def _evict(self, sequence: Sequence) -> None:
         """Free the blocks that exceed a sequence's KV budget."""
-        if sequence.params.kv_budget_tokens is None:
+        if sequence.kv_budget is None:
             return
         excess: list[int] = []
         with self._failures.catch(sequence.attempt_id):
