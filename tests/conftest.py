@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from quire.tokenization.tokenizer import Tokenizer
@@ -33,12 +34,12 @@ settings.load_profile("suite")
 _find_constants = providers._get_local_constants
 
 
-def _constants_of_modules() -> providers.Constants:
+def _constants_of_modules() -> Constants:
     """Return the constants that Hypothesis takes from the project's imported modules: none in "suite".
 
     With them, a test's examples would depend on which other tests run. Hypothesis has no setting for this.
     """
-    return providers.Constants() if settings().derandomize else _find_constants()
+    return Constants() if settings().derandomize else _find_constants()
 
 
 providers._get_local_constants = _constants_of_modules

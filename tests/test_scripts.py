@@ -88,7 +88,7 @@ def test_the_coverage_of_a_file_and_of_its_link_are_one(tmp_path: Path) -> None:
         "engine/none.py": {"executed_lines": [1], "missing_lines": []},
     }
     (build / "coverage.json").write_text(json.dumps({"files": files}))
-    command = [sys.executable, tmp_path / "scripts" / "coverage"]
+    command: list[str | Path] = [sys.executable, tmp_path / "scripts" / "coverage"]
     printed = subprocess.run(
         command, capture_output=True, text=True, timeout=30, check=True
     ).stdout.splitlines()

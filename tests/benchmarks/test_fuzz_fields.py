@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-
-from google.protobuf.descriptor import Descriptor
+from typing import Any
 
 from quire.benchmarks.fuzz.answers import answer_problem
 from quire.benchmarks.fuzz.http_bodies import BOTH, CHATS, COMPLETIONS, HTTP_NAMES, http_call
@@ -28,7 +27,7 @@ _WITHOUT_EFFECT = {
 }
 
 
-def names(kind: Descriptor) -> set[str]:
+def names(kind: Any) -> set[str]:
     """Return the fields of a message and of the messages in it, unless the fuzz draws them whole."""
     found = set()
     for field in kind.fields:
@@ -64,7 +63,7 @@ def test_wrong_answers_are_found() -> None:
     choice = pb.Choice(text="aa", token_ids=[1, 2], finish_reason=pb.FINISH_REASON_STOP)
     usage = pb.Usage(completion_tokens=2)
 
-    def problem(**changes: object) -> str | None:
+    def problem(**changes: Any) -> str | None:
         changed = pb.Choice()
         changed.CopyFrom(choice)
         for name, value in changes.items():

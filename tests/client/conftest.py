@@ -60,7 +60,12 @@ class FakeGeneration(GenerationServiceServicer):
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> Iterator[pb.GenerateStreamResponse]:
         is_complete = threading.Event()
-        context.add_callback(lambda: is_complete.is_set() or self.cancelled.set())
+
+        def note_cancel() -> None:
+            if not is_complete.is_set():
+                self.cancelled.set()
+
+        context.add_callback(note_cancel)
         self._begin(request.generation, context)
         num_answers = _num_answers(request.generation)
         is_search = request.generation.sampling.HasField("beam")

@@ -29,7 +29,7 @@ def argument(name: str) -> str:
 
 def requirements(*extras: str) -> set[str]:
     """Return the pins that ``requirements/locked.py`` prints."""
-    command = [sys.executable, ROOT / "requirements" / "locked.py", *extras]
+    command: list[str | Path] = [sys.executable, ROOT / "requirements" / "locked.py", *extras]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     return set(re.findall(r"^\S+==\S+", printed, re.MULTILINE))
 

@@ -219,6 +219,7 @@ def test_wrong_keys_are_refused() -> None:
 @pytest.mark.parametrize("stored", [*KV_FORMATS], ids=str)
 def test_bytes_of_a_quantized_block_do_not_depend_on_the_steps_that_wrote_it(stored: torch.dtype) -> None:
     at_once = make_case([(0, 40)], stored=stored)
+    assert at_once.kv_scales is not None
     in_steps = at_once._replace(kv_layer=at_once.kv_layer.clone(), kv_scales=at_once.kv_scales.clone())
     slots = at_once.metadata.slot_mapping
     ops.write_kv(at_once.key, at_once.value, at_once.kv_layer, slots, at_once.kv_scales)
@@ -227,6 +228,7 @@ def test_bytes_of_a_quantized_block_do_not_depend_on_the_steps_that_wrote_it(sto
             in_steps.key[part], in_steps.value[part], in_steps.kv_layer, slots[part], in_steps.kv_scales
         )
     assert torch.equal(at_once.kv_layer.view(torch.uint8), in_steps.kv_layer.view(torch.uint8))
+    assert in_steps.kv_scales is not None
     assert torch.equal(at_once.kv_scales.nan_to_num(), in_steps.kv_scales.nan_to_num())
 
 

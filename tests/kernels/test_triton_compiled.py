@@ -97,7 +97,8 @@ def test_weights_round_alike_with_masks_and_without(arch: str, has_bias: bool) -
     """A chunk's first key blocks are masked where a longer chunk's are not: bits must not tell."""
     row = configs.find_config("prefill", arch, 32, 32, 16)
     ptx = resources.attention_kernel(row, Variant(has_bias=has_bias)).ptx
-    computed_by, exponents = {}, []
+    computed_by: dict[str, str] = {}
+    exponents: list[str] = []
     for line in ptx.splitlines():
         if found := re.match(r"\s*(\S+)\s+(%\w+), *(%\w+)", line):
             operation, target, source = found.groups()

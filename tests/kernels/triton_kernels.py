@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -384,15 +385,15 @@ def test_offsets_pass_32_bits() -> None:
     key, value = torch.randn(2, 5, 1, 32)
     slots = 2 * 8 + torch.arange(5)
     blocks.write_kv(key, value, kv_layer, slots, kv_scales)
-    integers = {"dtype": torch.int32}
+    integers = partial(torch.tensor, dtype=torch.int32)
     metadata = AttentionMetadata(
-        torch.tensor([[2]], **integers),
-        torch.tensor([0, 5], **integers),
-        torch.tensor([5], **integers),
+        integers([[2]]),
+        integers([0, 5]),
+        integers([5]),
         slots,
     )
     near = Case(key, key, value, kv_layer[2:].clone(), kv_scales[2:], metadata)
-    near = near._replace(metadata=metadata._replace(block_tables=torch.tensor([[0]], **integers)))
+    near = near._replace(metadata=metadata._replace(block_tables=integers([[0]])))
     assert near.kv_layer.any()
     assert torch.equal(
         attend(near._replace(kv_layer=kv_layer, kv_scales=kv_scales, metadata=metadata)), attend(near)

@@ -58,6 +58,7 @@ class RedisBackend:
 
     async def expire(self, worker_id: str) -> None:
         slot = await self.client.hget("{q}slots", worker_id)
+        assert isinstance(slot, bytes | None)
         await self.client.delete(b"{q}l" + (slot or b""))
 
     async def flush(self) -> None:

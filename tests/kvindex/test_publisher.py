@@ -146,7 +146,7 @@ async def test_it_sweeps_the_entries_of_the_dead(backend: Any, record: Any, unti
     await dead.leave()
 
     async def is_clean() -> bool:
-        return await backend.num_entries() == 0
+        return bool(await backend.num_entries() == 0)
 
     async with publishing(backend.lease(), record("a")):
         await until(is_clean)

@@ -113,7 +113,7 @@ def certify(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Certifi
     def make(name: str) -> Certificate:
         folder = tmp_path_factory.mktemp("tls")
         made = Certificate(folder / "certificate.pem", folder / "key.pem")
-        arguments = [
+        arguments: list[str | Path] = [
             openssl,
             *["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=test"],
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_the_wire_form_keeps_every_field() -> None:
         ("device", "cpu"),
     ],
 )
-def test_a_mismatch_names_the_field_and_both_values(field: str, theirs: object) -> None:
+def test_a_mismatch_names_the_field_and_both_values(field: str, theirs: Any) -> None:
     ours = getattr(LAYOUT, field)
     with pytest.raises(LayoutMismatchError, match=f"^{field} is {ours} here and {theirs} there:"):
         require_equal(LAYOUT, replace(LAYOUT, **{field: theirs}))

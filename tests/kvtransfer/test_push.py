@@ -135,7 +135,7 @@ class Receiver:
             first_block=first_block,
         )
         blocks = PromptBlocks(changes.pop("layout", LAYOUT), num_blocks)
-        arguments = {"sequence_id": "r", "attempt": ATTEMPT, "timeout": WAIT_SECONDS}
+        arguments: dict[str, Any] = {"sequence_id": "r", "attempt": ATTEMPT, "timeout": WAIT_SECONDS}
         return BlockPush(self.channels, ticket, blocks=blocks, **(arguments | changes))
 
     def stream(self) -> Any:
@@ -216,7 +216,7 @@ async def status_of(call: Any, messages: list[pb.PushRequest]) -> tuple[grpc.Sta
     async with asyncio.timeout(WAIT_SECONDS):
         with suppress(grpc.aio.AioRpcError):
             # A call has no status before all that was sent ahead of it is read.
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 pass
         await writing
         return await call.code(), await call.details()

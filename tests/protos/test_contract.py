@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
 from grpc_tools import protoc
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def renumber_a_field(file: FileDescriptorProto) -> None:
 
 
 def change_a_type(file: FileDescriptorProto) -> None:
-    next(m for m in file.message_type if m.name == "Usage").field[0].type = 9
+    next(m for m in file.message_type if m.name == "Usage").field[0].type = FieldDescriptorProto.TYPE_STRING
 
 
 def remove_a_method(file: FileDescriptorProto) -> None:
