@@ -26,7 +26,7 @@ QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 @contextmanager
 def decode_worker(model: Path, redis_url: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run the command that containers run."""
-    settings = ["--dtype", "float32", "--num-blocks", "2048", "--log-level", "error"]
+    settings = ["--dtype", "float32", "--num-blocks", "2048", "--log-level", "error", "--grace-period", "120"]
     with subprocess.Popen([*QUIRE, "decode", str(model), "--redis-url", redis_url, *settings]) as process:
         try:
             yield process
