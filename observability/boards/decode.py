@@ -19,7 +19,7 @@ from quire.observability.promql import quantile, quotient, rate, total
 
 def decode_board() -> Dashboard:
     """Return the board of the decode workers."""
-    ours, guesses = 'job="decode",instance=~"$instance"', "quire_speculation_tokens_total"
+    ours, drafts = 'job="decode",instance=~"$instance"', "quire_speculation_tokens_total"
     return build_board(
         uid="quire-decode",
         title="quire / Decode pool",
@@ -72,17 +72,17 @@ def decode_board() -> Dashboard:
                 2,
                 [
                     line(
-                        "Guessed tokens",
+                        "Draft tokens",
                         "Tokens that speculation drafted, and those of them that were right.",
-                        rate(guesses, ours, "kind"),
+                        rate(drafts, ours, "kind"),
                         "{{kind}}",
                     ),
                     line(
-                        "Right guesses",
-                        "Right guesses / guesses, over a worker; nothing without --speculation.",
+                        "Right draft tokens",
+                        "Right draft tokens / draft tokens, over a worker; nothing without --speculation.",
                         quotient(
-                            rate(guesses, f'kind="accepted",{ours}', "instance"),
-                            rate(guesses, f'kind="drafted",{ours}', "instance"),
+                            rate(drafts, f'kind="accepted",{ours}', "instance"),
+                            rate(drafts, f'kind="drafted",{ours}', "instance"),
                         ),
                         "{{instance}}",
                         "percentunit",

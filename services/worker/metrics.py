@@ -166,7 +166,7 @@ class EngineSnapshot(NamedTuple):
     num_pinned_blocks: int
     oldest_pin_seconds: float
     preemptions: PreemptionCounts
-    guesses: SpeculationCounts
+    drafts: SpeculationCounts
 
 
 def take_snapshot(engine: Engine) -> EngineSnapshot:
@@ -183,7 +183,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
         num_pinned_blocks=engine.num_pinned_blocks,
         oldest_pin_seconds=engine.oldest_pin_seconds,
         preemptions=engine.preemption.counts,
-        guesses=engine.speculator.counts if engine.speculator is not None else SpeculationCounts(0, 0),
+        drafts=engine.speculator.counts if engine.speculator is not None else SpeculationCounts(0, 0),
     )
 
 
@@ -245,12 +245,12 @@ def _families(now: EngineSnapshot | None) -> Iterator[Metric]:
     preemptions = CounterMetricFamily(
         "quire_preemptions", "Preempted requests, by how they come back.", labels=["kind"]
     )
-    guesses = CounterMetricFamily(
-        "quire_speculation_tokens", "Guessed tokens, and those of them that were right.", labels=["kind"]
+    drafts = CounterMetricFamily(
+        "quire_speculation_tokens", "Draft tokens, and those of them that were right.", labels=["kind"]
     )
     if now is not None:
-        for kind, count in now.guesses._asdict().items():
-            guesses.add_metric([kind], count)
+        for kind, count in now.drafts._asdict().items():
+            drafts.add_metric([kind], count)
         for state, count in now.blocks._asdict().items():
             blocks.add_metric([state], count)
         for kind, count in now.preemptions._asdict().items():
@@ -266,4 +266,4 @@ def _families(now: EngineSnapshot | None) -> Iterator[Metric]:
     )
     yield gauge("quire_kv_oldest_pin_seconds", "Age of the oldest of these.", now and now.oldest_pin_seconds)
     yield preemptions
-    yield guesses
+    yield drafts

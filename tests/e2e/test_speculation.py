@@ -1,4 +1,4 @@
-"""A decode worker that guesses answers as one that does not, through the whole stack."""
+"""A decode worker with draft tokens answers as one without, through the whole stack."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ def test_blocks_are_copied_gathered_and_scattered(dtype: torch.dtype) -> None:
 def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
     options: dict[str, float], dtype: torch.dtype, stored: torch.dtype | None
 ) -> None:
-    """As a prompt, in chunks, among guesses to verify, or one by one: over every edge of blocks and spans."""
+    """As a prompt, in chunks, among drafts to verify, or one by one: over every edge of blocks and spans."""
     for cached, num_new in ((3, 5), (60, 8), (0, 150), (130, 40)):
         case = make_case([(cached, num_new)], dtype=dtype, stored=stored, seed=cached)
         ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping, case.kv_scales)
