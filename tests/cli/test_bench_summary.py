@@ -116,8 +116,8 @@ def test_random_prompts_share_their_prefix_alone() -> None:
 def test_prompts_of_notes_are_conversations_of_about_that_length() -> None:
     config = BenchConfig(num_requests=3, num_warmups=0, dataset=Dataset.NOTES, input_len=80)
     prompts = [request.prompt for request in make_requests(config, MODEL)]
-    contents = [str(message["content"]) for (message,) in prompts if isinstance(message, dict)]
-    assert len(set(contents)) == 3
+    contents = [each["content"] for prompt in prompts for each in prompt if isinstance(each, dict)]
+    assert len(contents) == len(set(contents)) == 3
     assert all(content.count(" is ") == 11 for content in contents)
 
 

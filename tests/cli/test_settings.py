@@ -37,25 +37,32 @@ NOT_FLAGS = {
 }
 
 
-def all_settings(config: Any) -> Iterator[SettingField]:
+def nested_configs(config: type) -> dict[str, type]:
+    """Return the types of the fields that are configurations themselves, by name."""
+    hints = get_type_hints(config).items()
+    return {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
+
+
+def all_settings(config: type) -> Iterator[SettingField]:
     """Yield the settings of a configuration, those of nested configurations too."""
-    yield from settings_of(config).values()
-    for hint in get_type_hints(config).values():
-        if isinstance(hint, type) and is_dataclass(hint):
-            yield from settings_of(hint).values()
+    for each in (config, *nested_configs(config).values()):
+        yield from settings_of(each).values()
 
 
 def options_of(verb: str) -> dict[str, Any]:
     """Return the options of a verb by their flags; a positional argument has its name."""
-    params = typer.main.get_group(make_app()).commands[verb].params
-    return {param.opts[0] if param.opts[0].startswith("--") else param.metavar: param for param in params}
+    options: dict[str, Any] = {}
+    for param in typer.main.get_group(make_app()).commands[verb].params:
+        name = param.opts[0] if param.opts[0].startswith("--") else param.metavar
+        assert name is not None
+        options[name] = param
+    return options
 
 
 @pytest.mark.parametrize("config", NOT_FLAGS)
 def test_a_field_is_a_flag_or_deliberately_none(config: type) -> None:
-    hints = get_type_hints(config)
-    nested = {name for name, hint in hints.items() if is_dataclass(hint) and settings_of(hint)}
-    names = {field.name for field in fields(config)}  # type: ignore[arg-type]
+    nested = {name for name, each in nested_configs(config).items() if settings_of(each)}
+    names = {field.name for field in fields(config)}
     assert names - set(settings_of(config)) - nested == NOT_FLAGS[config] - nested
     assert NOT_FLAGS[config] <= names
 

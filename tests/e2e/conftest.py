@@ -121,7 +121,7 @@ async def connected(stack: RunningStack) -> AsyncIterator[tuple[AsyncClient, dic
             )
         finally:
             for channel in channels.values():
-                await channel.close()
+                await channel.close(None)
 
 
 async def quiet(workers: dict[str, WorkerServiceStub]) -> dict[str, pb.GetLoadResponse]:

@@ -86,10 +86,11 @@ async def test_unknown_names_and_garbage(stack: RunningStack, e2e: Any) -> None:
             await client.generate("x" * (10 << 20))
         async with grpc.aio.insecure_channel(stack.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as unknown:
-                await channel.unary_unary("/quire.v1.GenerationService/Nonsense")(b"")
+                await channel.unary_unary("/quire.v1.GenerationService/Nonsense", None, None)(b"")
             assert unknown.value.code() == grpc.StatusCode.UNIMPLEMENTED
+            generate = channel.unary_unary("/quire.v1.GenerationService/Generate", None, None)
             with pytest.raises(grpc.aio.AioRpcError):
-                await channel.unary_unary("/quire.v1.GenerationService/Generate")(b"\xff\xfe garbage")
+                await generate(b"\xff\xfe garbage")
         host, port = stack.address.split(":")
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"\x00\xffGET / HTTP/9\r\n\r\n" * 50)

@@ -63,6 +63,7 @@ def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         case FieldDescriptor.TYPE_BYTES:
             return st.binary(max_size=40)
         case FieldDescriptor.TYPE_ENUM:
+            assert field.enum_type is not None
             return st.integers(-1, len(field.enum_type.values) + 1)
     raise AssertionError(f"no values for {field.full_name}")
 
@@ -74,18 +75,18 @@ def messages(draw: st.DrawFn, kind: Descriptor, depth: int = 5) -> Message:
     for field in kind.fields:
         if not draw(st.integers(0, 3)):
             continue
+        values: st.SearchStrategy[Any]
         if field.message_type is None:
             values = scalars(field)
         elif field.message_type.GetOptions().map_entry:
-            entry = field.message_type.fields_by_name
-            values = entry["value"]
-            if values.message_type is None:
-                drawn = draw(st.dictionaries(scalars(entry["key"]), scalars(values), max_size=3))
+            key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+            if value.message_type is None:
+                drawn = draw(st.dictionaries(scalars(key), scalars(value), max_size=3))
                 getattr(message, field.name).update(drawn)
             elif depth:
-                for key in draw(st.lists(scalars(entry["key"]), max_size=3)):
-                    content = draw(messages(values.message_type, depth - 1))
-                    getattr(message, field.name)[key].CopyFrom(content)
+                for drawn_key in draw(st.lists(scalars(key), max_size=3)):
+                    content = draw(messages(value.message_type, depth - 1))
+                    getattr(message, field.name)[drawn_key].CopyFrom(content)
             continue
         elif depth:
             values = messages(field.message_type, depth - 1)
@@ -103,16 +104,18 @@ def messages(draw: st.DrawFn, kind: Descriptor, depth: int = 5) -> Message:
 @st.composite
 def variants(draw: st.DrawFn, valid: Message, depth: int = 5) -> Message:
     """Change some fields of a message that would be served, so that the rest of it gets far."""
+    kind = valid.DESCRIPTOR
+    assert isinstance(kind, Descriptor)
     changed = type(valid)()
     changed.CopyFrom(valid)
-    for name, field in valid.DESCRIPTOR.fields_by_name.items():
+    for name, field in kind.fields_by_name.items():
         if draw(st.integers(0, 7)):
             if field.message_type and not field.is_repeated and valid.HasField(name) and depth:
                 getattr(changed, name).CopyFrom(draw(variants(getattr(valid, name), depth - 1)))
             continue
         changed.ClearField(name)
-        random = draw(messages(valid.DESCRIPTOR, depth))
-        for other in random.DESCRIPTOR.fields_by_name:
+        random = draw(messages(kind, depth))
+        for other in kind.fields_by_name:
             if other != name:
                 random.ClearField(other)
         changed.MergeFrom(random)
@@ -171,15 +174,18 @@ def valid_requests(method: MethodDescriptor, info: worker_pb2.GetWorkerInfoRespo
 
 
 def _gateway_request(method: MethodDescriptor, prompt: list[int]) -> Message:
-    if method.name != "Generate":
-        return GetMessageClass(method.input_type)()
-    return vllm.GenerateRequest(
-        request_id="fuzz",
-        tokenized=vllm.TokenizedInput(input_ids=prompt),
-        sampling_params=vllm.SamplingParams(temperature=1.0, top_p=0.9, top_k=5, max_tokens=1, logprobs=2),
-        stream=True,
-        kv_transfer_params_json='{"do_remote_decode": true}',
-    )
+    request: Message = GetMessageClass(method.input_type)()
+    if method.name == "Generate":
+        request = vllm.GenerateRequest(
+            request_id="fuzz",
+            tokenized=vllm.TokenizedInput(input_ids=prompt),
+            sampling_params=vllm.SamplingParams(
+                temperature=1.0, top_p=0.9, top_k=5, max_tokens=1, logprobs=2
+            ),
+            stream=True,
+            kv_transfer_params_json='{"do_remote_decode": true}',
+        )
+    return request
 
 
 def services() -> Iterator[tuple[str, MethodDescriptor]]:
@@ -225,7 +231,9 @@ async def outcome(
     path = f"/{method.containing_service.full_name}/{method.name}"
     async with grpc.aio.insecure_channel(address(stack, process)) as channel:
         callee = stack.peer(process, channel) if process in stack.ready else channel
-        call = callee.stream_stream(path)(iter(requests), timeout=CALL_SECONDS)
+        call = callee.stream_stream(path, request_serializer=None, response_deserializer=None)(
+            iter(requests), timeout=CALL_SECONDS
+        )
         async with asyncio.timeout(CALL_SECONDS + PATIENCE_SECONDS):
             try:
                 async for _ in call:
@@ -242,7 +250,10 @@ async def outcome(
 def info(stack: RunningStack) -> worker_pb2.GetWorkerInfoResponse:
     """Return what the decode worker says of itself."""
     with grpc.insecure_channel(stack.ready["decode-0"].address) as channel:
-        return WorkerServiceStub(channel).GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+        told: worker_pb2.GetWorkerInfoResponse = WorkerServiceStub(channel).GetWorkerInfo(
+            worker_pb2.GetWorkerInfoRequest()
+        )
+        return told
 
 
 @pytest.mark.parametrize(("process", "method"), CASES, ids=IDS)

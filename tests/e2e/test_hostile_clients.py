@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import psutil
@@ -56,7 +57,7 @@ async def test_a_hundred_calls_without_a_request_keep_nobody_away(stack: Running
     async with e2e.connected(stack) as (client, workers), AsyncExitStack() as open_calls:
         channel = await open_calls.enter_async_context(grpc.aio.insecure_channel(stack.address))
         for _ in range(100):
-            call = channel.stream_stream("/quire.v1.GenerationService/GenerateStream")()
+            call = channel.stream_stream("/quire.v1.GenerationService/GenerateStream", None, None)(None)
             open_calls.callback(call.cancel)
         answer = await client.generate(e2e.make_prompt(40), max_tokens=4, ignore_eos=True, timeout=60)
         assert len(answer.token_ids) == 4
@@ -88,7 +89,8 @@ async def test_a_request_id_cannot_forge_a_line(stack: RunningStack, e2e: Any, r
         assert caught.value.field == "request_id"
 
 
-class Serving(NamedTuple):
+@dataclass(frozen=True)
+class Serving:
     """The command `quire serve`, and what it must never tell."""
 
     address: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,19 @@ def stack() -> Iterator[RunningStack]:
         yield running
 
 
-def memory(pid: int) -> int:
+def memory(process: BaseProcess) -> int:
     """Return how many MiB a process holds."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmRSS"))
 
 
 async def test_hostile_formats_end_no_worker(stack: RunningStack, e2e: Any) -> None:
-    pids = {name: worker.process.pid for name, worker in stack.workers.items()}
     async with e2e.connected(stack) as (client, workers):
         before = {
             name: (await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())).epoch
             for name, stub in workers.items()
         }
-        used = {name: memory(pid) for name, pid in pids.items()}
+        used = {name: memory(worker.process) for name, worker in stack.workers.items()}
         for formats in (
             {"grammar": CHAIN},
             {"grammar": SHORT_CHAIN},
@@ -71,7 +71,7 @@ async def test_hostile_formats_end_no_worker(stack: RunningStack, e2e: Any) -> N
         for name, stub in workers.items():
             info = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
             assert info.epoch == before[name]
-            assert memory(pids[name]) < used[name] + 120
+            assert memory(stack.workers[name].process) < used[name] + 120
         await e2e.quiet(workers)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from openai.types.shared_params.response_format_json_schema import JSONSchema
 from transformers import AutoModelForCausalLM
 
 from quire.client import InvalidRequest
@@ -80,7 +81,9 @@ def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
         completion = client.completions.create(model="demo", prompt=prompt, max_tokens=2)
         assert completion.usage is not None
         assert completion.usage.prompt_tokens_details is not None
-        counts.append(completion.usage.prompt_tokens_details.cached_tokens)
+        cached_tokens = completion.usage.prompt_tokens_details.cached_tokens
+        assert cached_tokens is not None
+        counts.append(cached_tokens)
     assert counts[0] < 16
     assert 96 <= counts[1] < 100
 
@@ -154,7 +157,7 @@ def test_an_answer_has_the_form_of_a_schema(client: openai.OpenAI) -> None:
 async def test_a_form_that_no_answer_has_is_refused(
     stack: RunningStack, client: openai.OpenAI, e2e: Any
 ) -> None:
-    schema = {"name": "endless", "schema": {"$ref": "#"}}
+    schema: JSONSchema = {"name": "endless", "schema": {"$ref": "#"}}
     with pytest.raises(openai.BadRequestError, match="no answer has this form") as caught:
         client.chat.completions.create(
             model="demo",

@@ -110,15 +110,15 @@ def check_trace(found: dict[str, dict[str, Span]]) -> None:
     assert request.parent_span_id.hex() == SPAN_ID
     for root, names in (("prefill", spans["quire-prefill"]), ("decode", spans["quire-decode"])):
         assert names[root].parent_span_id == request.span_id
-    for root, names in (
+    for root, service in (
         ("request", "quire-router"),
         ("prefill", "quire-prefill"),
         ("decode", "quire-decode"),
     ):
-        for name, span in spans[names].items():
+        for name, span in spans[service].items():
             assert span.trace_id.hex() == TRACE_ID
             if name != root:
-                assert span.parent_span_id == spans[names][root].span_id
+                assert span.parent_span_id == spans[service][root].span_id
     prefill, decode = spans["quire-prefill"], spans["quire-decode"]
     for earlier, later in (
         (request, spans["quire-router"]["lookup"]),

@@ -49,8 +49,10 @@ def sequence_of(prompt: list[int]) -> worker_pb2.Sequence:
 async def prefill(stub: Any, prompt: list[int], **fields: Any) -> worker_pb2.PrefillResponse:
     """Compute a prompt and leave its blocks in the worker's cache."""
     request = worker_pb2.PrefillRequest(sequence=sequence_of(prompt), **fields)
-    [response] = [message async for message in stub.Prefill(request, timeout=WAIT_SECONDS)]
-    return response
+    call = stub.Prefill(request, timeout=WAIT_SECONDS)
+    responses: list[worker_pb2.PrefillResponse] = [message async for message in call]
+    assert len(responses) == 1
+    return responses[0]
 
 
 async def holding(

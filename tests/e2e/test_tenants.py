@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +17,7 @@ import trustme
 from typer.testing import CliRunner
 
 from quire.cli.main import make_app
-from quire.client import AsyncClient, Tls, Unavailable
+from quire.client import AsyncClient, GenerationOptions, Tls, Unavailable
 from quire.client.admin import AdminClient
 from quire.kvindex.block_hash import CacheScope, block_hashes, root_hash
 from quire.kvtransfer.proof import Peer
@@ -37,7 +38,8 @@ WAIT_SECONDS = 20.0
 _names = count()
 
 
-class Secured(NamedTuple):
+@dataclass(frozen=True)
+class Secured:
     """A running stack, and what one needs to reach it."""
 
     stack: RunningStack
@@ -122,7 +124,7 @@ async def test_the_same_prompt_of_another_tenant_finds_nothing(
     secured: Secured, expected: Any, e2e: Any
 ) -> None:
     prompt = e2e.make_prompt(LENGTH, seed=1)
-    options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    options: GenerationOptions = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     before = secured.blocks()
     async with secured.client("acme") as acme, secured.client("globex") as globex:
         first = await acme.generate(prompt, **options)
@@ -219,7 +221,7 @@ async def test_a_hash_that_was_guessed_without_the_secret_opens_nothing(secured:
             request = kvtransfer_pb2.PinRequest(
                 holder_epoch=info.epoch, layout=info.layout, block_hashes=block_hashes(root, prompt, 16)
             )
-            answer = await stub.Pin(request)
+            answer: kvtransfer_pb2.PinResponse = await stub.Pin(request)
             await stub.Release(kvtransfer_pb2.ReleaseRequest(lease_id=answer.lease_id))
             return answer.num_blocks
 

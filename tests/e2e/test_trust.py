@@ -158,7 +158,8 @@ async def test_a_worker_with_another_secret_is_refused_and_the_log_says_why(
     cluster: RunningStack, index: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The stack's workers join this router; the misled one does not."""
-    command = [Path(sys.executable).with_name("quire"), "decode", "--num-blocks", "64", "--threads", "1"]
+    quire = str(Path(sys.executable).with_name("quire"))
+    command = [quire, "decode", "--num-blocks", "64", "--threads", "1"]
     environment = {
         **os.environ,
         "QUIRE_REDIS_URL": index.worker_url,

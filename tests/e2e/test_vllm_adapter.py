@@ -57,7 +57,7 @@ async def engines(cluster: RunningStack) -> AsyncIterator[dict[str, VllmEngineSt
     channels = {name: grpc.aio.insecure_channel(worker.address) for name, worker in cluster.ready.items()}
     yield {name: VllmEngineStub(channel) for name, channel in channels.items()}
     for channel in channels.values():
-        await channel.close()
+        await channel.close(None)
 
 
 def request(prompt: list[int], params: dict[str, Any] | None = None, **fields: Any) -> vllm.GenerateRequest:

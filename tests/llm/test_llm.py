@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from threading import Thread
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from quire.engine.config import MAX_SPECULATIVE_TOKENS
-from quire.llm import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from quire.llm import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 WORDS = "the code of the lantern is four hundred and seventeen as all of us know".split()  # noqa: SIM905
@@ -30,6 +30,11 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def texts(outputs: list[RequestOutput]) -> list[str]:
     return [answer.text for output in outputs for answer in output.outputs]
+
+
+def logprob_of(answer: CompletionOutput) -> float:
+    assert answer.cumulative_logprob is not None
+    return answer.cumulative_logprob
 
 
 # --- greedy -----------------------------------------------------------------------------------------------
@@ -50,7 +55,8 @@ def test_a_prompt_is_a_text_or_its_tokens_alone_or_in_a_list(tiny: LLM) -> None:
     [ids] = tiny.tokenizer.encode_batch([text])
     alone = tokens(tiny.generate(text, GREEDY, use_tqdm=False))
     assert tokens(tiny.generate(ids, GREEDY, use_tqdm=False)) == alone
-    mixed = tiny.generate([text, ids], [GREEDY, GREEDY], use_tqdm=False)
+    prompts: list[str | list[int]] = [text, ids]
+    mixed = tiny.generate(prompts, [GREEDY, GREEDY], use_tqdm=False)
     assert tokens(mixed) == alone * 2
     assert [output.prompt for output in mixed] == [text, None]
     assert tiny.generate([], GREEDY, use_tqdm=False) == []
@@ -75,10 +81,10 @@ def test_typical_tokens_are_sampled(tiny: LLM) -> None:
 
 
 def test_the_best_of_several_answers(tiny: LLM) -> None:
-    params = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
-    [drawn] = tiny.generate(prompt(20), SamplingParams(n=6, logprobs=2, **params), use_tqdm=False)
-    ranked = sorted(drawn.outputs, key=lambda answer: -answer.cumulative_logprob)
-    [best] = tiny.generate(prompt(20), SamplingParams(n=2, best_of=6, **params), use_tqdm=False)
+    params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
+    [drawn] = tiny.generate(prompt(20), replace(params, n=6, logprobs=2), use_tqdm=False)
+    ranked = sorted(drawn.outputs, key=lambda answer: -logprob_of(answer))
+    [best] = tiny.generate(prompt(20), replace(params, n=2, best_of=6), use_tqdm=False)
     assert [answer.token_ids for answer in best.outputs] == [answer.token_ids for answer in ranked[:2]]
     assert [answer.index for answer in best.outputs] == [0, 1]
     assert [answer.logprobs for answer in best.outputs] == [None, None]
@@ -234,7 +240,9 @@ def test_stop_strings_cut_each_answer_wherever_its_tokens_break(tiny_folder: Pat
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "draft"])
-def test_guesses_change_no_answer(tiny_folder: Path, tiny: LLM, speculation: str) -> None:
+def test_guesses_change_no_answer(
+    tiny_folder: Path, tiny: LLM, speculation: Literal["ngram", "draft"]
+) -> None:
     prompts = [prompt(20, seed) * 3 for seed in range(3)]
     draft_model = str(tiny_folder) if speculation == "draft" else None
     with LLM(

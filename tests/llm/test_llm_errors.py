@@ -6,7 +6,7 @@ import signal
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -124,7 +124,7 @@ def test_the_arguments_are_the_fields_of_the_configuration(tiny_folder: Path) ->
         field.name: field.default for field in fields(LLMConfig)
     }
     with pytest.raises(TypeError, match="blocks"):
-        LLM(str(tiny_folder), blocks=4)
+        LLM(str(tiny_folder), blocks=4)  # type: ignore[call-arg]
 
 
 def test_models_without_tokenizer_or_template(tiny: LLM, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_ctrl_c_ends_all_requests_between_steps(tiny: LLM, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("device", "kind"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
 def test_a_model_is_loaded_where_it_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, device: str, kind: str
+    monkeypatch: pytest.MonkeyPatch, device: Literal["auto", "cpu", "cuda"], kind: str
 ) -> None:
     class Loaded(Exception):
         """Ends the start, for there may be no GPU."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from quire.llm import LLM, SamplingParams
@@ -17,7 +19,7 @@ def answers(llm: LLM) -> list[str]:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
-def test_the_demo_model_still_answers(kv_cache_dtype: str) -> None:
+def test_the_demo_model_still_answers(kv_cache_dtype: Literal["fp8", "int8"]) -> None:
     with LLM(kv_cache_dtype=kv_cache_dtype, num_blocks=1024) as llm:
         at_once = answers(llm)
         cached = answers(llm)
@@ -36,4 +38,4 @@ def test_half_the_bytes_and_the_scales() -> None:
 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, fp8, int8"):
-        LLM(kv_cache_dtype="int4")
+        LLM(kv_cache_dtype="int4")  # type: ignore[arg-type]

@@ -6,9 +6,8 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import ErrorInfo
-from grpc_status import rpc_status
 
+from quire.client.errors import InvalidRequest, from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.services.router.answer_size import check_answer_size, check_prompt_logprobs
 from quire.services.server.errors import InvalidArgument
@@ -17,21 +16,20 @@ LIMIT = "quire.services.router.answer_size.MAX_ANSWER_BYTES"
 
 
 def generation(
-    *, n: int = 1, max_tokens: int | None = None, best_of: int | None = None, **options: int
+    *, n: int = 1, max_tokens: int | None = None, best_of: int | None = None, logprobs: int | None = None
 ) -> pb.Generation:
     return pb.Generation(
         token_ids=pb.TokenIds(ids=[5, 6, 7, 8, 9]),
         sampling=pb.SamplingParams(n=n, best_of=best_of),
         stopping=pb.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
-        response=pb.ResponseOptions(**options),
+        response=pb.ResponseOptions(logprobs=logprobs),
     )
 
 
-def info(error: grpc.aio.AioRpcError) -> ErrorInfo:
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    found = ErrorInfo()
-    assert rpc_status.from_call(error).details[0].Unpack(found)
-    return found
+def refusal(error: grpc.aio.AioRpcError) -> InvalidRequest:
+    refused = from_rpc_error(error)
+    assert isinstance(refused, InvalidRequest)
+    return refused
 
 
 @pytest.mark.parametrize(("n", "max_tokens"), [(1, 100_000), (64, 4096)])
@@ -71,7 +69,7 @@ async def test_an_answer_that_grows_too_large_ends_at_once(
     stub = await pair.start()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Generate(pb.GenerateRequest(generation=generation(n=8)))
-    assert info(caught.value).metadata["field"] == "stopping.max_tokens"
+    assert refusal(caught.value).field == "stopping.max_tokens"
     assert pair.metric("quire_router_requests_running") == 0
     call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation(n=8)))
     assert len([message async for message in call]) > 8
@@ -86,7 +84,7 @@ async def test_a_message_of_a_stream_that_is_too_large_is_no_success(
     call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation(best_of=2, logprobs=0)))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [message async for message in call]
-    assert info(caught.value).reason == "ANSWER_TOO_LARGE"
+    assert refusal(caught.value).reason == "ANSWER_TOO_LARGE"
 
 
 def test_a_long_prompts_logprobs_are_refused() -> None:

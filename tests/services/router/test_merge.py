@@ -55,4 +55,5 @@ async def test_leaving_ends_all() -> None:
 
 
 async def test_no_streams_are_no_items() -> None:
-    assert [item async for item in merged([])] == []
+    no_streams: list[AsyncGenerator[str, None]] = []
+    assert [item async for item in merged(no_streams)] == []

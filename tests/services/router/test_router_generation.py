@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 
+from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.routing.planner import PolicyConfig
@@ -320,9 +320,10 @@ async def test_no_worker_has_joined(cluster: Any) -> None:
     stub = await cluster.start()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stream(stub)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "no worker has joined yet" in str(caught.value.details())
-    assert len(rpc_status.from_call(caught.value).details) == 2
+    error = from_rpc_error(caught.value)
+    assert "no worker has joined yet" in error.message
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_WORKER")
+    assert error.retry_after is not None
 
 
 async def test_a_prompt_that_a_worker_refuses_is_named_as_the_client_sent_it(pair: Any, fault: Any) -> None:

@@ -23,6 +23,7 @@ async def test_silent_answers_go_on(hastened_pings: None, cluster: Any) -> None:
         tokens: list[int] = []
         async for delta in client.stream([first_token, 6, 7]):
             tokens += delta.token_ids
+        assert delta.usage is not None
         return tokens, delta.usage.retries
 
     async with AsyncClient(cluster.running.address) as client:

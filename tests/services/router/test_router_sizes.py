@@ -6,9 +6,8 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import ErrorInfo
-from grpc_status import rpc_status
 
+from quire.client.errors import InvalidRequest, from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.services.server.errors import MAX_MESSAGE_CHARS, InvalidArgument, NotFound
@@ -53,11 +52,10 @@ async def test_a_large_field_is_named(pair: Any, field: str) -> None:
     call = getattr(stub, method)(request)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await (call.read() if method == "GenerateBatch" else call)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    info = ErrorInfo()
-    assert rpc_status.from_call(caught.value).details[0].Unpack(info)
-    assert info.metadata["field"] == ("token_ids" if field == "detokenized" else field)
-    assert int(info.metadata["limit"]) > 0
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == ("token_ids" if field == "detokenized" else field)
+    assert int(error.limit) > 0
 
 
 async def test_an_error_repeats_little_of_what_was_sent(pair: Any) -> None:

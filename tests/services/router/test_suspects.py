@@ -30,7 +30,10 @@ SECONDS = 10
 
 async def ask(stub: Any) -> pb.GenerateResponse:
     generation = pb.Generation(text="say", request_id="test")
-    return await stub.Generate(pb.GenerateRequest(generation=generation), timeout=SECONDS)
+    response: pb.GenerateResponse = await stub.Generate(
+        pb.GenerateRequest(generation=generation), timeout=SECONDS
+    )
+    return response
 
 
 async def refusal(stub: Any) -> tuple[grpc.StatusCode, str, str]:

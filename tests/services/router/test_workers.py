@@ -220,6 +220,7 @@ async def test_calls_of_a_worker_that_falls_silent_end(cluster: Any, make_set: A
             while ids_of(workers):
                 await workers.ask_busy()
             event = await calls.next()
+            assert event.error is not None
             assert event.error.code() is grpc.StatusCode.UNAVAILABLE
             assert live.is_lost
     worker.answers_probes.set()
@@ -265,10 +266,15 @@ async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
             next_event = asyncio.create_task(calls.next())
             await asyncio.wait([next_event], timeout=0.1)
             assert not next_event.done()
-            membership.current = [*membership.current, Member(other.server.address, "1")]
+            membership.current = [
+                Member(stalled.server.address, "1"),
+                Member(other.server.address, "1"),
+            ]
             await workers.refresh()
             await workers.ask_busy()
-            assert (await next_event).error.code() is grpc.StatusCode.UNAVAILABLE
+            event = await next_event
+            assert event.error is not None
+            assert event.error.code() is grpc.StatusCode.UNAVAILABLE
     stalled.is_stalled = False
     await workers.ask_busy()
     assert (ids_of(workers), workers.is_unhealthy(live)) == (["d2", "w1"], False)

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry, Counter
@@ -96,7 +96,8 @@ async def channel(server: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
 
 def details(error: grpc.aio.AioRpcError, *kinds: Any) -> list[Any]:
     found = []
-    for packed, kind in zip(rpc_status.from_call(error).details, kinds, strict=True):
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # the error has all methods that are used
+    for packed, kind in zip(status.details, kinds, strict=True):
         message = kind()
         assert packed.Unpack(message)
         found.append(message)
@@ -107,7 +108,8 @@ async def test_health_follows_ready(server: GrpcServer, channel: grpc.aio.Channe
     stub = health_pb2_grpc.HealthStub(channel)
 
     async def status(service: str) -> int:
-        return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+        response = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+        return int(response.status)
 
     assert await status("") == await status(NAME) == health_pb2.HealthCheckResponse.NOT_SERVING
     await server.ready()

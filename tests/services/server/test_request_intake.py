@@ -70,7 +70,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 @pytest.mark.parametrize("method", ["Tokenize", "GenerateStream"])
 async def test_a_request_that_never_comes_ends_the_call(channel: grpc.aio.Channel, method: str) -> None:
-    call = channel.stream_unary(f"/{NAME}/{method}")()
+    call = channel.stream_unary(f"/{NAME}/{method}", None, None)(None)
     error = await failure(call)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "did not arrive within 0.2 s" in (error.details() or "")
@@ -108,7 +108,7 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.Monk
 
 
 async def test_no_request_at_all_is_the_callers_fault(channel: grpc.aio.Channel) -> None:
-    error = await failure(channel.stream_unary(f"/{NAME}/Tokenize")(iter(())))
+    error = await failure(channel.stream_unary(f"/{NAME}/Tokenize", None, None)(iter(())))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "the call ended without one" in (error.details() or "")
 
@@ -117,7 +117,8 @@ async def test_no_request_at_all_is_the_callers_fault(channel: grpc.aio.Channel)
 async def test_bytes_that_are_no_message_are_the_callers_fault(
     channel: grpc.aio.Channel, method: str
 ) -> None:
-    error = await failure(channel.stream_unary(f"/{NAME}/{method}")(iter((b"\xff\xff\xff",))))
+    call = channel.stream_unary(f"/{NAME}/{method}", None, None)(iter((b"\xff\xff\xff",)))
+    error = await failure(call)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "no message of this call" in (error.details() or "")
     assert await answers(channel)

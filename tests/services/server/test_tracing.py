@@ -48,7 +48,10 @@ def ids(span: ReadableSpan) -> tuple[int, int]:
 
 
 def test_a_clients_trace_goes_on_across_processes(spans: Spans) -> None:
-    client = [("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01"), ("x-bin", b"\xff")]
+    client: list[tuple[str, str | bytes]] = [
+        ("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01"),
+        ("x-bin", b"\xff"),
+    ]
     with spans.tracer.span("request", client) as router, spans.tracer.span("prefill", router.metadata or ()):
         pass
     request, prefill = spans["request"], spans["prefill"]

@@ -169,7 +169,7 @@ def test_a_hand_off_comes_back_as_a_source() -> None:
 
 @pytest.mark.parametrize("members", [None, {}, {"do_remote_decode": True, "do_remote_prefill": False}])
 def test_a_request_without_a_hand_off_has_no_source(members: dict[str, bool] | None) -> None:
-    more = {} if members is None else {"kv_transfer_params_json": json.dumps(members)}
+    more: dict[str, Any] = {} if members is None else {"kv_transfer_params_json": json.dumps(members)}
     assert pull_source(request(**more), TRUST) is None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from unittest.mock import Mock, call
 
 import pytest
@@ -26,10 +26,13 @@ SEQUENCE = worker_pb2.Sequence(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_requests_are_sent_elsewhere(role: str, make_parts: Callable[..., WorkerParts]) -> None:
-    parts = make_parts(identity=Mock(vocab_size=100, root_hash=lambda scope: bytes(16)), drain=Drain(Mock()))
+    engine = Mock()
+    identity = Mock(vocab_size=100, root_hash=lambda scope: bytes(16))
+    parts = make_parts(engine=engine, identity=identity, drain=Drain(Mock()))
     servicer = WorkerServicer(parts, PrefillCalls(parts), DecodeCalls(parts, Mock()))
     await parts.requests.drain()
     assert servicer.is_stopping
+    answer: AsyncGenerator[worker_pb2.PrefillResponse | worker_pb2.DecodeResponse, None]
     if role == "prefill":
         answer = servicer.Prefill(worker_pb2.PrefillRequest(sequence=SEQUENCE), Mock())
     else:
@@ -37,7 +40,7 @@ async def test_requests_are_sent_elsewhere(role: str, make_parts: Callable[..., 
     with pytest.raises(Unavailable, match="stopping") as refused:
         await anext(answer)
     assert refused.value.reason == "DRAINING"
-    parts.engine.subscribe.assert_not_called()
+    engine.subscribe.assert_not_called()
 
 
 def test_an_operator_drains_a_worker_and_takes_it_back() -> None:

@@ -81,7 +81,7 @@ async def test_each_prompt_of_a_request_with_the_longest_id_has_one(
     assert sorted(ended) == ["x" * 126 + "-0", "x" * 126 + "-1"]
 
 
-FIELDS = [
+FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/completions", {"prompt": []}, "prompt", "at least 1 item"),
     ("/v1/completions", {"prompt": [[1], "x"]}, "prompt.0", "valid string"),
     ("/v1/completions", {"prompt": [1, -1]}, "prompt.1", "greater than or equal to 0"),
@@ -182,7 +182,7 @@ FIELDS = [
 
 
 async def test_what_is_wrong_is_named(http: ClientSession) -> None:
-    valid = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
+    valid: dict[str, dict[str, Any]] = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
     for path, change, param, problem in FIELDS:
         status, body = await post(http, path, {**valid.get(path, {}), **change})
         error = body["error"]
