@@ -101,7 +101,7 @@ def test_poisson_arrivals_have_the_rate_and_repeat() -> None:
     assert offsets == poisson_offsets(50.0, 2000, random.Random(1))
 
 
-def test_random_prompts_share_their_prefix_alone() -> None:
+def test_random_prompts_share_only_their_prefix() -> None:
     config = BenchConfig(num_requests=8, num_warmups=1, input_len=64, shared_prefix_len=32)
     requests = make_requests(config, MODEL)
     prompts = [list(request.prompt) for request in requests]

@@ -105,7 +105,7 @@ def test_a_verb_shows_a_certificate_and_expects_a_name(
 
 @pytest.mark.parametrize("verb", ["health", "generate"])
 @pytest.mark.parametrize("absent", [["--tls-name"], ["--tls-client-cert", "--tls-client-key"]])
-def test_without_name_or_certificate_nobody_answers(
+def test_without_name_or_certificate_no_server_answers(
     quire: Quire, secured: Secured, verb: str, absent: list[str]
 ) -> None:
     result = quire(*arguments(verb, secured.address), *secured.flags(*absent))
@@ -146,7 +146,7 @@ def test_the_example_takes_the_variables(
     assert "Blue is é🙂." in capsys.readouterr().out
 
 
-def test_an_example_that_nobody_reads_is_told_in_a_line(
+def test_an_example_whose_output_is_closed_is_told_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake_generation: Any
 ) -> None:
     reader, writer = os.pipe()
@@ -161,7 +161,7 @@ def test_an_example_that_nobody_reads_is_told_in_a_line(
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat"])
-def test_an_answer_that_nobody_reads_ends_in_silence(
+def test_an_answer_whose_output_is_closed_ends_in_silence(
     command: list[str], fake_generation: Any, verb: str
 ) -> None:
     with subprocess.Popen(

@@ -87,9 +87,9 @@ def test_errors_say_what_to_do(quire: Quire, fake_generation: Any) -> None:
     assert (invalid.exit_code, invalid.stderr) == (1, "error: max_tokens: is 9999, the model takes 512\n")
     full = quire("generate", "Hi", "--address", fake_generation.address)
     assert (full.exit_code, full.stderr) == (1, "error: the queue is full (try again in 2 s)\n")
-    nobody = quire("generate", "Hi", "--address", "127.0.0.1:1")
-    assert nobody.exit_code == 1
-    assert "no server answers at 127.0.0.1:1" in nobody.stderr
+    result = quire("generate", "Hi", "--address", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "no server answers at 127.0.0.1:1" in result.stderr
 
 
 def test_stats_of_a_single_token_have_no_speed() -> None:

@@ -28,6 +28,6 @@ async def test_the_status_follows_the_server(quire: Quire) -> None:
         assert (await ask(quire, server)).exit_code == 1
 
 
-def test_where_nobody_listens_the_status_is_1(quire: Quire) -> None:
+def test_where_no_server_listens_the_status_is_1(quire: Quire) -> None:
     result = quire("health", "127.0.0.1:1", "--timeout", "2")
     assert (result.exit_code, result.stderr) == (1, "error: 127.0.0.1:1 does not answer: UNAVAILABLE\n")

@@ -100,9 +100,9 @@ def test_drain_clear_and_log_level_ask_for_what_they_say(quire: Quire, admin: Fa
 def test_what_goes_wrong_is_told(quire: Quire, admin: FakeAdmin) -> None:
     lost = quire("admin", "drain", "lost")
     assert (lost.exit_code, lost.stderr) == (1, "error: no worker 'lost'\n")
-    nobody = quire("admin", "workers", "--admin-address", "127.0.0.1:1")
-    assert nobody.exit_code == 1
-    assert "no router's admin port answers at 127.0.0.1:1" in nobody.stderr
+    result = quire("admin", "workers", "--admin-address", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "no router's admin port answers at 127.0.0.1:1" in result.stderr
 
 
 def test_another_port_than_the_admin_port_is_told(quire: Quire, fake_generation: Any) -> None:

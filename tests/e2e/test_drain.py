@@ -48,7 +48,7 @@ async def finish(stream: Any) -> tuple[list[int], int]:
     return tokens, delta.usage.retries
 
 
-async def test_nobody_notices_that_a_worker_is_stopped(
+async def test_no_client_notices_that_a_worker_is_stopped(
     start_stack: StartStack, tiny_model: Callable[[str], Path], expected: Any, e2e: Any, monkeypatch: Any
 ) -> None:
     """Load goes to two decode workers, both have a long answer under way, and one gets SIGTERM."""

@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 20.0
 
 # Names of fields whose random values would only ever meet the same first check.
 _WORDS = ("prefill-0", "decode-0", "0", "user", "system", "llama", "hello", "a\nb", "\x1b[31m", "{{ 7 * 7 }}")
-# What no message alone can make succeed: it takes a ticket, a lease, a worker, a level.
+# No message by itself can make these succeed: they need a ticket, a lease, a worker or a level.
 _REFUSALS = {
     "Push": (grpc.StatusCode.NOT_FOUND,),
     "Pull": (grpc.StatusCode.NOT_FOUND,),

@@ -33,7 +33,7 @@ START_SECONDS = 120.0
 OPTIONS = ("port=0", "http-port=0", "dtype=float32", "num-blocks=256", "log-level=debug")
 
 
-async def test_a_thousand_idle_connections_keep_nobody_away(stack: RunningStack, e2e: Any) -> None:
+async def test_a_thousand_idle_connections_keep_no_client_away(stack: RunningStack, e2e: Any) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert hard >= NUM_IDLE + 500, "the system permits too few open files for this test"
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -53,7 +53,7 @@ async def test_a_thousand_idle_connections_keep_nobody_away(stack: RunningStack,
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_a_hundred_calls_without_a_request_keep_nobody_away(stack: RunningStack, e2e: Any) -> None:
+async def test_a_hundred_calls_without_a_request_keep_no_client_away(stack: RunningStack, e2e: Any) -> None:
     async with e2e.connected(stack) as (client, workers), AsyncExitStack() as open_calls:
         channel = await open_calls.enter_async_context(grpc.aio.insecure_channel(stack.address))
         for _ in range(100):
@@ -154,10 +154,10 @@ async def test_no_log_tells_a_secret(serving: Serving) -> None:
     async with (
         AsyncClient(serving.address, api_key=serving.key) as client,
         AsyncClient(serving.address, api_key=wrong) as stranger,
-        AsyncClient(serving.address) as nobody,
+        AsyncClient(serving.address) as keyless,
     ):
         await client.generate(list(range(2, 80)), max_tokens=4, request_id="asked-well", cache_salt="a-salt")
-        for unknown in (stranger, nobody):
+        for unknown in (stranger, keyless):
             with pytest.raises(Unauthenticated):
                 await unknown.generate([2, 3])
         strange = f"{serving.key}\x01"

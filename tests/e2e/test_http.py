@@ -24,7 +24,7 @@ from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
 
-# The demo's own form, and besides it tools, of which its own template knows nothing.
+# The demo's own form, and in addition tools, which its own template does not know.
 TEMPLATE = """{{- bos_token -}}
 {%- if tools -%}<|system|>{{ tools | tojson }} are called by <tool_call>...</tool_call><|end|>{%- endif -%}
 {%- for message in messages -%}

@@ -1,4 +1,4 @@
-"""One request that ends every worker that computes it: it is refused, and nobody else notices."""
+"""One request that ends every worker that computes it: it is refused, and no other request fails."""
 
 from __future__ import annotations
 

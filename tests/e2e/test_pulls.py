@@ -84,7 +84,7 @@ async def test_a_prompt_moves_to_another_prefill_worker(
         await e2e.quiet(workers)
 
 
-async def test_a_decode_worker_alone_takes_the_prompt_from_a_prefill_worker(
+async def test_a_decode_worker_pulls_the_prompt_from_a_prefill_worker(
     cluster: RunningStack, expected: Any, e2e: Any
 ) -> None:
     async with e2e.connected(cluster) as (_, workers):

@@ -53,10 +53,10 @@ async def test_samples_equal_single_requests(length: int, stack: RunningStack, e
         num_blocks = -(-(length - 1) // BLOCK_SIZE)
         is_prefilled = length > 1
         assert [b - a for a, b in zip(before, after, strict=True)] == [is_prefilled, is_prefilled, num_blocks]
-        alone = [await client.generate(prompt, seed=70 + index, **SAMPLED) for index in range(8)]
+        separate = [await client.generate(prompt, seed=70 + index, **SAMPLED) for index in range(8)]
         assert [choice.index for choice in together.choices] == list(range(8))
-        assert [choice.token_ids for choice in together.choices] == [each.token_ids for each in alone]
-        assert [choice.text for choice in together.choices] == [each.text for each in alone]
+        assert [choice.token_ids for choice in together.choices] == [each.token_ids for each in separate]
+        assert [choice.text for choice in together.choices] == [each.text for each in separate]
         assert together.usage.completion_tokens == 8 * SAMPLED["max_tokens"]
         assert together.usage.blocks_shipped == num_blocks
         await e2e.quiet(workers)
@@ -148,7 +148,7 @@ async def test_samples_survive_their_decode_worker(start_stack: StartStack, e2e:
     prompt = e2e.make_prompt(60, seed=34)
     with start_stack("llama", num_decode=2) as stack:
         async with e2e.connected(stack) as (client, workers):
-            alone = [await client.generate(prompt, seed=5 + index, **SAMPLED) for index in range(4)]
+            separate = [await client.generate(prompt, seed=5 + index, **SAMPLED) for index in range(4)]
             tokens: defaultdict[int, list[int]] = defaultdict(list)
             usage, has_killed = None, False
             async for delta in client.stream(prompt, n=4, seed=5, **SAMPLED):
@@ -160,7 +160,7 @@ async def test_samples_survive_their_decode_worker(start_stack: StartStack, e2e:
                         load = await workers[name].GetLoad(worker_pb2.GetLoadRequest())
                         if load.used_blocks:
                             stack.workers[name].process.kill()
-            assert [tuple(tokens[index]) for index in range(4)] == [each.token_ids for each in alone]
+            assert [tuple(tokens[index]) for index in range(4)] == [each.token_ids for each in separate]
             assert usage is not None
             assert usage.retries == 1
 

@@ -1,4 +1,4 @@
-"""Two tenants on one stack whose every connection is encrypted: nobody gets a block that is not theirs."""
+"""Two tenants on one stack whose every connection is encrypted: neither gets a block of the other."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Secured:
         return set(self.index.scan_iter(match=b"{q}b*", count=1000))
 
     async def published(self, least: int) -> set[bytes]:
-        """Return the published hashes once there are so many."""
+        """Return the published hashes once there are at least ``least``."""
         async with asyncio.timeout(WAIT_SECONDS):
             while len(found := self.blocks()) < least:
                 await asyncio.sleep(0.01)
@@ -160,7 +160,7 @@ def test_the_command_reaches_router_and_workers(secured: Secured) -> None:
     assert quire(*asking, "--api-key", secured.keys["acme"])[0] == 0
 
 
-async def test_a_salt_is_no_tenant_and_narrows_alone(secured: Secured, e2e: Any) -> None:
+async def test_a_salt_is_no_tenant_and_only_narrows(secured: Secured, e2e: Any) -> None:
     prompt = e2e.make_prompt(LENGTH, seed=2)
 
     async def cached(client: AsyncClient, salt: str | None) -> int:
@@ -176,7 +176,7 @@ async def test_a_salt_is_no_tenant_and_narrows_alone(secured: Secured, e2e: Any)
         assert await cached(globex, None) == HIT
 
 
-async def test_blocks_are_pulled_within_a_tenant_alone(secured: Secured, e2e: Any) -> None:
+async def test_blocks_are_pulled_only_within_a_tenant(secured: Secured, e2e: Any) -> None:
     prompt = e2e.make_prompt(LENGTH, seed=3)
 
     def sequence(scope: worker_pb2.CacheScope) -> worker_pb2.Sequence:
@@ -230,7 +230,7 @@ async def test_a_hash_that_was_guessed_without_the_secret_opens_nothing(secured:
         assert await pinned(SECRET.encode()) == LENGTH // 16
 
 
-async def test_nobody_connects_without_a_certificate_or_in_clear(secured: Secured) -> None:
+async def test_no_client_connects_without_a_certificate_or_in_clear(secured: Secured) -> None:
     for name in ("prefill-0", "decode-0"):
         async with grpc.aio.insecure_channel(secured.stack.ready[name].address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:

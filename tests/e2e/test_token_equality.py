@@ -80,7 +80,7 @@ async def test_a_kv_budget(
 async def test_a_window_is_all_that_is_held_and_shipped(
     start_stack: StartStack, expected: Expected, e2e: Any
 ) -> None:
-    """The pools have 10 blocks of 16 tokens; prompt and answer have 364 tokens, of which 24 are seen."""
+    """The pools have 10 blocks of 16 tokens; prompt and answer have 364 tokens; the window is 24."""
     with start_stack("mistral", max_num_seqs=8, max_num_batched_tokens=64, num_blocks=10) as stack:
         async with e2e.connected(stack) as (client, workers):
             prompt = e2e.make_prompt(300)
@@ -136,16 +136,16 @@ async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected, 
         await e2e.quiet(workers)
 
 
-async def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(stack: RunningStack, e2e: Any) -> None:
+async def test_a_seed_gives_the_same_tokens_by_itself_and_in_a_batch(stack: RunningStack, e2e: Any) -> None:
     sampled = {"temperature": 0.8, "top_p": 0.95, "seed": 77, "max_tokens": 64, "ignore_eos": True}
     async with e2e.connected(stack) as (client, workers):
-        alone = await client.generate(e2e.make_prompt(40), **sampled)
+        single = await client.generate(e2e.make_prompt(40), **sampled)
         crowd = [
             client.generate(e2e.make_prompt(20 + index), temperature=1.0, seed=index, max_tokens=64)
             for index in range(31)
         ]
         among, *_ = await asyncio.gather(client.generate(e2e.make_prompt(40), **sampled), *crowd)
-        assert among.token_ids == alone.token_ids
+        assert among.token_ids == single.token_ids
         await e2e.quiet(workers)
 
 

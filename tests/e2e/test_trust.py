@@ -108,7 +108,7 @@ async def test_redis_password_makes_no_worker(
 
 
 def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoResponse) -> dict[str, Any]:
-    """Return what somebody may try who reaches a worker's port and knows all that it tells."""
+    """Return the calls that a stranger may try who reaches a worker's port and knows all that it tells."""
     worker, push, pull = (
         WorkerServiceStub(channel),
         KvTransferServiceStub(channel),

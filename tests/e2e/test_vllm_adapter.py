@@ -102,7 +102,7 @@ PULLED = 'quire_kv_pull_blocks_total{direction="pulled"}'
 # --- a client of the proto ----------------------------------------------------------------------------------
 
 
-async def test_a_decode_worker_answers_alone(
+async def test_a_decode_worker_answers_by_itself(
     cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
 ) -> None:
     prompt = e2e.make_prompt(LENGTH, seed=70)

@@ -82,7 +82,7 @@ def guarded() -> Guarded:
         *((kind("down"), "error") for kind in (RedisConnectionError, RedisClusterException, OSError)),
     ],
 )
-async def test_an_index_that_fails_is_left_alone_for_a_while(
+async def test_an_index_that_fails_is_not_asked_for_a_while(
     answer: Any, reason: str, guarded: Guarded, record: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = [Holding(record("a"), 2)]
@@ -136,7 +136,7 @@ async def test_a_trial_that_is_cancelled_is_not_the_last(guarded: Guarded) -> No
     assert guarded.breaker.state is BreakerState.CLOSED
 
 
-async def test_a_redis_that_hangs_costs_the_budget_alone(
+async def test_a_redis_that_hangs_costs_only_the_budget(
     redis_process: RedisProcess, redis_backend: Any, record: Any, until: Any
 ) -> None:
     lease = redis_backend.lease()

@@ -52,7 +52,7 @@ class World:
         self.leases: dict[str, Any] = {}
         self.zombies: dict[str, Any] = {}
         self.published: dict[str, set[Hash]] = {}
-        """Of live workers alone."""
+        """Blocks of each live worker."""
 
     async def apply(self, event: Event) -> None:
         await getattr(self, event.kind)(event)

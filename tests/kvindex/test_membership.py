@@ -33,7 +33,7 @@ def test_fields_of_a_newer_version_are_passed_over() -> None:
         *(json.dumps({**VALUES, **change}).encode() for change in ({"address": 1}, {"is_draining": 0})),
     ],
 )
-def test_malformed_records_hide_nobody(stored: bytes, caplog: Any) -> None:
+def test_malformed_records_hide_no_other_worker(stored: bytes, caplog: Any) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the parser's own messages come through
         WorkerRecord.from_json(stored)
     assert read_records([stored, RECORD.to_json()]) == [RECORD]

@@ -27,7 +27,7 @@ def place(index: int) -> int:
 
 
 class Following(RuleBasedStateMachine):
-    """A pool that changes, and an index that follows in batches, some of which are lost."""
+    """A pool that changes, and an index that follows in batches; some batches are lost."""
 
     stride = 1
 

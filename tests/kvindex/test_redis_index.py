@@ -51,7 +51,7 @@ async def test_forgotten_scripts_are_sent_again(redis_backend: Any, record: Any,
     assert await depths(redis_backend.index, HASHES[:9]) == {"a": 2}
 
 
-async def test_a_malformed_record_hides_nobody(redis_backend: Any, record: Any, depths: Any) -> None:
+async def test_a_malformed_record_hides_no_other_worker(redis_backend: Any, record: Any, depths: Any) -> None:
     for name in ("a", "b"):
         await (await joined(redis_backend, record, name)).publish(HASHES[:2])
     slot = (await redis_backend.client.hget("{q}slots", "a")).decode()
@@ -79,7 +79,9 @@ async def test_a_full_redis_takes_workers_but_no_blocks(redis_backend: Any, reco
     assert await depths(redis_backend.index, HASHES[:9]) == {"a": 5}
 
 
-async def test_a_late_answer_is_nobody_elses(redis_process: Any, redis_backend: Any, record: Any) -> None:
+async def test_a_late_answer_is_not_taken_for_another(
+    redis_process: Any, redis_backend: Any, record: Any
+) -> None:
     lease = await joined(redis_backend, record, "a")
     await lease.publish(HASHES[:3])
     client = reader_client(redis_process.router_url)

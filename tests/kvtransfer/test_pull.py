@@ -207,7 +207,7 @@ async def test_a_lease_ends_by_itself(holder: Holder) -> None:
         holder.leases.find(lease.lease_id)
 
 
-async def test_a_lease_that_has_run_out_is_found_by_nobody_even_before_the_sweep(holder: Holder) -> None:
+async def test_a_lease_that_has_run_out_is_not_found_even_before_the_sweep(holder: Holder) -> None:
     pinned = await holder.stub.Pin(
         pb.PinRequest(holder_epoch=EPOCH, layout=layout_to_proto(LAYOUT), block_hashes=hashes(2))
     )

@@ -654,7 +654,7 @@ async def test_a_receiver_that_stops_fails_a_push_that_waits_for_credit(receiver
     assert receiver.sink.reservations == {}
 
 
-async def test_an_address_where_nobody_listens_fails_the_push_at_once() -> None:
+async def test_an_address_where_no_server_listens_fails_the_push_at_once() -> None:
     channels = ChannelPool()
     async with running_receiver() as receiver:
         address = receiver.address

@@ -19,7 +19,7 @@ WORDS = "the code of the lantern is four hundred and seventeen as all of us know
 
 
 def prompt(length: int, seed: int = 0) -> str:
-    """Return a text of so many characters, which are the tokens of the tiny model."""
+    """Return a text of ``length`` characters, which are the tokens of the tiny model."""
     rng = Random(1000 * seed + length)
     return " ".join(rng.choice(WORDS) for _ in range(length))[:length]
 
@@ -50,14 +50,14 @@ def test_prompts_of_all_lengths_equal_transformers(tiny: LLM, reference: Any) ->
     assert [len(output.prompt_token_ids) for output in outputs] == [len(each) for each in prompts]
 
 
-def test_a_prompt_is_a_text_or_its_tokens_alone_or_in_a_list(tiny: LLM) -> None:
+def test_a_prompt_is_a_text_or_its_tokens_single_or_in_a_list(tiny: LLM) -> None:
     text = prompt(30)
     [ids] = tiny.tokenizer.encode_batch([text])
-    alone = tokens(tiny.generate(text, GREEDY, use_tqdm=False))
-    assert tokens(tiny.generate(ids, GREEDY, use_tqdm=False)) == alone
+    expected = tokens(tiny.generate(text, GREEDY, use_tqdm=False))
+    assert tokens(tiny.generate(ids, GREEDY, use_tqdm=False)) == expected
     prompts: list[str | list[int]] = [text, ids]
     mixed = tiny.generate(prompts, [GREEDY, GREEDY], use_tqdm=False)
-    assert tokens(mixed) == alone * 2
+    assert tokens(mixed) == expected * 2
     assert [output.prompt for output in mixed] == [text, None]
     assert tiny.generate([], GREEDY, use_tqdm=False) == []
 
@@ -132,7 +132,7 @@ def test_the_model_and_its_answers_may_be_in_any_thread(tiny: LLM) -> None:
 # --- samples and beams ------------------------------------------------------------------------------------
 
 
-def test_each_of_n_samples_is_what_its_seed_gives_alone(tiny: LLM) -> None:
+def test_each_of_n_samples_equals_a_request_with_its_seed(tiny: LLM) -> None:
     several = tiny.generate(prompt(40), SamplingParams(n=5, seed=3, max_tokens=30), use_tqdm=False)
     params = [SamplingParams(seed=3 + index, max_tokens=30) for index in range(5)]
     assert tokens(several) == tokens(tiny.generate([prompt(40)] * 5, params, use_tqdm=False))

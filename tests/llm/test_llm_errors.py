@@ -162,9 +162,9 @@ def test_a_prompt_that_fails_takes_no_other_along(tiny: LLM, monkeypatch: pytest
         tiny.generate(["fine", "drawn", "also fine"], [GREEDY, SamplingParams(), GREEDY])
     first, error, last = failed.value.outputs
     assert isinstance(error, RequestFailedError)
-    for output, alone in zip((first, last), expected, strict=True):
+    for output, single in zip((first, last), expected, strict=True):
         assert isinstance(output, RequestOutput)
-        assert output.outputs == alone.outputs
+        assert output.outputs == single.outputs
 
 
 def test_ctrl_c_ends_all_requests_between_steps(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,13 +55,13 @@ def test_some_object(tiny: LLM) -> None:
     assert all(isinstance(json.loads(text), dict) for text in texts)
 
 
-def test_a_form_for_one_prompt_leaves_the_others_alone(tiny: LLM) -> None:
+def test_a_form_for_one_prompt_does_not_change_the_others(tiny: LLM) -> None:
     free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     form = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), temperature=0)
-    [alone] = tiny.generate("the", free, use_tqdm=False)
+    [single] = tiny.generate("the", free, use_tqdm=False)
     formed, beside = tiny.generate(["the", "the"], [form, free], use_tqdm=False)
     assert formed.outputs[0].text == "yes"
-    assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert beside.outputs[0].token_ids == single.outputs[0].token_ids
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_work_leaves_a_worker_that_turned_slow_and_comes_back_in_time(cluster: C
         placement = cluster.place(prompt(number), **{"p1" if slow == "p2" else "p2": 10**6})
         cluster.compute(placement, 10.0)
     chosen = {cluster.place(prompt(number)).computing for number in range(10, 30)}
-    assert chosen == {"p1", "p2"}, "the whole cluster counts as slow while nobody else was measured"
+    assert chosen == {"p1", "p2"}, "the whole cluster counts as slow while no other worker was measured"
     for number in range(30, 40):
         placement = cluster.place(prompt(number), **{slow: 10**6})
         cluster.compute(placement, 0.1)
@@ -203,8 +203,8 @@ def test_a_pull_is_planned_from_the_index_and_not_from_what_is_still_computed(ap
     computing = cluster.place(prompt()).computing
     other = "p1" if computing == "p2" else "p2"
     busy = {computing: 3 * 10**4}
-    alone = cluster.place(prompt(), **busy)
-    assert (alone.computing, alone.pull) == (other, None)
+    local = cluster.place(prompt(), **busy)
+    assert (local.computing, local.pull) == (other, None)
     helped = cluster.place(prompt(1, {computing: LENGTH}), **busy)
     assert helped.computing == other
     assert helped.pull is not None

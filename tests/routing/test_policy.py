@@ -57,8 +57,8 @@ def decode(
 
 def test_an_estimate_adds_queue_pull_and_computing() -> None:
     peer = Peer("peer", 1600, 1e9)
-    alone = estimate(worker("a", 160, 500), 2000, [], BLOCKS, Pulls.MEASURED)
-    assert (alone.queue_seconds, alone.compute_seconds, alone.seconds) == (0.5, 1.84, 2.34)
+    local = estimate(worker("a", 160, 500), 2000, [], BLOCKS, Pulls.MEASURED)
+    assert (local.queue_seconds, local.compute_seconds, local.seconds) == (0.5, 1.84, 2.34)
     helped = estimate(worker("a", 160, 500), 2000, [peer], BLOCKS, Pulls.MEASURED)
     assert helped.pull is not None
     assert helped.pull.pull_seconds == pytest.approx(0.005 + 90 * (1 << 20) / 1e9)
@@ -72,7 +72,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 
 @pytest.mark.parametrize("policy", Policy)
-def test_nobody_is_chosen_of_none(policy: Policy) -> None:
+def test_without_workers_none_is_chosen(policy: Policy) -> None:
     assert prefill([], policy=policy) is None
     assert decode([], policy) is None
 

@@ -44,7 +44,7 @@ class Authority:
         self.ca.cert_pem.write_to_path(str(self.file))
 
     def other(self) -> Authority:
-        """Return an authority of which this one's clients know nothing."""
+        """Return an authority that this one's clients do not know."""
         return Authority(self.folder)
 
     def issue(self, name: str, *, days: int = 1) -> TlsFiles:

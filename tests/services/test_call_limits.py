@@ -108,7 +108,7 @@ async def read(call: Any) -> grpc.StatusCode:
 
 
 @pytest.mark.parametrize("method", ["GenerateStream", "Detokenize"])
-async def test_calls_that_nobody_reads_end(
+async def test_calls_that_no_client_reads_end(
     server: GrpcServer, servicer: Servicer, narrow: Any, method: str
 ) -> None:
     calls = [narrow.unary_stream(f"/{NAME}/{method}")(b"") for _ in range(8)]
@@ -145,7 +145,7 @@ async def test_a_call_that_is_ended_while_a_message_is_sent_gets_its_status(
 
 
 @pytest.mark.parametrize("limits", [{"read_seconds": 60.0}])
-async def test_an_ended_call_that_nobody_reads_is_dropped(
+async def test_an_ended_call_that_no_client_reads_is_dropped(
     server: GrpcServer, servicer: Servicer, narrow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ended_calls, "ENDED_READ_SECONDS", 0.2)

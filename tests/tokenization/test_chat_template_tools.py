@@ -1,4 +1,4 @@
-"""What a template gets besides messages with a role and a text."""
+"""What a template gets in addition to messages with a role and a text."""
 
 from __future__ import annotations
 

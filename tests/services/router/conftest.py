@@ -37,7 +37,7 @@ class Fault:
 
 @dataclass
 class Script:
-    """What the model says, whoever computes it; and the hand-offs between the fake workers."""
+    """What the model says on every worker, and the hand-offs between the fake workers."""
 
     answer: list[int]
     commits: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -257,7 +257,7 @@ class Cluster:
         return pb_grpc.GenerationServiceStub(channel)
 
     async def joined(self, num_workers: int) -> None:
-        """Wait until so many workers take requests."""
+        """Wait until ``num_workers`` workers take requests."""
         assert self.running is not None
         workers = self.running.workers
         async with asyncio.timeout(5):

@@ -148,7 +148,7 @@ async def test_more_answers_than_a_limit_ever_allows_are_a_bad_argument(tenant: 
     assert caught.value.metadata["limit"] == "4"
 
 
-async def test_many_answers_wait_for_their_places_and_nobody_passes_them() -> None:
+async def test_many_answers_wait_for_their_places_and_no_request_passes_them() -> None:
     admission, tenant = make_admission(), Tenant("a", max_requests=4, max_waiting=8)
     deadline = time.monotonic() + SOON
     order: list[int] = []

@@ -77,7 +77,7 @@ async def test_late_answers_miss_both_targets(pair: Any) -> None:
     assert pair.metric("quire_slo_target_seconds", target="ttft") == 0
 
 
-async def test_a_failure_after_the_first_token_met_its_ttft_alone(cluster: Any, fault: Any) -> None:
+async def test_a_failure_of_the_client_counts_for_no_target(cluster: Any, fault: Any) -> None:
     worker = await cluster.add("d", "decode")
     stub = await cluster.start()
     worker.fault = fault(1, FailedPrecondition("x"))

@@ -171,7 +171,7 @@ async def test_a_stop_string_does_not_count_before_min_tokens(pair: Any) -> None
     assert text_of(responses) == "hello world, stop "
 
 
-async def test_without_prefill_workers_decode_serves_alone(cluster: Any) -> None:
+async def test_decode_workers_serve_without_prefill_workers(cluster: Any) -> None:
     await cluster.add("d", "decode", num_cached_tokens=4)
     responses = await stream(await cluster.start())
     assert text_of(responses) == TEXT
@@ -198,15 +198,15 @@ async def test_a_lost_prefill_is_retried_on_another(
     responses = await stream(stub)
     assert text_of(responses) == TEXT
     assert ids_of(responses) == pair.script.answer
-    # Both prefill workers fail: the third attempt is the decode worker's alone.
+    # Both prefill workers fail: in the third attempt, the decode worker computes the prompt too.
     assert responses[-1].usage.retries == 2
     attempts = [call.sequence for name in ("p1", "p2") for call in pair[name].calls]
     assert sorted(sequence.attempt for sequence in attempts) == [0, 1]
     assert {sequence.num_output_tokens for sequence in attempts} == ({0} if before_token == 0 else {0, 1})
     assert len({sequence.sampling.seed for sequence in attempts}) == 1
     assert len(pair["p1"].calls) == len(pair["p2"].calls) == 1
-    (alone,) = [c for d in callers(pair, "decode") for c in d.calls if not c.remote_prefill]
-    assert alone.sequence.num_output_tokens == 2 * before_token
+    (third,) = [c for d in callers(pair, "decode") for c in d.calls if not c.remote_prefill]
+    assert third.sequence.num_output_tokens == 2 * before_token
     assert pair.metric("quire_retries_total", role="prefill", cause=error.code.name.lower()) == 2
 
 

@@ -111,7 +111,7 @@ def live(cluster: Any) -> list[str]:
 
 
 async def answers(cluster: Any, stub: pb_grpc.GenerationServiceStub, seconds: float) -> None:
-    """Ask one question after the other for some time; all are answered at once, and nobody leaves."""
+    """Ask one question after the other for some time; all are answered at once, and no worker leaves."""
     loop = asyncio.get_running_loop()
     end, number = loop.time() + seconds, 0
     while loop.time() < end:
@@ -139,7 +139,7 @@ async def away(server: Server, cluster: Any, stack: AsyncExitStack) -> None:
 
 
 async def read_only(server: Server, cluster: Any, stack: AsyncExitStack) -> None:
-    """A replica whose master is gone: leases end there, and nobody can renew them."""
+    """A replica whose master is gone: leases end there, and no worker can renew its own."""
     await server.ask("REPLICAOF", "127.0.0.1", 1)
     stack.push_async_callback(server.ask, "REPLICAOF", "NO", "ONE")
 

@@ -136,10 +136,10 @@ async def test_a_batch_answers_each_prompt_and_one_bad_one_spoils_nothing(
     prompts: list[Any] = ["hello", [], "world", "stop"]
     async with client(pair, keys["single"]) as connected:
         outcomes = dict([each async for each in connected.batch(prompts, max_tokens=3, seed=1)])
-        alone = await connected.generate("hello", max_tokens=3, seed=1)
+        single = await connected.generate("hello", max_tokens=3, seed=1)
     assert sorted(outcomes) == [0, 1, 2, 3]
     assert isinstance(outcomes[0], Completion)
-    assert outcomes[0].text == alone.text
+    assert outcomes[0].text == single.text
     assert isinstance(outcomes[1], InvalidRequest)
     assert outcomes[1].reason == "EMPTY_PROMPT"
 

@@ -1,4 +1,4 @@
-"""Whom the router sends prompts: workers that prove the cluster secret, and nobody else."""
+"""The router sends prompts only to workers that prove the cluster secret."""
 
 from __future__ import annotations
 

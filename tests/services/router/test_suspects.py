@@ -87,7 +87,7 @@ async def test_a_broken_connection_is_a_death(five: Any) -> None:
 @pytest.mark.parametrize(
     "error", [Unavailable("stopping", reason=DRAINING), Unavailable("stopped", reason="ENGINE_STOPPED")]
 )
-async def test_a_worker_that_refuses_or_drains_accuses_nobody(
+async def test_a_worker_that_refuses_or_drains_accuses_no_request(
     five: Any, fault: Callable[..., Any], error: ServiceError
 ) -> None:
     stub = await five.start()
@@ -96,7 +96,7 @@ async def test_a_worker_that_refuses_or_drains_accuses_nobody(
     assert list((await ask(stub)).choices[0].token_ids) == five.script.answer
 
 
-async def test_a_worker_that_was_gone_before_accuses_nobody(five: Any) -> None:
+async def test_a_worker_that_was_gone_before_accuses_no_request(five: Any) -> None:
     stub = await five.start(poll_seconds=60.0)
     for name in ("d0", "d1", "d2"):
         await five[name].server._server.stop(None)

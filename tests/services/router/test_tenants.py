@@ -22,7 +22,7 @@ def write(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_a_new_key_is_known_by_its_line_alone(tmp_path: Path) -> None:
+def test_the_line_of_a_new_key_is_enough_to_know_it(tmp_path: Path) -> None:
     tenant = Tenant("acme", tokens_per_minute=6000, max_requests=4, max_waiting=2)
     made = new_key(tenant)
     assert made.key not in made.line
@@ -31,7 +31,7 @@ def test_a_new_key_is_known_by_its_line_alone(tmp_path: Path) -> None:
     assert len({new_key(tenant).key for _ in range(100)}) == 100
 
 
-def test_nobody_asks_without_a_file() -> None:
+def test_without_a_file_no_key_is_needed() -> None:
     assert NoKeys().authenticate([]) == Tenant("")
 
 
@@ -46,7 +46,9 @@ def test_nobody_asks_without_a_file() -> None:
         ([("authorization", b"\xff\x00")], "MALFORMED_AUTHORIZATION"),
     ],
 )
-def test_what_proves_nobody(tmp_path: Path, headers: list[tuple[str, str | bytes]], reason: str) -> None:
+def test_headers_that_prove_no_tenant(
+    tmp_path: Path, headers: list[tuple[str, str | bytes]], reason: str
+) -> None:
     keys = ApiKeys(write(tmp_path / "keys", new_key(Tenant("acme")).line))
     with pytest.raises(Unauthenticated) as caught:
         keys.authenticate(headers)

@@ -260,7 +260,7 @@ async def endless() -> None:
 
 
 def ignore(waiting: Draining) -> None:
-    """Tell nobody."""
+    """Do not report what the server waits for."""
 
 
 async def test_draining_takes_no_longer_than_the_grace(server: GrpcServer, servicer: Servicer) -> None:

@@ -1,4 +1,4 @@
-"""Calls that send no request, half of one, or no message: each ends, and nobody else suffers."""
+"""Calls that send no request, half of one, or no message: each ends, and other calls are served."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_a_message_that_is_too_large_is_refused_packed_or_not(
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rubbish=st.binary(max_size=300), greeting=st.booleans())
-def test_rubbish_on_the_socket_hurts_nobody(rubbish: bytes, greeting: bool) -> None:
+def test_rubbish_on_the_socket_does_not_stop_the_server(rubbish: bytes, greeting: bool) -> None:
     asyncio.run(_send_rubbish(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" * greeting + rubbish))
 
 

@@ -97,7 +97,7 @@ def test_attributes_have_dotted_names(spans: Spans) -> None:
 @pytest.mark.parametrize(
     ("error", "kind", "status"),
     [
-        (Unavailable("nobody"), "UNAVAILABLE", StatusCode.ERROR),
+        (Unavailable("no worker"), "UNAVAILABLE", StatusCode.ERROR),
         (ValueError("x"), "ValueError", StatusCode.ERROR),
         (asyncio.CancelledError(), "CANCELLED", StatusCode.UNSET),
     ],

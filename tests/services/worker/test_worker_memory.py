@@ -1,4 +1,4 @@
-"""How many blocks a worker allocates if nobody says: the device here has a size and no memory."""
+"""How many blocks a worker allocates by default: the device here has a size and no memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that mean harm, over HTTP: what they send is told to nobody, and how long they take is limited."""
+"""Clients that mean harm, over HTTP: what they send is not repeated, and how long they take is limited."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiohttp import ClientSession
 
 from quire.services.router.http.times import HttpTimes
 
-KEY = "quire-a-key-that-nobody-may-see"
+KEY = "quire-a-key-that-stays-secret"
 PATIENCE_SECONDS = 10.0
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 GET = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}".encode()

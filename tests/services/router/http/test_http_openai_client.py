@@ -42,7 +42,7 @@ async def test_a_completion(client: AsyncOpenAI, pair: Any) -> None:
     assert completion.usage.prompt_tokens_details.cached_tokens == 4
 
 
-async def test_sixteen_tokens_are_the_default_of_a_completion_alone(client: AsyncOpenAI, pair: Any) -> None:
+async def test_sixteen_tokens_are_the_default_of_completions_only(client: AsyncOpenAI, pair: Any) -> None:
     await client.completions.create(model="tiny", prompt="say it")
     await client.chat.completions.create(model="tiny", messages=MESSAGES)
     calls = [call.sequence for worker in pair.workers.values() for call in worker.calls]

@@ -57,7 +57,7 @@ async def test_clients_must_show_a_certificate(url: str, authority: Any, files: 
         await status(url.replace("https", "http"))
 
 
-async def test_without_an_authority_the_certificate_is_the_servers_alone(pair: Any, authority: Any) -> None:
+async def test_without_an_authority_clients_need_no_certificate(pair: Any, authority: Any) -> None:
     files = authority.issue("127.0.0.1")
     await pair.start(http_port=0, tls_cert=files.certificate, tls_key=files.key)
     url = f"https://{pair.running.http.address}"
