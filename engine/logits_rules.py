@@ -8,8 +8,8 @@ from copy import copy
 
 import numpy as np
 
+from quire.engine.grammar import GrammarMatcher
 from quire.engine.request_errors import NoTokenLeftError
-from quire.engine.structured_output import GrammarMatcher
 from quire.sampling.params import SamplingParams
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]

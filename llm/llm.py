@@ -12,7 +12,8 @@ from quire.engine import sequence as engine_types
 from quire.engine.dead_ends import dead_end
 from quire.engine.device import choose_device
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.format_compile import BadFormatError
+from quire.engine.grammar import GrammarCompiler, GrammarMatcher
+from quire.engine.grammar_compile import BadFormatError
 from quire.engine.logits_rules import LogitsRules
 from quire.engine.model_loader import load_model
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
@@ -20,7 +21,6 @@ from quire.engine.request_errors import KvBudgetError, RequestTooLongError
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.speculation import SpeculationCounts
 from quire.engine.speculators import load_draft_model, make_speculator
-from quire.engine.structured_output import GrammarCompiler, GrammarMatcher
 from quire.kvindex.block_hash import block_hash
 from quire.llm.config import LLMConfig, takes_fields_of
 from quire.llm.errors import RequestsFailedError

@@ -6,10 +6,10 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from quire.engine.dead_ends import dead_end
-from quire.engine.format_compile import BadFormatError
+from quire.engine.grammar import GrammarCompiler, GrammarMatcher, StructuredOutputUnavailableError
+from quire.engine.grammar_compile import BadFormatError
 from quire.engine.logits_rules import LogitsRules
 from quire.engine.sequence import Sequence
-from quire.engine.structured_output import GrammarCompiler, GrammarMatcher, StructuredOutputUnavailableError
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import worker_pb2
 from quire.sampling.messages import format_from_proto

@@ -15,9 +15,9 @@ import grpc.aio
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
+from quire.engine.grammar import GrammarCompiler
 from quire.engine.kv_memory import KvMemory
 from quire.engine.step_watch import StepWatch
-from quire.engine.structured_output import GrammarCompiler
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger

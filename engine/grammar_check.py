@@ -1,7 +1,8 @@
 """Tries formats in another process, so that a format that crashes the compiler fails only its own request.
 
 llguidance is native code. A format may overflow its stack or exhaust the memory, and neither raises an
-exception. The other process starts with the first format and keeps the tokenizer; it runs ``format_process``.
+exception. The other process, which runs ``grammar_process``, starts with the first format and keeps the
+tokenizer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
-from quire.engine.format_compile import BadFormatError
-from quire.engine.format_process import MAX_SECONDS
+from quire.engine.grammar_compile import BadFormatError
+from quire.engine.grammar_process import MAX_SECONDS
 from quire.sampling.output_format import OutputFormat
 
 START_SECONDS = 60.0
@@ -73,7 +74,7 @@ class FormatChecker:
     def _ask(self, output_format: OutputFormat) -> dict[str, Any]:
         if self._process is None:
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", "quire.engine.format_process"],
+                [sys.executable, "-m", "quire.engine.grammar_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 # Native code writes to stderr when it crashes, which does not belong in this log.

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.engine import format_compile, structured_output
-from quire.engine.format_compile import BadFormatError
-from quire.engine.structured_output import (
+from quire.engine import grammar, grammar_compile
+from quire.engine.grammar import (
     FormatFailedError,
     GrammarCompiler,
     StructuredOutputUnavailableError,
 )
+from quire.engine.grammar_compile import BadFormatError
 from quire.models.bundled import demo_model_path
 from quire.sampling.output_format import OutputFormat
 
@@ -111,7 +111,7 @@ def test_without_it_formats_are_not_compiled(
 def test_the_cache_holds_bytes_not_formats(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structured_output, "CACHE_BYTES", 12 << 20)
+    monkeypatch.setattr(grammar, "CACHE_BYTES", 12 << 20)
     small = [OutputFormat("regex", f"a{{{i}}}") for i in range(2, 6)]
     for each in small:
         compiler.compile(each, 0)
@@ -154,11 +154,11 @@ def test_a_lexer_that_is_full_is_replaced(compiler: GrammarCompiler, monkeypatch
     form = OutputFormat("regex", "([a-z ]{1,200}[0-9]){9}x")
     expected = [masks(compiler, seed) for seed in range(4)]
     compiler._compiled.clear()
-    monkeypatch.setattr(format_compile, "_MAX_LEXER_STATES", 200)
+    monkeypatch.setattr(grammar_compile, "_MAX_LEXER_STATES", 200)
     renewed = []
-    restart = structured_output.CompiledFormat.restart
+    restart = grammar.CompiledFormat.restart
     monkeypatch.setattr(
-        structured_output.CompiledFormat, "restart", lambda self: renewed.append(restart(self)) or renewed[-1]
+        grammar.CompiledFormat, "restart", lambda self: renewed.append(restart(self)) or renewed[-1]
     )
     assert [masks(compiler, seed) for seed in range(4)] == expected
     assert len(renewed) >= 2
@@ -171,6 +171,6 @@ def test_the_masks_of_one_request_share_a_budget(
     matcher = shared.compile(A, 0)
     sample = matcher.copy()
     matcher.allowed([])
-    monkeypatch.setattr(structured_output, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "MASK_SECONDS", 0.0)
     with pytest.raises(FormatFailedError, match="masks took more than 0 s"):
         sample.allowed([])

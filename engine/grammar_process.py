@@ -2,7 +2,7 @@
 
 A chain of 3,500 rules overflows the compiler's stack, a regular expression of 30 KB takes 900 MB, and a
 schema of 43 bytes takes minutes. A forked process with resource limits tries each format, and only this fork
-dies if the format exceeds them. ``format_check`` starts the program and sends it lines of JSON: first the
+dies if the format exceeds them. ``grammar_check`` starts the program and sends it lines of JSON: first the
 tokenizer, then formats. The program answers each line with one line: an empty object for the tokenizer, a
 verdict for a format.
 """
@@ -17,7 +17,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.format_compile import BadFormatError, compile_format, first_line, load_tokenizer
+from quire.engine.grammar_compile import BadFormatError, compile_format, first_line, load_tokenizer
 from quire.sampling.output_format import OutputFormat
 
 if TYPE_CHECKING:

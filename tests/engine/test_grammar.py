@@ -16,14 +16,14 @@ import torch
 
 from quire.engine.dead_ends import dead_end
 from quire.engine.engine import Engine
-from quire.engine.format_compile import BadFormatError
+from quire.engine.grammar import GrammarCompiler, StructuredOutputUnavailableError
+from quire.engine.grammar_compile import BadFormatError
 from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_rules import LogitsRules
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.request_errors import NoTokenLeftError
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
-from quire.engine.structured_output import GrammarCompiler, StructuredOutputUnavailableError
 from quire.sampling.output_format import OutputFormat
 from quire.sampling.params import BeamParams, SamplingParams
 

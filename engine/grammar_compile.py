@@ -69,7 +69,7 @@ def load_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTo
 def compile_format(tokenizer: LLTokenizer, output_format: OutputFormat) -> LLMatcher:
     """Return a matcher at the start of an answer.
 
-    A hostile format may crash the process: see ``format_check``.
+    A hostile format may crash the process: see ``grammar_check``.
 
     Raises:
         BadFormatError: the format is not valid, or exceeds a limit.

@@ -1,8 +1,8 @@
-"""Structured output: which tokens a JSON schema, a regular expression or a grammar allows next.
+"""Structured output: which tokens a JSON schema, a regular expression or a Lark grammar allows next.
 
-llguidance, an optional package, compiles a format against the tokenizer's vocabulary and parses the output
-token by token. The parser's state depends only on the output, so forking, preempting or resuming a sequence
-on another worker does not change its answer.
+llguidance, an optional package, reads each of these formats as a grammar, compiles it against the tokenizer's
+vocabulary and parses the output token by token. The parser's state depends only on the output, so forking,
+preempting or resuming a sequence on another worker does not change its answer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.engine.format_check import FormatChecker, FormatCheckError
-from quire.engine.format_compile import BadFormatError, compile_format, first_line, load_tokenizer
+from quire.engine.grammar_check import FormatChecker, FormatCheckError
+from quire.engine.grammar_compile import BadFormatError, compile_format, first_line, load_tokenizer
 from quire.engine.request_errors import RequestFailedError
 from quire.sampling.output_format import OutputFormat
 
@@ -168,7 +168,7 @@ class GrammarMatcher:
 class GrammarCompiler:
     """Compiles formats for one model; safe to call from any thread.
 
-    A new format is first tried in another process (``format_check``). Accepted formats stay in a cache as
+    A new format is first tried in another process (``grammar_check``). Accepted formats stay in a cache as
     long as there is room, and refused ones are remembered, so that a format is usually tried only once.
 
     Args:
