@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,3 +55,13 @@ def end_call(task: asyncio.Task[Any], error: ServiceError) -> None:
     else:
         timer = task.get_loop().call_later(ENDED_READ_SECONDS, end.drop)
         task.add_done_callback(lambda _: timer.cancel())
+
+
+async def end_calls(
+    tasks: Sequence[asyncio.Task[Any]], error: ServiceError, seconds: float | None = None
+) -> None:
+    """End the calls that tasks handle, and wait until all have ended, at most for ``seconds`` if given."""
+    for task in tasks:
+        end_call(task, error)
+    if tasks:
+        await asyncio.wait(tasks, timeout=seconds)

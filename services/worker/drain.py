@@ -1,9 +1,23 @@
-"""Says whether a worker takes requests: it serves, an operator drains it, or its process stops."""
+"""How a worker drains: whether it takes requests, and how its process lets the running ones end.
+
+An operator may drain a worker and take it back. A process that stops leaves the cluster, keeps serving until
+every router has noticed, then refuses new requests and waits for those that run. Its server gives it
+``grace_seconds`` for this and then cancels the wait (``services/server/grpc_server.py``).
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import Any
+
+from quire.kvindex.publisher import BlockPublisher
+from quire.services.server.ended_calls import end_calls
+from quire.services.server.errors import DRAINING, Unavailable
+
+END_SECONDS = 1.0
+"""How long requests that are ended may take to tell their callers."""
 
 
 class DrainState(Enum):
@@ -47,3 +61,42 @@ class Drain:
     def stop(self) -> None:
         """Refuse new requests from now on."""
         self.state = DrainState.STOPPING
+
+    def check_not_stopping(self) -> None:
+        """Check that a new request may run.
+
+        Raises:
+            Unavailable: the process is about to end.
+        """
+        if self.is_stopping:
+            raise Unavailable("this worker is stopping; send requests to another", reason=DRAINING)
+
+
+async def drain_before_exit(
+    drain: Drain,
+    running: Callable[[], list[asyncio.Task[Any]]],
+    publisher: BlockPublisher | None,
+    notice_seconds: float,
+) -> None:
+    """Leave the cluster and let the running requests end; if this is cancelled, end those that remain.
+
+    Args:
+        drain: the worker's state, which becomes STOPPING.
+        running: returns the tasks that serve requests.
+        publisher: keeps the worker's lease; None: no router finds the worker by itself.
+        notice_seconds: how long the worker still takes requests after it has given up its lease.
+    """
+    try:
+        if publisher is not None:
+            await publisher.close()
+            # Routers look for live workers once a second; what they send until then is served.
+            await asyncio.sleep(notice_seconds)
+        drain.stop()
+        # Running requests need their pushes, and pulls need their leases: the server still takes such calls.
+        while tasks := running():
+            await asyncio.wait(tasks)
+    finally:
+        drain.stop()
+        # A connection that is cut would look like a worker that one of these requests has ended.
+        stopping = Unavailable("this worker stops; its time to drain is over", reason=DRAINING)
+        await end_calls(running(), stopping, END_SECONDS)

@@ -21,9 +21,9 @@ from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import metrics_server
 from quire.services.worker.build import identify, load_models
 from quire.services.worker.config import RunningWorker, WorkerConfig
+from quire.services.worker.drain import drain_before_exit
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.parts import WorkerParts
-from quire.services.worker.running_requests import RunningRequests
 from quire.services.worker.start import (
     Start,
     assemble_parts,
@@ -71,7 +71,9 @@ async def serve(
         _log_ready(start)
         if on_ready is not None:
             on_ready(_running(identity, server, metrics_port))
-        drain = partial(_drain, config, start.publisher, parts.requests)
+        drain = partial(
+            drain_before_exit, parts.drain, parts.requests.tasks, start.publisher, config.notice_seconds
+        )
         await serve_until_signal(server, Stop(drain, lambda: len(parts.requests), tell_log), start.failure)
 
 
@@ -103,19 +105,6 @@ def _running(identity: WorkerIdentity, server: GrpcServer, metrics_port: int) ->
         max_model_len=identity.max_model_len,
         epoch=identity.epoch,
     )
-
-
-async def _drain(config: WorkerConfig, publisher: BlockPublisher | None, requests: RunningRequests) -> None:
-    """Leave the cluster, let the running requests end, and tell those that do not that this worker stops."""
-    try:
-        if publisher is not None:
-            await publisher.close()
-            # Routers look who is there once a second; what they send until then is served.
-            await asyncio.sleep(config.notice_seconds)
-        # Running requests need their pushes, and pulls need their leases: the server takes calls.
-        await requests.drain()
-    finally:
-        await requests.end()
 
 
 async def _leave_on_failure(publisher: BlockPublisher, failure: asyncio.Future[EngineStoppedError]) -> None:

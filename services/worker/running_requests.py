@@ -1,4 +1,4 @@
-"""Keeps the requests that a worker serves, so that each can be aborted, counted and waited for."""
+"""Keeps the requests that a worker serves, so that each can be aborted and counted."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from typing import Any, NamedTuple
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.sequence import Sequence
 from quire.protos import worker_pb2
-from quire.services.server.ended_calls import end_call
-from quire.services.server.errors import DRAINING, Aborted, AlreadyExists, ServiceError, Unavailable
+from quire.services.server.ended_calls import end_calls
+from quire.services.server.errors import Aborted, AlreadyExists
 from quire.services.server.phases import PhaseMetrics, RequestPhases
 from quire.services.server.tracing import Tracer
 from quire.services.worker.drain import Drain
 from quire.services.worker.engine_errors import known_errors
 from quire.services.worker.updates import Updates
-
-END_SECONDS = 1.0
-"""How long requests that are ended may take to tell their callers."""
 
 
 class Running(NamedTuple):
@@ -52,8 +49,7 @@ class RunningRequests:
         attempt_id, sequence_id = sequence.attempt_id, message.sequence_id
         task = asyncio.current_task()
         assert task is not None
-        if self._drain.is_stopping:
-            raise Unavailable("this worker is stopping; send requests to another", reason=DRAINING)
+        self._drain.check_not_stopping()
         if self._engine.is_subscribed(attempt_id):
             raise AlreadyExists(f"request {attempt_id} is already here")
         self._handlers[sequence_id][task] = message.attempt
@@ -77,31 +73,8 @@ class RunningRequests:
             for task, its_attempt in self._handlers.get(sequence_id, {}).items()
             if its_attempt <= attempt
         ]
-        await _end(tasks, Aborted("the request was aborted"))
+        await end_calls(tasks, Aborted("the request was aborted"))
 
-    async def drain(self) -> None:
-        """Refuse requests from now on, and wait until those that run have ended."""
-        self._drain.stop()
-        while tasks := self._tasks:
-            await asyncio.wait(tasks)
-
-    async def end(self) -> None:
-        """End the requests that still run, with a status that says that this worker stops.
-
-        A connection that is cut would look like a worker that one of them has ended.
-        """
-        self._drain.stop()
-        stopping = Unavailable("this worker stops; its time to drain is over", reason=DRAINING)
-        await _end(self._tasks, stopping, END_SECONDS)
-
-    @property
-    def _tasks(self) -> list[asyncio.Task[Any]]:
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Return the tasks that serve requests now."""
         return [task for handlers in self._handlers.values() for task in handlers]
-
-
-async def _end(tasks: list[asyncio.Task[Any]], error: ServiceError, seconds: float | None = None) -> None:
-    """End calls with an error, and wait until nothing of them is left, or for some seconds."""
-    for task in tasks:
-        end_call(task, error)
-    if tasks:
-        await asyncio.wait(tasks, timeout=seconds)

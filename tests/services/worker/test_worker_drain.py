@@ -30,7 +30,7 @@ async def test_requests_are_sent_elsewhere(role: str, make_parts: Callable[..., 
     identity = Mock(vocab_size=100, root_hash=lambda scope: bytes(16))
     parts = make_parts(engine=engine, identity=identity, drain=Drain(Mock()))
     servicer = WorkerServicer(parts, PrefillCalls(parts), DecodeCalls(parts, Mock()))
-    await parts.requests.drain()
+    parts.drain.stop()
     assert servicer.is_stopping
     answer: AsyncGenerator[worker_pb2.PrefillResponse | worker_pb2.DecodeResponse, None]
     if role == "prefill":
