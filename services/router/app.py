@@ -24,7 +24,6 @@ from quire.routing.policy import Blocks, Policy
 from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
-from quire.services.router.authentication import RequireTenant
 from quire.services.router.config import RouterConfig
 from quire.services.router.generation import Cluster
 from quire.services.router.instruments import Instruments
@@ -32,7 +31,8 @@ from quire.services.router.metrics import RouterMetrics
 from quire.services.router.open_calls import OpenCalls
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.sources import Sources, open_sources
-from quire.services.router.tenants import ApiKeys, Authenticator, NoKeys
+from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
+from quire.services.router.tenants.authentication import RequireTenant
 from quire.services.router.worker_calls import Spawn
 from quire.services.router.workers import WorkerSet
 from quire.services.router.write_back import WriteBackCalls, WriteBackMetrics

@@ -13,6 +13,7 @@ from quire.services.router.workers import Worker, WorkerSet
 from quire.services.server.errors import (
     ENGINE_FAILED,
     REQUEST_FAILED,
+    RETRY_AFTER_SECONDS,
     SUSPECTED,
     DeadlineExceeded,
     FailedPrecondition,
@@ -22,8 +23,6 @@ from quire.services.server.errors import (
     ServiceError,
     Unavailable,
 )
-
-RETRY_AFTER_SECONDS = 1.0
 
 _RETRYABLE = frozenset(
     {

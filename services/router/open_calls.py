@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from quire.services.router.admission import RETRY_AFTER_SECONDS
-from quire.services.server.errors import Unavailable
+from quire.services.server.errors import RETRY_AFTER_SECONDS, Unavailable
 
 
 class OpenCalls:

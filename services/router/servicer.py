@@ -20,22 +20,23 @@ from quire.services.requests.validation import (
     encode_text,
     validate,
 )
-from quire.services.router.admission import RETRY_AFTER_SECONDS, Admission
+from quire.services.router.admission import Admission
 from quire.services.router.answer_size import (
     all_of,
     check_answer_size,
     check_message_size,
     check_prompt_logprobs,
 )
-from quire.services.router.authentication import CALLER
 from quire.services.router.batch import batch_answers, check_batch_size
 from quire.services.router.failures import no_decode_worker
 from quire.services.router.generation import Cluster, GenerationRun
 from quire.services.router.instruments import Instruments
 from quire.services.router.open_calls import OpenCalls
 from quire.services.router.request_timer import RequestTimer, outcome_of
-from quire.services.router.tenants import Authenticator, Headers, Tenant
-from quire.services.server.errors import Unavailable
+from quire.services.router.tenants.api_keys import Authenticator, Headers
+from quire.services.router.tenants.authentication import CALLER
+from quire.services.router.tenants.tenant import Tenant
+from quire.services.server.errors import RETRY_AFTER_SECONDS, Unavailable
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
 from quire.services.server.tracing import Span

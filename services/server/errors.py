@@ -29,6 +29,9 @@ SUSPECTED = "SUSPECTED_OF_ENDING_WORKERS"
 DRAINING = "DRAINING"
 """Reason: the server is about to stop, or was drained."""
 
+RETRY_AFTER_SECONDS = 1.0
+"""Time after which a refused client may try again, if the server has no better estimate."""
+
 MAX_MESSAGE_CHARS = 1000
 """Maximum length of a message, in characters; longer ones are truncated. Messages may repeat a client's
 input, and gRPC drops a status of more than 8 KiB."""

@@ -14,7 +14,7 @@ from typer.testing import Result
 
 from quire.protos import admin_pb2 as pb
 from quire.protos.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
-from quire.services.router.tenants import ApiKeys
+from quire.services.router.tenants.api_keys import ApiKeys
 
 Quire = Callable[..., Result]
 

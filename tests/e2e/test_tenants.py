@@ -26,7 +26,8 @@ from quire.protos.kvtransfer_pb2_grpc import KvPullServiceStub
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
-from quire.services.router.tenants import Tenant, new_key
+from quire.services.router.tenants.api_keys import new_key
+from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 
 SECRET = "the secret of this cluster"

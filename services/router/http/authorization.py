@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from quire.services.router.servicer import GenerationServicer
-from quire.services.router.tenants import Tenant
+from quire.services.router.tenants.tenant import Tenant
 
 TENANT = web.RequestKey("tenant", Tenant)
 """Key under which handlers find the tenant of a request."""

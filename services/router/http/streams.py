@@ -15,7 +15,8 @@ from quire.services.router.http.errors import from_service_error
 from quire.services.router.http.responses import to_json
 from quire.services.router.merge import merged
 from quire.services.router.servicer import GenerationServicer
-from quire.services.router.tenants import Headers, Tenant
+from quire.services.router.tenants.api_keys import Headers
+from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.errors import Internal, InvalidArgument, ServiceError
 from quire.services.server.log import get_logger
 

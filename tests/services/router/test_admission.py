@@ -14,7 +14,7 @@ from quire.protos import inference_pb2 as pb
 from quire.services.requests.validation import Answers, answers_of
 from quire.services.router.admission import Admission
 from quire.services.router.metrics import RouterMetrics
-from quire.services.router.tenants import Tenant
+from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 SOON = 60.0

@@ -16,7 +16,8 @@ from quire.client import AsyncClient, Completion, InvalidRequest, Overloaded, Un
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.router.tenants import Tenant, new_key
+from quire.services.router.tenants.api_keys import new_key
+from quire.services.router.tenants.tenant import Tenant
 
 METHODS = list(pb.DESCRIPTOR.services_by_name["GenerationService"].methods)
 PROMPT = pb.Generation(text="hello")

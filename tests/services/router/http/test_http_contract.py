@@ -23,7 +23,8 @@ from prometheus_client import CollectorRegistry
 from quire.services.router.http.errors import _STATUS
 from quire.services.router.http.server import http_server
 from quire.services.router.open_calls import OpenCalls
-from quire.services.router.tenants import Tenant, new_key
+from quire.services.router.tenants.api_keys import new_key
+from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.errors import InvalidArgument
 from quire.services.server.otel_tracing import OtelTracer
 

@@ -7,10 +7,11 @@ import hashlib
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.errors import BadFileError, Unauthenticated
 from quire.services.server.log import get_logger
 
@@ -25,30 +26,6 @@ _log = get_logger("tenants")
 
 Headers = Iterable[tuple[str, str | bytes]]
 """Metadata of a gRPC call or headers of an HTTP request; names may be in upper or lower case."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """A client whose requests share KV blocks with each other, and never with those of other tenants.
-
-    Attributes:
-        name: name of the tenant; empty for the single tenant of a router without API keys.
-        tokens_per_minute: limit on prompt and answer tokens; one minute's worth may come at once. None: no
-            limit.
-        max_requests: limit on requests that run at the same time; a request counts once for each of its
-            answers. None: no limit.
-        max_waiting: limit on requests that wait, in order of arrival, for a running one to end.
-    """
-
-    name: str = ""
-    tokens_per_minute: int | None = None
-    max_requests: int | None = None
-    max_waiting: int = 0
-
-    def limits(self) -> str:
-        """Return the limits in the syntax of a key file, ``name=value`` pairs; empty without limits."""
-        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
-        return " ".join(f"{name.replace('_', '-')}={value}" for name, value in options.items() if value)
 
 
 class Authenticator(Protocol):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.services.router.tenants import ApiKeys, NoKeys, Tenant, new_key, read_keys
+from quire.services.router.tenants.api_keys import ApiKeys, NoKeys, new_key, read_keys
+from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.errors import BadFileError, Unauthenticated
 from quire.services.server.log import configure_logging
 

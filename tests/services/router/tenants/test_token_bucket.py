@@ -7,7 +7,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.services.router.token_bucket import TokenBucket
+from quire.services.router.tenants.token_bucket import TokenBucket
 
 ROUNDING = 1e-3
 pauses = st.floats(0, 100, allow_nan=False)

@@ -7,7 +7,8 @@ from typing import Any
 
 import grpc
 
-from quire.services.router.tenants import Authenticator, Tenant
+from quire.services.router.tenants.api_keys import Authenticator
+from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.errors import ServiceError
 from quire.services.server.interceptors import OwnCalls, refusal
 

@@ -1,0 +1,125 @@
+"""Enforces the limits of tenants: tokens per minute, and requests that run at the same time.
+
+Each router enforces them separately: two routers together admit twice as much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from quire.services.router.metrics import RouterMetrics
+from quire.services.router.tenants.gate import Gate
+from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.token_bucket import TokenBucket
+from quire.services.server.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, ResourceExhausted
+
+
+def limit_reached(limit: int, what: str, reason: str) -> ResourceExhausted:
+    """Return the error for a request that comes while ``limit`` others run."""
+    return ResourceExhausted(
+        f"{limit} {what}, the most that this router takes; try again",
+        reason=reason,
+        metadata={"limit": str(limit)},
+        retry_after_seconds=RETRY_AFTER_SECONDS,
+    )
+
+
+class Allowance:
+    """Charges the tokens of one admitted request to its tenant."""
+
+    def __init__(self, tenant: Tenant, bucket: TokenBucket | None, metrics: RouterMetrics) -> None:
+        self._tenant = tenant
+        self._bucket = bucket
+        self._metrics = metrics
+
+    def spend_prompt(self, num_tokens: int) -> None:
+        """Charge a prompt before it is computed.
+
+        Raises:
+            ResourceExhausted: the tenant has too few tokens left; ``retry_after_seconds`` is exact.
+        """
+        if self._bucket is None:
+            return
+        if seconds := self._bucket.wait_seconds(num_tokens):
+            self._metrics.rejections.labels("tenant_tokens").inc()
+            limit = self._bucket.tokens_per_minute
+            raise ResourceExhausted(
+                f"the limit of {limit} tokens a minute is reached; try again in {seconds:.1f} s",
+                reason="TOKEN_RATE",
+                metadata={"tenant": self._tenant.name, "limit": str(limit)},
+                retry_after_seconds=seconds,
+            )
+        self._bucket.spend(num_tokens)
+
+    def spend(self, num_tokens: int) -> None:
+        """Charge generated tokens; the tenant may go into debt."""
+        if self._bucket is not None:
+            self._bucket.spend(num_tokens)
+
+
+class TenantLimits:
+    """The use that tenants make of their limits.
+
+    Args:
+        metrics: counts refused requests.
+        clock: monotonic clock in seconds.
+    """
+
+    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._gates: dict[str, Gate] = {}
+        self._buckets: dict[str, TokenBucket] = {}
+
+    def allowance(self, tenant: Tenant) -> Allowance:
+        """Return what a new request charges its tokens to.
+
+        Raises:
+            ResourceExhausted: the tenant is in debt.
+        """
+        allowance = Allowance(tenant, self._bucket(tenant), self._metrics)
+        allowance.spend_prompt(0)
+        return allowance
+
+    @asynccontextmanager
+    async def places(self, tenant: Tenant, num_places: int, deadline: float) -> AsyncIterator[None]:
+        """Hold places for a request until the context ends; if too few are free, first wait for them.
+
+        Args:
+            deadline: a reading of the clock.
+
+        Raises:
+            ResourceExhausted: the places are taken, and no more requests may wait.
+            DeadlineExceeded: the deadline passed before the places were free.
+        """
+        if tenant.max_requests is None:
+            yield
+            return
+        gate = self._gates.setdefault(tenant.name, Gate())
+        gate.resize(tenant.max_requests)
+        if not gate.has_room(num_places) and gate.num_waiting >= tenant.max_waiting:
+            self._metrics.rejections.labels("tenant_requests").inc()
+            what = f"requests of tenant {tenant.name} are under way"
+            raise limit_reached(tenant.max_requests, what, "TENANT_REQUESTS")
+        try:
+            async with asyncio.timeout(max(0.0, deadline - self._clock())):
+                await gate.enter(num_places)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the request's deadline passed while {tenant.max_requests} others of its tenant were running"
+            ) from None
+        try:
+            yield
+        finally:
+            gate.leave(num_places)
+
+    def _bucket(self, tenant: Tenant) -> TokenBucket | None:
+        if tenant.tokens_per_minute is None:
+            self._buckets.pop(tenant.name, None)
+            return None
+        bucket = self._buckets.get(tenant.name)
+        if bucket is None or bucket.tokens_per_minute != tenant.tokens_per_minute:
+            bucket = self._buckets[tenant.name] = TokenBucket(tenant.tokens_per_minute, self._clock)
+        return bucket
