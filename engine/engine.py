@@ -36,6 +36,7 @@ from quire.engine.step_results import StepResults
 from quire.engine.stop_rules import StopRules
 from quire.engine.swap_cost import SwapCost
 from quire.engine.swap_space import SwapSpace
+from quire.engine.swapping import Swapping
 from quire.engine.transfers import Transfers
 
 
@@ -118,10 +119,11 @@ class Engine:
         )
         self.queues = queues = GroupQueues(self.pool)
         self._swap_cost = SwapCost(memory.shape.block_bytes)
+        swapping = Swapping(queues, tables, self.swap_space)
         prefers_swap = self._swap_cost.prefers_swap
-        self.preemption = Preemption(config.preemption, queues, tables, self.swap_space, prefers_swap)
+        self.preemption = Preemption(config.preemption, queues, tables, swapping, prefers_swap)
         first_blocks = FirstBlocks(queues, tables, self.tiers)
-        self.scheduler = Scheduler(config, queues, tables, self.preemption, first_blocks)
+        self.scheduler = Scheduler(config, queues, tables, self.preemption, swapping, first_blocks)
         self.runner = ModelRunner(model, memory, parts.swap_memory)
         self.speculator = parts.speculator
         self._stop_rules = rules = StopRules(model.eos_token_ids, self.max_model_len)

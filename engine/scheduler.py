@@ -40,6 +40,7 @@ from quire.engine.preemption import Preemption
 from quire.engine.schedule import Schedule, ScheduledSequence
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.sequence_group import SequenceGroup
+from quire.engine.swapping import Swapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Scheduler:
         queues: the groups.
         tables: the ledger of the blocks that sequences hold.
         preemption: takes blocks from the newest groups.
+        swapping: copies blocks of preempted groups back.
         first_blocks: gives blocks to groups that start.
     """
 
@@ -95,12 +97,14 @@ class Scheduler:
         queues: GroupQueues,
         tables: BlockTables,
         preemption: Preemption,
+        swapping: Swapping,
         first_blocks: FirstBlocks,
     ) -> None:
         self.config = config
         self._queues = queues
         self._tables = tables
         self._preemption = preemption
+        self._swapping = swapping
         self._first_blocks = first_blocks
 
     def schedule(self) -> Schedule:
@@ -239,7 +243,7 @@ class Scheduler:
         def num_next_blocks(group: SequenceGroup) -> int:
             return self._tables.num_appended_blocks(self._choose_tokens(group, budget))
 
-        if group.swapped is not None and not self._preemption.swap_in(group, schedule, num_next_blocks):
+        if group.swapped is not None and not self._swapping.swap_in(group, schedule, num_next_blocks):
             return None
         if not group.holds_blocks and not self._first_blocks.allocate_for(group, schedule):
             return None

@@ -21,6 +21,7 @@ from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.swap_space import SwapSpace
+from quire.engine.swapping import Swapping
 from quire.sampling.params import BeamParams, SamplingParams
 
 BLOCK_SIZE = 16
@@ -114,8 +115,9 @@ class Ledger:
         self.tables = BlockTables(self.pool, BLOCK_SIZE, hash_block)
         self.queues = GroupQueues(self.pool)
         self.swap_space = SwapSpace(num_host_blocks)
+        self.swapping = Swapping(self.queues, self.tables, self.swap_space)
         self.preemption = Preemption(
-            mode, self.queues, self.tables, self.swap_space, lambda num_tokens, num_blocks: prefers_swap
+            mode, self.queues, self.tables, self.swapping, lambda num_tokens, num_blocks: prefers_swap
         )
         self.schedule = Schedule()
 
@@ -152,7 +154,7 @@ def test_a_swapped_group_shares_its_blocks_again() -> None:
     assert list(ledger.queues.waiting) == [group]
     assert group.prompt.status == SequenceStatus.PREEMPTED
     assert ledger.pool.counts.used == 0
-    assert ledger.preemption.swap_in(group, ledger.schedule, lambda group: 0)
+    assert ledger.swapping.swap_in(group, ledger.schedule, lambda group: 0)
     tables = [sequence.block_table for sequence in group.sequences]
     assert tables[0] == tables[1]
     assert [ledger.pool.ref_cnt(block_id) for block_id in tables[0]] == [2, 2]
@@ -167,15 +169,15 @@ def test_a_group_stays_in_host_memory_until_its_next_tokens_fit_too() -> None:
     ledger = Ledger()
     group = ledger.run_group("r", 2)
     ledger.preemption.preempt(group, ledger.schedule)
-    assert not ledger.preemption.swap_in(group, ledger.schedule, lambda group: 7)
+    assert not ledger.swapping.swap_in(group, ledger.schedule, lambda group: 7)
     assert group.swapped is not None
     assert ledger.pool.counts.used == 0
     assert not ledger.schedule.swap_in
     other = ledger.run_group("other", 6)
     # While another group runs, one block is kept for its growth.
-    assert not ledger.preemption.swap_in(group, ledger.schedule, lambda group: 0)
+    assert not ledger.swapping.swap_in(group, ledger.schedule, lambda group: 0)
     ledger.tables.free(other.prompt)
-    assert ledger.preemption.swap_in(group, ledger.schedule, lambda group: 5)
+    assert ledger.swapping.swap_in(group, ledger.schedule, lambda group: 5)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from quire.engine.scheduler import Scheduler, SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.swap_space import SwapSpace
+from quire.engine.swapping import Swapping
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams, SamplingParams
 
@@ -38,11 +39,12 @@ class Bench:
         self.pool = BlockPool(num_blocks)
         self.tables = BlockTables(self.pool, BLOCK_SIZE, hash_block)
         self.queues = GroupQueues(self.pool)
+        swapping = Swapping(self.queues, self.tables, SwapSpace(0))
         self.preemption = Preemption(
-            "recompute", self.queues, self.tables, SwapSpace(0), lambda num_tokens, num_blocks: False
+            "recompute", self.queues, self.tables, swapping, lambda num_tokens, num_blocks: False
         )
         first_blocks = FirstBlocks(self.queues, self.tables, None)
-        self.scheduler = Scheduler(config, self.queues, self.tables, self.preemption, first_blocks)
+        self.scheduler = Scheduler(config, self.queues, self.tables, self.preemption, swapping, first_blocks)
 
     def add(self, name: str, num_tokens: int, first_token: int = 0) -> SequenceGroup:
         """Queue a prompt; prompts with different first tokens share no blocks."""
