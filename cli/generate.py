@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,18 +10,11 @@ import typer
 from quire.cli import options
 from quire.cli.answer import format_stats, stream_answer
 from quire.cli.failure import INTERRUPTED, describe, fail
-from quire.cli.sampling_options import SamplingOptions
+from quire.cli.sampling_options import BeamOptions, SamplingOptions
 from quire.cli.spread import spread
 
 if TYPE_CHECKING:
-    from quire.client import Delta, EarlyStopping, GenerationOptions, Message, Prompt
-
-_EARLY_STOPPING: Mapping[str | None, EarlyStopping | None] = {
-    "true": True,
-    "false": False,
-    "never": "never",
-    None: None,
-}
+    from quire.client import Delta, GenerationOptions, Message, Prompt
 
 
 @spread
@@ -37,8 +29,7 @@ def generate(
     best_of: options.BestOf = None,
     kv_budget: options.KvBudget = None,
     beam_width: options.BeamWidth = None,
-    length_penalty: options.LengthPenalty = None,
-    early_stopping: options.EarlyStopping = None,
+    beam: BeamOptions,
     stop: options.Stop = None,
     json_schema: options.JsonSchema = None,
     regex: options.Regex = None,
@@ -58,8 +49,7 @@ def generate(
         "best_of": best_of,
         "kv_budget_tokens": kv_budget,
         "beam_width": beam_width,
-        "length_penalty": length_penalty,
-        "early_stopping": _EARLY_STOPPING[early_stopping],
+        **beam.given(),
         "stop": stop,
         "json_schema": json_schema.read_text("utf-8") if json_schema else None,
         "regex": regex,

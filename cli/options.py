@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -128,22 +128,6 @@ BeamWidth = Annotated[
     typer.Option(
         "--beam-width",
         help="Search for this many most probable answers instead of drawing them.",
-        rich_help_panel="Beam search",
-    ),
-]
-LengthPenalty = Annotated[
-    float | None,
-    typer.Option(
-        "--length-penalty",
-        help="A score is a logprob divided by its answer's length to this power; default 1.",
-        rich_help_panel="Beam search",
-    ),
-]
-EarlyStopping = Annotated[
-    Literal["true", "false", "never"] | None,
-    typer.Option(
-        "--early-stopping",
-        help="End with enough answers (true), when better ones are unlikely (false) or impossible (never).",
         rich_help_panel="Beam search",
     ),
 ]

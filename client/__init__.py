@@ -23,7 +23,6 @@ from quire.client.types import (
     Choice,
     Completion,
     Delta,
-    EarlyStopping,
     FinishReason,
     GenerationOptions,
     Message,
@@ -32,6 +31,7 @@ from quire.client.types import (
     TokenLogprobs,
     Usage,
 )
+from quire.sampling.params import EarlyStopping
 
 __all__ = [
     "AsyncClient",

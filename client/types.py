@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict
 
+from quire.sampling.params import EarlyStopping
+
 
 class Message(TypedDict):
     """One message of a conversation."""
@@ -16,9 +18,6 @@ class Message(TypedDict):
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 """Plain text, token ids, or a conversation that the server renders with the model's chat template."""
-
-
-EarlyStopping: TypeAlias = Literal[True, False, "never"]
 
 
 class GenerationOptions(TypedDict, total=False):

@@ -10,7 +10,7 @@ from typing import Any
 from quire.llm.structured import StructuredOutputsParams
 from quire.sampling import params as engine
 from quire.sampling.parameter import ParameterError, table
-from quire.sampling.params import check_best_of
+from quire.sampling.params import EarlyStopping, check_best_of
 
 _ENGINE = table(engine.SamplingParams)
 _NO_LIMIT = 1 << 31
@@ -159,7 +159,7 @@ class BeamSearchParams:
     beam_width: int
     max_tokens: int
     length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    early_stopping: EarlyStopping = False
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:

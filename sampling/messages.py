@@ -13,9 +13,9 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.sampling.output_format import OutputFormat
 from quire.sampling.parameter import Entry, Parameter, ParameterError, table
-from quire.sampling.params import BeamParams, SamplingParams
+from quire.sampling.params import BeamParams, EarlyStopping, SamplingParams
 
-EARLY_STOPPING: Mapping[bool | str, pb.EarlyStopping] = {
+EARLY_STOPPING: Mapping[EarlyStopping, pb.EarlyStopping] = {
     False: pb.EARLY_STOPPING_UNLIKELY,
     "never": pb.EARLY_STOPPING_IMPOSSIBLE,
     True: pb.EARLY_STOPPING_ENOUGH,
@@ -127,8 +127,8 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def _read_early_stopping(number: int) -> bool | str:
-    names: dict[int, bool | str]
+def _read_early_stopping(number: int) -> EarlyStopping:
+    names: dict[int, EarlyStopping]
     names = {pb.EARLY_STOPPING_UNSPECIFIED: False, **{each: name for name, each in EARLY_STOPPING.items()}}
     if number not in names:
         problem = f"must be one of {', '.join(pb.EarlyStopping.keys())}; got {number}"

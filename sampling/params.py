@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from quire.sampling.parameter import Parameter, ParameterError, Range, check
 
@@ -15,6 +15,9 @@ MAX_SEQUENCES = 64
 
 MIN_BUDGET_BLOCKS = 3
 """Fewest blocks of a KV budget: the one being filled, the newest full one, and one that is chosen."""
+
+EarlyStopping: TypeAlias = Literal[True, False, "never"]
+"""When a beam search ends: see ``BeamParams``."""
 
 _NUM_LOGPROBS = Range(0, 20)
 _PENALTY = Range(-2, 2)
@@ -37,12 +40,25 @@ class BeamParams:
     """
 
     width: Annotated[int, Parameter("sampling.beam.width", Range(2, MAX_SEQUENCES))]
-    length_penalty: Annotated[float, Parameter("sampling.beam.length_penalty", Range(-10, 10))] = 1.0
-    early_stopping: Annotated[bool | str, Parameter("sampling.beam.early_stopping")] = False
+    length_penalty: Annotated[
+        float,
+        Parameter(
+            "sampling.beam.length_penalty",
+            Range(-10, 10),
+            "A score is a logprob divided by its answer's length to this power; default 1.",
+        ),
+    ] = 1.0
+    early_stopping: Annotated[
+        EarlyStopping,
+        Parameter(
+            "sampling.beam.early_stopping",
+            help="End with enough answers (true), if better ones are unlikely (false) or impossible (never).",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         check(self)
-        if self.early_stopping not in (True, False, "never"):
+        if self.early_stopping not in get_args(EarlyStopping):
             problem = f"must be True, False or 'never'; got {self.early_stopping!r}"
             raise ParameterError("sampling.beam.early_stopping", problem)
 
