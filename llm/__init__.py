@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.engine.request_errors import RequestFailedError
 from quire.llm.errors import RequestsFailedError
 from quire.llm.llm import LLM
 from quire.llm.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
@@ -14,6 +15,7 @@ __all__ = [
     "CompletionOutput",
     "EngineStats",
     "Logprob",
+    "RequestFailedError",
     "RequestOutput",
     "RequestsFailedError",
     "SamplingParams",
