@@ -38,7 +38,7 @@ from prometheus_client import CollectorRegistry
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.frame import MESSAGE_BYTES, Frame
-from quire.kvtransfer.malloc import keep_freed_buffers
+from quire.kvtransfer.freed_buffers import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push_receiver import KvTransferServicer
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks

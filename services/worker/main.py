@@ -13,7 +13,7 @@ import torch
 
 from quire.engine.engine_thread import EngineStoppedError
 from quire.kvindex.publisher import BlockPublisher
-from quire.kvtransfer.malloc import keep_freed_buffers
+from quire.kvtransfer.freed_buffers import keep_freed_buffers
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.services.server.grpc_server import GrpcServer, Service, Stop, serve_until_signal, tell_log
 from quire.services.server.log import configure_logging, get_logger
