@@ -36,7 +36,6 @@ STACK_ROUTER = Offer(
         "worker_addresses",
         "model",
         "max_requests",
-        "request_timeout_seconds",
         "admin_host",
     ),
     defaults={"log_level": "warning"},

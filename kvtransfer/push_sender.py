@@ -68,7 +68,7 @@ class BlockPush:
         sequence_id: str,
         attempt: int,
         blocks: PromptBlocks,
-        timeout: float,
+        timeout: float | None,
     ) -> None:
         self._channels = channels
         self._address = ticket.address

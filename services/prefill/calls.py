@@ -80,7 +80,8 @@ class PrefillCalls:
             sequence_id=request.sequence.sequence_id,
             attempt=request.sequence.attempt,
             blocks=PromptBlocks(identity.layout, num_blocks),
-            timeout=context.time_remaining() or identity.request_timeout_seconds,
+            # Without a deadline, the push ends at the latest with the call.
+            timeout=context.time_remaining(),
         )
 
     def _account_push(self, pushed: PushedPrompt, phases: RequestPhases) -> None:

@@ -48,6 +48,8 @@ ALL_ATTEMPTS = 2**32 - 1
 FLUSH_POLL_SECONDS = 0.05
 MAX_FLUSH_SECONDS = 60.0
 LOAD_SECONDS = 1.0
+NO_DEADLINE_SECONDS = 600.0
+"""Time limit of a request whose call has no deadline; most gateways set none."""
 
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -106,9 +108,9 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         with fields_as_sent():
             valid = await validate(generation, self._model)
         run = self._prefill if self._identity.role == "prefill" else self._decode
-        seconds = self._identity.request_timeout_seconds
+        # gRPC itself ends a call with a deadline.
+        seconds = NO_DEADLINE_SECONDS if context.time_remaining() is None else None
         try:
-            # Gateways set no deadlines of their own.
             with fields_as_sent():
                 async with asyncio.timeout(seconds), aclosing(run(request, valid, context)) as responses:
                     async for response in responses:

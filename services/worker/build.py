@@ -78,7 +78,6 @@ def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIden
         max_model_len=longest_sequence(model, memory, config.max_model_len),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        request_timeout_seconds=config.request_timeout_seconds,
         cluster_secret=config.cluster_secret,
         index_stride=config.index_stride,
     )

@@ -40,7 +40,6 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         num_sharing_gpu: workers on this worker's GPU, itself among them: each takes its part of the memory.
         cpus: processors to stay on; None is all.
         worker_id: name in the cluster; None makes one.
-        request_timeout_seconds: time limit of calls that have no deadline of their own.
         lease_ttl_seconds: time after which Redis forgets a worker that no longer renews its lease.
         notice_seconds: how long after SIGTERM it still takes requests, from routers that do not know yet.
 
@@ -98,7 +97,6 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     num_sharing_gpu: int = 1
     cpus: tuple[int, ...] | None = None
     worker_id: str | None = None
-    request_timeout_seconds: float = 600.0
     lease_ttl_seconds: float = 10.0
     notice_seconds: float = 1.5 * POLL_SECONDS
 

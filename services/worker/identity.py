@@ -26,7 +26,6 @@ class WorkerIdentity:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    request_timeout_seconds: float
     cluster_secret: bytes = field(repr=False)
     index_stride: int = 1
 

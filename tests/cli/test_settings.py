@@ -28,7 +28,6 @@ NOT_FLAGS = {
         "num_sharing_gpu",
         "cpus",
         "worker_id",
-        "request_timeout_seconds",
         "lease_ttl_seconds",
         "notice_seconds",
     },

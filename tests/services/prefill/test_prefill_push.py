@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.kvindex.kv_layout import KvLayout
@@ -24,12 +25,14 @@ NUM_TOKENS = 2 * LAYOUT.block_size
 
 
 class Receiver(kvtransfer_pb2_grpc.KvTransferServiceServicer):
-    """Keeps what is offered first."""
+    """Keeps what is offered first, and the seconds that the push may take."""
 
     def __init__(self) -> None:
+        self.seconds: float | None = None
         self.offer: asyncio.Future[kvtransfer_pb2.PushOpen] = asyncio.get_running_loop().create_future()
 
     async def Push(self, request_iterator: Any, context: Any) -> AsyncIterator[kvtransfer_pb2.PushResponse]:
+        self.seconds = context.time_remaining()
         self.offer.set_result((await anext(request_iterator)).open)
         await asyncio.Event().wait()
         yield kvtransfer_pb2.PushResponse()
@@ -49,9 +52,8 @@ class QuickEngine:
         engine.add_request.call_args.args[0].token_ids.append(7)
 
 
-async def test_a_first_token_that_comes_at_once_is_not_of_the_prompt(
-    make_parts: Callable[..., WorkerParts],
-) -> None:
+async def pushed(make_parts: Callable[..., WorkerParts], seconds: float | None) -> Receiver:
+    """Return a receiver after a call that may take this many seconds has begun to push."""
     receiver = Receiver()
     service = Service(
         kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, "quire.v1.KvTransferService"
@@ -74,11 +76,31 @@ async def test_a_first_token_that_comes_at_once_is_not_of_the_prompt(
             ),
             ticket=kvtransfer_pb2.Ticket(ticket_id="t", address=server.address),
         )
-        context = Mock(time_remaining=lambda: 10.0)
+        context = Mock(time_remaining=lambda: seconds)
         prefilling = asyncio.create_task(anext(PrefillCalls(parts).prefill(request, context)))
         async with asyncio.timeout(5):
-            offer = await receiver.offer
+            await receiver.offer
         prefilling.cancel()
         await asyncio.gather(prefilling, return_exceptions=True)
         await channels.close()
-    assert offer.num_blocks == NUM_TOKENS // LAYOUT.block_size
+    return receiver
+
+
+async def test_a_first_token_that_comes_at_once_is_not_of_the_prompt(
+    make_parts: Callable[..., WorkerParts],
+) -> None:
+    receiver = await pushed(make_parts, 10.0)
+    assert receiver.offer.result().num_blocks == NUM_TOKENS // LAYOUT.block_size
+
+
+@pytest.mark.parametrize("seconds", [5.0, 7200.0])
+async def test_a_push_may_take_as_long_as_the_call_that_asked_for_it(
+    make_parts: Callable[..., WorkerParts], seconds: float
+) -> None:
+    receiver = await pushed(make_parts, seconds)
+    assert receiver.seconds == pytest.approx(seconds, abs=4.0)
+
+
+async def test_a_push_for_a_call_without_a_deadline_has_none(make_parts: Callable[..., WorkerParts]) -> None:
+    receiver = await pushed(make_parts, None)
+    assert receiver.seconds is None

@@ -19,6 +19,7 @@ from quire.kvindex.kv_layout import KvLayout
 from quire.protos import worker_pb2
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.grpc_server import grpc_server
+from quire.services.vllm_adapter import servicer
 from quire.services.vllm_adapter.servicer import vllm_service
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.servicer import WorkerServicer
@@ -53,7 +54,7 @@ class Idle:
 
 @asynccontextmanager
 async def served(worker: Any, folder: Path) -> AsyncIterator[VllmEngineStub]:
-    """Serve a worker whose requests may take 0.2 s, and yield a stub of it."""
+    """Serve a worker, and yield a stub of it."""
     identity = WorkerIdentity(
         worker_id="w",
         role="decode",
@@ -65,7 +66,6 @@ async def served(worker: Any, folder: Path) -> AsyncIterator[VllmEngineStub]:
         max_model_len=64,
         vocab_size=320,
         eos_token_ids=frozenset({1}),
-        request_timeout_seconds=0.2,
         cluster_secret=b"",
     )
     service = vllm_service(cast(WorkerServicer, worker), identity, 8, lambda: "127.0.0.1:1", ClusterTrust())
@@ -77,17 +77,33 @@ async def served(worker: Any, folder: Path) -> AsyncIterator[VllmEngineStub]:
         yield VllmEngineStub(channel)
 
 
+REQUEST = vllm.GenerateRequest(request_id="r", tokenized=vllm.TokenizedInput(input_ids=[5]))
+
+
 async def test_a_request_that_takes_too_long_ends_although_its_caller_set_no_deadline(
-    model_folder: Path,
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(servicer, "NO_DEADLINE_SECONDS", 0.2)
     worker = Silent()
-    request = vllm.GenerateRequest(request_id="r", tokenized=vllm.TokenizedInput(input_ids=[5]))
     async with served(worker, model_folder) as engine:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in engine.Generate(request):
+            async for _ in engine.Generate(REQUEST):
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "0.2 s" in str(caught.value.details())
+        await worker.has_ended.wait()
+
+
+async def test_a_request_with_a_deadline_has_no_other_limit(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "NO_DEADLINE_SECONDS", 0.0)
+    worker = Silent()
+    async with served(worker, model_folder) as engine:
+        call = engine.Generate(REQUEST, timeout=1.0)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(worker.has_ended.wait(), 0.5)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await worker.has_ended.wait()
 
 
