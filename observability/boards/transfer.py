@@ -2,118 +2,134 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from quire.observability.dashboard import build_board
-from quire.observability.panels import Target, chart, latency, line
+from quire.observability.panels import Panel, Target, chart, latency, line
 from quire.observability.promql import quotient, rate, total
+
+SIZE, SAVED = "quire_kv_transfer_bytes_total", "quire_kv_transfer_saved_bytes_total"
+PUSH, WAIT = "quire_kv_transfer_seconds", "quire_kv_credit_wait_seconds"
+SENT = rate(SIZE, 'direction="sent"')
 
 
 def transfer_board() -> Dashboard:
     """Return the board of block transfers."""
-    size, saved = "quire_kv_transfer_bytes_total", "quire_kv_transfer_saved_bytes_total"
-    push, wait = "quire_kv_transfer_seconds", "quire_kv_credit_wait_seconds"
-    sent = rate(size, 'direction="sent"')
     return build_board(
         uid="quire-transfer",
         title="quire / KV transfer",
         description="Blocks from prefill to decode workers, blocks from peer to peer, and what went wrong.",
         rows={
-            "Push": [
-                line(
-                    "Bytes",
-                    "KV bytes sent and received.",
-                    rate(size, by="direction"),
-                    "{{direction}}",
-                    "Bps",
-                ),
-                chart(
-                    "Saved",
-                    "Bytes not sent, since the receiver had them / those and the bytes sent.",
-                    [Target(quotient(rate(saved), f"({rate(saved)} + {sent})"), "saved")],
-                    "percentunit",
-                ),
-                line(
-                    "Bytes in a second of push",
-                    "Bytes sent / seconds of pushes less their waits for credit: overlaps the"
-                    " computation, so it is no bound of the network.",
-                    quotient(sent, f"({rate(push + '_sum')} - {rate(wait + '_sum')})"),
-                    "",
-                    "Bps",
-                ),
-                latency("Push", push, "From open to the receiver's acknowledgement, computation included."),
-                latency("Wait for credit", wait, "Part of a push in which the receiver had no room."),
-                line(
-                    "Failures by reason",
-                    "Pushes that ended without commit, as the receiver names it.",
-                    rate("quire_kv_transfer_failures_total", by="reason"),
-                    "{{reason}}",
-                    "ops",
-                ),
-            ],
-            "Pull": [
-                line(
-                    "Bytes of pulls",
-                    "KV bytes lent to peers and pulled from them.",
-                    rate("quire_kv_pull_bytes_total", by="direction"),
-                    "{{direction}}",
-                    "Bps",
-                ),
-                latency("Pull", "quire_kv_pull_seconds", "From pin to release."),
-                chart(
-                    "Pulls that fell short",
-                    "By reason; the rest of the prompt was computed.",
-                    [Target(rate("quire_kv_pull_failures_total", by="reason"), "{{reason}}")],
-                    "ops",
-                ),
-                line(
-                    "Leases",
-                    "Leases on a worker's blocks.",
-                    total("quire_kv_pull_leases", by="instance"),
-                    "{{instance}}",
-                ),
-                line(
-                    "Leases expired",
-                    "Leases that ended without a release: the puller was lost.",
-                    rate("quire_kv_pull_leases_expired_total", by="instance"),
-                    "{{instance}}",
-                    "ops",
-                ),
-                line(
-                    "Pulls asked for",
-                    "Pulls that the router asked for, by how they ended.",
-                    rate("quire_kv_pull_requests_total", by="result"),
-                    "{{result}}",
-                    "ops",
-                ),
-            ],
-            "What must be zero": [
-                chart(
-                    "Digest failures",
-                    "Blocks whose bytes were not what was sent. Each was refused and sent or computed"
-                    " again; more than none means broken memory or network.",
-                    [
-                        Target(
-                            rate("quire_kv_transfer_failures_total", 'reason="digest_mismatch"'), "pushes"
-                        ),
-                        Target(rate("quire_kv_pull_failures_total", 'reason="digest_mismatch"'), "pulls"),
-                    ],
-                    "ops",
-                ),
-                line(
-                    "Retries",
-                    "Attempts lost on a worker, by its role and the status it failed with.",
-                    rate("quire_retries_total", by="role, cause"),
-                    "{{role}}: {{cause}}",
-                    "ops",
-                ),
-                line(
-                    "Oldest pin",
-                    "Age of the oldest blocks that are held for another worker.",
-                    "max by (job) (quire_kv_oldest_pin_seconds)",
-                    "{{job}}",
-                    "s",
-                ),
-            ],
+            "Push": _push_panels(),
+            "Pull": _pull_panels(),
+            "What must be zero": _fault_panels(),
         },
     )
+
+
+def _push_panels() -> Sequence[Panel]:
+    """Return the panels of blocks that prefill workers send to decode workers."""
+    return [
+        line(
+            "Bytes",
+            "KV bytes sent and received.",
+            rate(SIZE, by="direction"),
+            "{{direction}}",
+            "Bps",
+        ),
+        chart(
+            "Saved",
+            "Bytes not sent, since the receiver had them / those and the bytes sent.",
+            [Target(quotient(rate(SAVED), f"({rate(SAVED)} + {SENT})"), "saved")],
+            "percentunit",
+        ),
+        line(
+            "Bytes in a second of push",
+            "Bytes sent / seconds of pushes less their waits for credit: overlaps the"
+            " computation, so it is no bound of the network.",
+            quotient(SENT, f"({rate(PUSH + '_sum')} - {rate(WAIT + '_sum')})"),
+            "",
+            "Bps",
+        ),
+        latency("Push", PUSH, "From open to the receiver's acknowledgement, computation included."),
+        latency("Wait for credit", WAIT, "Part of a push in which the receiver had no room."),
+        line(
+            "Failures by reason",
+            "Pushes that ended without commit, as the receiver names it.",
+            rate("quire_kv_transfer_failures_total", by="reason"),
+            "{{reason}}",
+            "ops",
+        ),
+    ]
+
+
+def _pull_panels() -> Sequence[Panel]:
+    """Return the panels of blocks that workers copy from their peers."""
+    return [
+        line(
+            "Bytes of pulls",
+            "KV bytes lent to peers and pulled from them.",
+            rate("quire_kv_pull_bytes_total", by="direction"),
+            "{{direction}}",
+            "Bps",
+        ),
+        latency("Pull", "quire_kv_pull_seconds", "From pin to release."),
+        chart(
+            "Pulls that fell short",
+            "By reason; the rest of the prompt was computed.",
+            [Target(rate("quire_kv_pull_failures_total", by="reason"), "{{reason}}")],
+            "ops",
+        ),
+        line(
+            "Leases",
+            "Leases on a worker's blocks.",
+            total("quire_kv_pull_leases", by="instance"),
+            "{{instance}}",
+        ),
+        line(
+            "Leases expired",
+            "Leases that ended without a release: the puller was lost.",
+            rate("quire_kv_pull_leases_expired_total", by="instance"),
+            "{{instance}}",
+            "ops",
+        ),
+        line(
+            "Pulls asked for",
+            "Pulls that the router asked for, by how they ended.",
+            rate("quire_kv_pull_requests_total", by="result"),
+            "{{result}}",
+            "ops",
+        ),
+    ]
+
+
+def _fault_panels() -> Sequence[Panel]:
+    """Return the panels of damaged blocks, lost attempts and old pins."""
+    return [
+        chart(
+            "Digest failures",
+            "Blocks whose bytes were not what was sent. Each was refused and sent or computed"
+            " again; more than none means broken memory or network.",
+            [
+                Target(rate("quire_kv_transfer_failures_total", 'reason="digest_mismatch"'), "pushes"),
+                Target(rate("quire_kv_pull_failures_total", 'reason="digest_mismatch"'), "pulls"),
+            ],
+            "ops",
+        ),
+        line(
+            "Retries",
+            "Attempts lost on a worker, by its role and the status it failed with.",
+            rate("quire_retries_total", by="role, cause"),
+            "{{role}}: {{cause}}",
+            "ops",
+        ),
+        line(
+            "Oldest pin",
+            "Age of the oldest blocks that are held for another worker.",
+            "max by (job) (quire_kv_oldest_pin_seconds)",
+            "{{job}}",
+            "s",
+        ),
+    ]
