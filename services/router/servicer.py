@@ -11,15 +11,9 @@ from typing import Any
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.services.requests.prompts import check_detokenized, check_size, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import (
-    answers_of,
-    check_detokenized,
-    check_size,
-    encode_chat,
-    encode_text,
-    validate,
-)
+from quire.services.requests.validation import answers_of, validate
 from quire.services.router.admission import Admission
 from quire.services.router.answer_size import (
     all_of,

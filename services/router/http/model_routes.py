@@ -9,8 +9,9 @@ from typing import Any
 
 from aiohttp import web
 
+from quire.services.requests.prompts import check_detokenized, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import check_detokenized, check_model, encode_chat, encode_text
+from quire.services.requests.validation import check_model
 from quire.services.router.http.authorization import TENANT
 from quire.services.router.http.bodies import json_response, read_body
 from quire.services.router.http.conversation import conversation

@@ -11,14 +11,9 @@ import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.sampling.params import ResponseOptions, SamplingParams
+from quire.services.requests.prompts import INLINE_CHAT_BYTES, MAX_PROMPT_BYTES, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import (
-    INLINE_CHAT_BYTES,
-    MAX_PROMPT_BYTES,
-    encode_chat,
-    encode_text,
-    validate,
-)
+from quire.services.requests.validation import validate
 from quire.services.server.errors import InvalidArgument, NotFound
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer
@@ -206,7 +201,7 @@ async def test_large_chats_are_rendered_in_a_thread(
 async def test_there_is_a_most_of_tokens_to_count(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    monkeypatch.setattr("quire.services.requests.validation.MAX_TOKENIZED", 10)
+    monkeypatch.setattr("quire.services.requests.prompts.MAX_TOKENIZED", 10)
     with pytest.raises(InvalidArgument, match="at most 10 tokens; got") as caught:
         if field == "text":
             await encode_text("x" * 100, model)

@@ -1,0 +1,224 @@
+"""Turns prompts into token ids: texts, conversations and the ids that clients send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from quire.protos import inference_pb2 as pb
+from quire.services.requests.served_model import ServedModel
+from quire.services.server.errors import InvalidArgument, quoted, shortened
+from quire.tokenization.errors import ChatTemplateError, TooManyTokensError
+
+MAX_PROMPT_BYTES = 8 << 20
+MAX_MESSAGES = 4096
+MAX_DETOKENIZED = MAX_TOKENIZED = 1 << 20
+INLINE_CHAT_BYTES = 4 << 10
+"""Chats up to this size are rendered on the event loop (below 1 ms); larger ones in a thread."""
+MAX_CHAT_JSON_BYTES = 256 << 10
+"""Maximum size of each JSON text in a chat: the tools, the template's further variables, and a message's
+further members."""
+ROLES = ("system", "user", "assistant", "tool")
+
+T = TypeVar("T", dict[str, Any], list[Any])
+
+
+async def read_prompt(generation: pb.Generation, model: ServedModel) -> list[int]:
+    """Return the token ids of a request's prompt, which leaves room for at least one more token.
+
+    Raises:
+        InvalidArgument: the prompt is missing, empty, malformed or too long.
+    """
+    kind = generation.WhichOneof("prompt")
+    if kind == "text":
+        check_size(generation.text, "text")
+        prompt = await _encode_prompt(generation.text, model, "text", add_special_tokens=True)
+    elif kind == "chat":
+        text = await _rendered(generation.chat, model, "chat")
+        prompt = await _encode_prompt(text, model, "chat", add_special_tokens=False)
+    elif kind == "token_ids":
+        _check_length(len(generation.token_ids.ids), kind, model)
+        prompt = list(generation.token_ids.ids)
+        check_token_ids(prompt, model, "token_ids.ids")
+    else:
+        raise InvalidArgument("prompt", "must be set: text, token_ids or chat")
+    if not prompt:
+        raise InvalidArgument(kind, "must hold at least one token", reason="EMPTY_PROMPT")
+    _check_length(len(prompt), kind, model)
+    return prompt
+
+
+async def encode_text(
+    text: str, model: ServedModel, field: str = "text", *, add_special_tokens: bool = True
+) -> list[int]:
+    """Return the token ids of a plain text, which may be longer than a prompt.
+
+    Raises:
+        InvalidArgument: the text is too long to tokenize.
+    """
+    check_size(text, field)
+    try:
+        return await model.tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, max_tokens=MAX_TOKENIZED
+        )
+    except TooManyTokensError as error:
+        raise _too_many(field, MAX_TOKENIZED, error.num_tokens) from None
+
+
+async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") -> list[int]:
+    """Return the token ids of a conversation, which may be longer than a prompt.
+
+    Raises:
+        InvalidArgument: the conversation is invalid or too long.
+    """
+    text = await _rendered(chat, model, field)
+    try:
+        return await model.tokenizer.encode(text, add_special_tokens=False, max_tokens=MAX_TOKENIZED)
+    except TooManyTokensError as error:
+        raise _too_many(f"{field}.messages", MAX_TOKENIZED, error.num_tokens) from None
+
+
+def check_size(text: str, field: str) -> None:
+    """Refuse a text of more than ``MAX_PROMPT_BYTES``.
+
+    Raises:
+        InvalidArgument: the text is too long.
+    """
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_PROMPT_BYTES:
+        raise InvalidArgument(
+            field,
+            f"must hold at most {MAX_PROMPT_BYTES} bytes; got {num_bytes}",
+            metadata={"limit": str(MAX_PROMPT_BYTES)},
+        )
+
+
+def check_token_ids(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
+    """Refuse token ids that are not in the vocabulary.
+
+    Raises:
+        InvalidArgument: names the first such id.
+    """
+    if max(token_ids, default=0) < model.vocab_size:
+        return
+    for at, token_id in enumerate(token_ids):
+        if token_id >= model.vocab_size:
+            raise InvalidArgument(f"{field}[{at}]", f"must be below {model.vocab_size}; got {token_id}")
+
+
+def check_detokenized(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
+    """Refuse more than ``MAX_DETOKENIZED`` token ids, and ids that are not in the vocabulary.
+
+    Raises:
+        InvalidArgument: there are too many ids, or one is unknown.
+    """
+    if len(token_ids) > MAX_DETOKENIZED:
+        raise InvalidArgument(
+            field,
+            f"must be at most {MAX_DETOKENIZED}; got {len(token_ids)}",
+            metadata={"limit": str(MAX_DETOKENIZED)},
+        )
+    check_token_ids(token_ids, model, field)
+
+
+async def _encode_prompt(text: str, model: ServedModel, field: str, *, add_special_tokens: bool) -> list[int]:
+    """Tokenize a prompt, unless its number of bytes already shows that it is too long."""
+    limit = model.max_model_len - 1
+    most_bytes, num_bytes = model.tokenizer.most_bytes(limit), len(text.encode())
+    if most_bytes is not None and num_bytes > most_bytes:
+        raise InvalidArgument(
+            field,
+            f"must hold at most {limit} tokens, one less than the model's length; got {num_bytes} bytes, and "
+            f"{limit} tokens have at most {most_bytes}",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+            metadata={"limit": str(limit)},
+        )
+    try:
+        return await model.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit)
+    except TooManyTokensError as error:
+        _check_length(error.num_tokens, field, model)
+        raise
+
+
+async def _rendered(chat: pb.Chat, model: ServedModel, field: str) -> str:
+    """Return the text of a conversation, in which the template has written the special tokens."""
+    if chat.ByteSize() <= INLINE_CHAT_BYTES:
+        return _render(chat, model, field)
+    return await asyncio.to_thread(_render, chat, model, field)
+
+
+def _render(chat: pb.Chat, model: ServedModel, field: str) -> str:
+    if model.chat_template is None:
+        raise InvalidArgument(
+            field,
+            f"model {model.name!r} has no chat template; send text or token_ids",
+            reason="NO_CHAT_TEMPLATE",
+        )
+    if not chat.messages:
+        raise InvalidArgument(f"{field}.messages", "must hold at least one message")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidArgument(
+            f"{field}.messages",
+            f"must be at most {MAX_MESSAGES}; got {len(chat.messages)}",
+            metadata={"limit": str(MAX_MESSAGES)},
+        )
+    for at, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            raise InvalidArgument(
+                f"{field}.messages[{at}].role",
+                f"must be one of {', '.join(ROLES)}; got {quoted(message.role)}",
+            )
+    check_size("".join(message.content for message in chat.messages), f"{field}.messages")
+    messages = [
+        {
+            **_json(message.more, dict, f"{field}.messages[{at}].more"),
+            "role": message.role,
+            "content": message.content,
+        }
+        for at, message in enumerate(chat.messages)
+    ]
+    tools = _json(chat.tools, list, f"{field}.tools")
+    arguments = _json(chat.template_arguments, dict, f"{field}.template_arguments")
+    if tools and not model.chat_template.shows_tools:
+        raise InvalidArgument(f"{field}.tools", "the model's chat template does not show it any tools")
+    try:
+        return model.chat_template.render(messages, tools, arguments)
+    except ChatTemplateError as error:
+        raise InvalidArgument(f"{field}.messages", shortened(str(error))) from error
+
+
+def _json(text: str, kind: type[T], field: str) -> T:
+    """Return the JSON value of a text; an empty text gives an empty object or list."""
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_CHAT_JSON_BYTES:
+        raise InvalidArgument(
+            field,
+            f"must hold at most {MAX_CHAT_JSON_BYTES} bytes; got {num_bytes}",
+            metadata={"limit": str(MAX_CHAT_JSON_BYTES)},
+        )
+    try:
+        value = json.loads(text) if text else kind()
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(field, f"must be JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise InvalidArgument(field, f"must be a JSON {'object' if kind is dict else 'array'}")
+    return value
+
+
+def _check_length(num_tokens: int, field: str, model: ServedModel) -> None:
+    if num_tokens > model.max_model_len - 1:
+        raise InvalidArgument(
+            field,
+            f"must hold at most {model.max_model_len - 1} tokens, one less than the model's length; "
+            f"got {num_tokens}",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+            metadata={"limit": str(model.max_model_len - 1)},
+        )
+
+
+def _too_many(field: str, limit: int, num_tokens: int) -> InvalidArgument:
+    return InvalidArgument(
+        field, f"must hold at most {limit} tokens; got {num_tokens}", metadata={"limit": str(limit)}
+    )
