@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
-from quire.services.router.workers import Worker, WorkerSet
+from quire.services.router.worker import Worker
+from quire.services.router.worker_set import WorkerSet
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.errors import NotFound, ServiceError, Unavailable
 from quire.services.server.grpc_server import GrpcServer, Service, grpc_server

@@ -34,7 +34,7 @@ from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
 from quire.services.router.tenants.authentication import RequireTenant
 from quire.services.router.worker_calls import Spawn
-from quire.services.router.workers import WorkerSet
+from quire.services.router.worker_set import WorkerSet
 from quire.services.router.write_back import WriteBackCalls, WriteBackMetrics
 from quire.services.server.call_limits import CALL_MARGIN_SECONDS
 from quire.services.server.cluster_proof import ClusterTrust

@@ -9,7 +9,8 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import ErrorInfo  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from quire.services.router.workers import Worker, WorkerSet
+from quire.services.router.worker import Worker
+from quire.services.router.worker_set import WorkerSet
 from quire.services.server.errors import (
     ENGINE_FAILED,
     REQUEST_FAILED,

@@ -40,8 +40,9 @@ from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.pulls import pull_source
 from quire.services.router.request_account import RequestAccount
 from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Suspects
+from quire.services.router.worker import Worker
 from quire.services.router.worker_calls import Event, Spawn, WorkerCalls, connection_lost
-from quire.services.router.workers import Worker, WorkerSet
+from quire.services.router.worker_set import WorkerSet
 from quire.services.router.write_back import WriteBackCalls
 from quire.services.server.errors import InvalidArgument
 from quire.services.server.log import get_logger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.protos import worker_pb2
 from quire.routing.policy import PullChoice
-from quire.services.router.workers import Worker
+from quire.services.router.worker import Worker
 
 MIN_TIMEOUT_SECONDS = 0.5
 

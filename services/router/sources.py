@@ -17,8 +17,8 @@ from quire.kvindex.instrumented_index import IndexMetrics, InstrumentedIndex
 from quire.kvindex.redis_index import RedisIndex, membership_client, reader_client
 from quire.kvindex.strided_index import StridedIndex
 from quire.services.requests.served_model import ServedModel
+from quire.services.router.membership import Member, Membership, MembershipLost, StaticMembership
 from quire.services.router.prefix_lookup import PrefixLookup
-from quire.services.router.workers import Member, Membership, MembershipLost, StaticMembership
 
 
 class Sources(NamedTuple):

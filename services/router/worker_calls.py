@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from quire.protos import worker_pb2
-from quire.services.router.workers import Worker
+from quire.services.router.worker import Worker
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.log import get_logger
 

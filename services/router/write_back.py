@@ -12,8 +12,8 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from quire.protos import worker_pb2
+from quire.services.router.worker import Worker
 from quire.services.router.worker_calls import Spawn
-from quire.services.router.workers import Worker
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.log import get_logger
 

@@ -17,7 +17,7 @@ from quire.client.channel import channel_options
 from quire.kvtransfer import channels
 from quire.kvtransfer.channels import CHANNEL_OPTIONS
 from quire.services.requests.served_model import ServedModel
-from quire.services.router import workers
+from quire.services.router import worker
 from quire.services.server import grpc_server
 from quire.services.server.grpc_server import server_options
 from quire.services.server.tls import TlsFiles
@@ -104,5 +104,5 @@ def hastened_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(grpc_server, "server_options", lambda num_bytes: hasten(server_options(num_bytes)))
     monkeypatch.setattr(async_client, "channel_options", lambda: hasten(channel_options()))
-    for module in (channels, workers):
+    for module in (channels, worker):
         monkeypatch.setattr(module, "CHANNEL_OPTIONS", hasten(CHANNEL_OPTIONS))

@@ -13,8 +13,10 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.services.router.admin import AdminServicer
 from quire.services.router.app import background
+from quire.services.router.membership import StaticMembership
+from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.worker_calls import WorkerCalls
-from quire.services.router.workers import StaticMembership, Worker, WorkerConnection, WorkerSet
+from quire.services.router.worker_set import WorkerSet
 from quire.services.router.write_back import WriteBackCalls, WriteBackMetrics
 from quire.services.server.errors import Unavailable
 from quire.services.server.grpc_server import Service, grpc_server

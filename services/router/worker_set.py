@@ -6,17 +6,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quire.kvtransfer.channels import CHANNEL_OPTIONS
-from quire.kvtransfer.proof import Caller, Peer, new_challenge
-from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.kvtransfer.proof import Caller
+from quire.protos import worker_pb2
 from quire.services.router.config import SILENT_SECONDS
-from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.services.router.membership import Member, Membership, MembershipLost
+from quire.services.router.probe import Probe, StrangerError, probe_worker
+from quire.services.router.worker import Worker, WorkerConnection
+from quire.services.server.closed_channel import ChannelClosedError
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.log import get_logger
 from quire.services.server.tls import Connect
@@ -26,136 +26,6 @@ PENALTY_SECONDS = 2.0
 _MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor", "index_stride")
 
 _log = get_logger("router")
-
-
-class Member(NamedTuple):
-    """A worker's entry in the membership."""
-
-    address: str
-    epoch: str | None = None
-    """Together with a live lease, the epoch proves that the worker is the one that joined; None: ask it."""
-    is_draining: bool = False
-    fingerprint: str | None = None
-
-
-class MembershipLost(Exception):
-    """The membership cannot be read now; this says nothing about the workers themselves."""
-
-
-class Membership(Protocol):
-    """Source of the workers' addresses, such as Redis or a fixed list."""
-
-    async def members(self) -> Sequence[Member]:
-        """Return the members.
-
-        Raises:
-            MembershipLost: the source does not answer.
-        """
-        ...
-
-
-class StaticMembership:
-    """A fixed list of worker addresses; the router asks each worker for its health."""
-
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._members = [Member(address) for address in addresses]
-
-    async def members(self) -> Sequence[Member]:
-        """Return a member for every configured address."""
-        return self._members
-
-
-def worker_stub(channel: grpc.aio.Channel | Peer) -> worker_pb2_grpc.WorkerServiceStub:
-    """Return the worker's service over a channel."""
-    return worker_pb2_grpc.WorkerServiceStub(channel)
-
-
-@dataclass(eq=False, slots=True)
-class WorkerConnection:
-    """A channel to a worker and its stubs."""
-
-    channel: grpc.aio.Channel
-    stub: worker_pb2_grpc.WorkerServiceStub
-    health: health_pb2_grpc.HealthStub
-    peer: Peer | None = None
-    """Set once the worker has proved its identity; ``stub`` then signs its calls."""
-    is_doubted: bool = False
-    """Whether another process may have answered a call: probe the address again even if the lease is live."""
-
-    @classmethod
-    def to(cls, address: str, connect: Connect) -> WorkerConnection:
-        """Return a connection to an address; its channel connects with the first call."""
-        # gRPC must not retry: only the router knows what was already sent to the client.
-        channel = connect(address, options=[*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)])
-        return cls(channel, worker_stub(channel), health_pb2_grpc.HealthStub(channel))
-
-    def sign_as(self, caller: Caller, info: worker_pb2.GetWorkerInfoResponse) -> None:
-        """Sign all later calls as ``caller``, for the worker that ``info`` describes."""
-        self.peer = Peer(self.channel, caller, info.address, info.epoch)
-        self.stub = worker_stub(self.peer)
-
-    async def check(self, call: Any) -> None:
-        """Return once the call has reached the worker that proved its identity; see ``Peer.check``.
-
-        Raises:
-            AioRpcError: the call failed, or another process answered it.
-        """
-        if self.peer is None:
-            return
-        try:
-            await self.peer.check(call)
-        except grpc.aio.AioRpcError:
-            self.is_doubted = True
-            raise
-
-
-@dataclass(eq=False, slots=True)
-class Worker:
-    """A worker that joined, and the router's state for it."""
-
-    address: str
-    info: worker_pb2.GetWorkerInfoResponse
-    connection: WorkerConnection
-    is_draining: bool = False
-    has_left: bool = False
-    is_lost: bool = False
-    """Whether it was removed because it was silent: its calls have ended, and new ones would never return."""
-    is_asked_to_stay: bool = False
-    """Whether its lease is gone, and it has not answered yet whether it stays."""
-    is_stalled: bool = False
-    """Whether it reports that its engine makes no progress."""
-    silent_since: float | None = None
-    """Start of the first unanswered probe, a reading of the clock; None: the last probe was answered."""
-    num_unanswered: int = 0
-    """Number of consecutive probes that it has not answered."""
-    unhealthy_until: float = 0.0
-    """Time until which it counts as unhealthy after a failure, a reading of the clock."""
-    num_requests: int = 0
-    """Number of this router's requests in flight on the worker."""
-    pending_tokens: int = 0
-    """Pending prefill tokens: those that it has to compute before the first tokens of its requests."""
-    resident_tokens: int = 0
-    """Resident tokens: those of the sequences whose blocks it keeps."""
-
-    @property
-    def worker_id(self) -> str:
-        """Unique id of the worker."""
-        return self.info.worker_id
-
-    @property
-    def peer_address(self) -> str:
-        """Address (host:port) at which other workers reach this one."""
-        return self.info.address or self.address
-
-    @property
-    def stub(self) -> worker_pb2_grpc.WorkerServiceStub:
-        """Stub for calls to the worker's service over its present connection."""
-        return self.connection.stub
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether it may be unable to serve; the router prefers other workers until it answers a probe."""
-        return self.is_asked_to_stay or self.is_stalled or self.num_unanswered > 0
 
 
 class WorkerSet:
@@ -332,7 +202,7 @@ class WorkerSet:
             return
         connection = WorkerConnection.to(address, self._connect)
         try:
-            probe = await self._probe(connection)
+            probe = await probe_worker(connection, self._trust, self._probe_seconds)
         except (grpc.aio.AioRpcError, ChannelClosedError):
             probe = None
         if probe is not None and probe.is_serving:
@@ -343,7 +213,7 @@ class WorkerSet:
                 return
         await connection.channel.close(grace=None)
 
-    async def _ask(self, worker: Worker) -> _Probe | None:
+    async def _ask(self, worker: Worker) -> Probe | None:
         """Probe a worker and return its answer, or None if there is none.
 
         A worker that does not answer for ``silent_seconds`` leaves, and its calls end.
@@ -351,8 +221,8 @@ class WorkerSet:
         begin = self._clock()
         code = None
         try:
-            probe = await self._probe(worker.connection)
-        except _StrangerError:
+            probe = await probe_worker(worker.connection, self._trust, self._probe_seconds)
+        except StrangerError:
             if self._workers.get(worker.address) is worker:
                 self._leave(worker, "stranger")
             return None
@@ -376,33 +246,7 @@ class WorkerSet:
             self._leave(worker, "no_answer")
         return probe
 
-    async def _probe(self, connection: WorkerConnection) -> _Probe:
-        """Return the worker's health and description.
-
-        Raises:
-            AioRpcError: there is no answer, or none within the probe's time.
-            ChannelClosedError: this process closed the connection.
-            _StrangerError: the worker had proved its identity, and now another process answered.
-        """
-        try:
-            return await self._probe_once(connection)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-        # A connection that was lost while idle fails one call with UNAVAILABLE; then gRPC connects again.
-        return await self._probe_once(connection)
-
-    async def _probe_once(self, connection: WorkerConnection) -> _Probe:
-        seconds, nonce = self._probe_seconds, new_challenge()
-        request = worker_pb2.GetWorkerInfoRequest(nonce=nonce)
-        with closed_channel_errors():
-            health = await connection.health.Check(health_pb2.HealthCheckRequest(), timeout=seconds)
-            info = await connection.stub.GetWorkerInfo(request, timeout=seconds)
-        if connection.peer is not None and not self._trust.is_proven(nonce, info):
-            raise _StrangerError
-        return _Probe(info, health.status == health_pb2.HealthCheckResponse.SERVING, nonce)
-
-    def _accepts(self, member: Member, probe: _Probe) -> bool:
+    def _accepts(self, member: Member, probe: Probe) -> bool:
         info = probe.info
         # First check the proof: the description of an unproven worker cannot be trusted.
         is_named_by_operator = member.fingerprint is None
@@ -472,17 +316,3 @@ class WorkerSet:
         task = asyncio.create_task(connection.channel.close(grace=None))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-
-class _StrangerError(Exception):
-    """Another process now answers at the address of a worker that had joined."""
-
-
-class _Probe(NamedTuple):
-    info: worker_pb2.GetWorkerInfoResponse
-    is_serving: bool
-    nonce: str
-
-    @property
-    def is_draining(self) -> bool:
-        return self.info.is_draining or not self.is_serving

@@ -1,0 +1,107 @@
+"""Describes one worker as a router sees it: its connection, its health, and the router's work in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from quire.kvtransfer.channels import CHANNEL_OPTIONS
+from quire.kvtransfer.proof import Caller, Peer
+from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.services.server.tls import Connect
+
+
+def worker_stub(channel: grpc.aio.Channel | Peer) -> worker_pb2_grpc.WorkerServiceStub:
+    """Return the worker's service over a channel."""
+    return worker_pb2_grpc.WorkerServiceStub(channel)
+
+
+@dataclass(eq=False, slots=True)
+class WorkerConnection:
+    """A channel to a worker and its stubs."""
+
+    channel: grpc.aio.Channel
+    stub: worker_pb2_grpc.WorkerServiceStub
+    health: health_pb2_grpc.HealthStub
+    peer: Peer | None = None
+    """Set once the worker has proved its identity; ``stub`` then signs its calls."""
+    is_doubted: bool = False
+    """Whether another process may have answered a call: probe the address again even if the lease is live."""
+
+    @classmethod
+    def to(cls, address: str, connect: Connect) -> WorkerConnection:
+        """Return a connection to an address; its channel connects with the first call."""
+        # gRPC must not retry: only the router knows what was already sent to the client.
+        channel = connect(address, options=[*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)])
+        return cls(channel, worker_stub(channel), health_pb2_grpc.HealthStub(channel))
+
+    def sign_as(self, caller: Caller, info: worker_pb2.GetWorkerInfoResponse) -> None:
+        """Sign all later calls as ``caller``, for the worker that ``info`` describes."""
+        self.peer = Peer(self.channel, caller, info.address, info.epoch)
+        self.stub = worker_stub(self.peer)
+
+    async def check(self, call: Any) -> None:
+        """Return once the call has reached the worker that proved its identity; see ``Peer.check``.
+
+        Raises:
+            AioRpcError: the call failed, or another process answered it.
+        """
+        if self.peer is None:
+            return
+        try:
+            await self.peer.check(call)
+        except grpc.aio.AioRpcError:
+            self.is_doubted = True
+            raise
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """A worker that joined, and the router's state for it."""
+
+    address: str
+    info: worker_pb2.GetWorkerInfoResponse
+    connection: WorkerConnection
+    is_draining: bool = False
+    has_left: bool = False
+    is_lost: bool = False
+    """Whether it was removed because it was silent: its calls have ended, and new ones would never return."""
+    is_asked_to_stay: bool = False
+    """Whether its lease is gone, and it has not answered yet whether it stays."""
+    is_stalled: bool = False
+    """Whether it reports that its engine makes no progress."""
+    silent_since: float | None = None
+    """Start of the first unanswered probe, a reading of the clock; None: the last probe was answered."""
+    num_unanswered: int = 0
+    """Number of consecutive probes that it has not answered."""
+    unhealthy_until: float = 0.0
+    """Time until which it counts as unhealthy after a failure, a reading of the clock."""
+    num_requests: int = 0
+    """Number of this router's requests in flight on the worker."""
+    pending_tokens: int = 0
+    """Pending prefill tokens: those that it has to compute before the first tokens of its requests."""
+    resident_tokens: int = 0
+    """Resident tokens: those of the sequences whose blocks it keeps."""
+
+    @property
+    def worker_id(self) -> str:
+        """Unique id of the worker."""
+        return self.info.worker_id
+
+    @property
+    def peer_address(self) -> str:
+        """Address (host:port) at which other workers reach this one."""
+        return self.info.address or self.address
+
+    @property
+    def stub(self) -> worker_pb2_grpc.WorkerServiceStub:
+        """Stub for calls to the worker's service over its present connection."""
+        return self.connection.stub
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether it may be unable to serve; the router prefers other workers until it answers a probe."""
+        return self.is_asked_to_stay or self.is_stalled or self.num_unanswered > 0
