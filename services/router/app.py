@@ -24,8 +24,8 @@ from quire.routing.policy import Blocks, Policy
 from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
+from quire.services.router.cluster import Cluster
 from quire.services.router.config import RouterConfig
-from quire.services.router.generation import Cluster
 from quire.services.router.instruments import Instruments
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.open_calls import OpenCalls

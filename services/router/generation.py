@@ -1,31 +1,26 @@
 """Runs one request in the router, from the choice of its workers to its last token.
 
-D is the decode worker and P the prefill worker of an attempt. ``WorkerCalls`` runs the calls to them.
+D is the decode worker and P the prefill worker of an attempt. ``attempt.py`` makes the calls to them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, aclosing, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
-
-import grpc
-import grpc.aio
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
 
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.routing.planner import Placement, PlannedPrompt, Planner, WorkerState
+from quire.routing.planner import PlannedPrompt, WorkerState
 from quire.sampling.messages import to_proto
-from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.answer_group import AnswerGroup
+from quire.services.router.attempt import Attempt, Plan
 from quire.services.router.best_of import best_of
+from quire.services.router.cluster import Cluster
 from quire.services.router.failures import (
     WorkerCallFailed,
     deadline_exceeded,
@@ -34,55 +29,20 @@ from quire.services.router.failures import (
     to_service_error,
 )
 from quire.services.router.merge import merged
-from quire.services.router.metrics import RouterMetrics
 from quire.services.router.output import OutputAssembler
-from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.pulls import pull_source
 from quire.services.router.request_account import RequestAccount
-from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Suspects
+from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS
 from quire.services.router.worker import Worker
-from quire.services.router.worker_calls import Event, Spawn, WorkerCalls, connection_lost
-from quire.services.router.worker_set import WorkerSet
-from quire.services.router.write_back import WriteBackCalls
+from quire.services.router.worker_calls import WorkerCalls
 from quire.services.server.errors import InvalidArgument
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
 
 MAX_RETRIES = 3
 RETRY_BACKOFF_SECONDS = 0.05
-CALL_END_SECONDS = 0.5
-"""Longest time that a request waits for one worker call to end after the other has ended: for P's summary of
-the push, or for the failure that caused an abort."""
 
 _log = get_logger("router")
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Objects that all requests of a router share."""
-
-    model: ServedModel
-    workers: WorkerSet
-    prefixes: PrefixLookup
-    metrics: RouterMetrics
-    spawn: Spawn
-    """Starts a coroutine that may outlive its request."""
-    planner: Planner
-    clock: Callable[[], float] = time.monotonic
-    suspects: Suspects = field(default_factory=Suspects)
-    write_backs: WriteBackCalls | None = None
-    """Copies the blocks of answers to prefill workers; None: they are not copied."""
-
-
-class Plan(NamedTuple):
-    """The workers of an attempt; without a prefill worker, the decode worker computes the prompt."""
-
-    decode: Worker
-    prefill: Worker | None
-    placement: Placement
-    """The planner's reasons for these workers, and its estimates."""
-    pull_from: worker_pb2.PullSource | None = None
-    """Peer from which the worker that computes the prompt first copies blocks; None: no pull."""
 
 
 class GenerationRun:
@@ -119,7 +79,6 @@ class GenerationRun:
         self._scope = scope
         self._deadline = deadline
         self._phases = phases
-        self._metadata = phases.span.metadata
         # Clients may choose the same id; a worker must never see it twice.
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
         num_answers = request.params.num_sequences
@@ -213,7 +172,9 @@ class GenerationRun:
                 clear = accounts.enter_context(self._cluster.suspects.placed(worker_ids))
             num_clearing = group.num_tokens + CLEARING_TOKENS
             calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn)
-            async with calls, aclosing(self._run(calls, plan, group)) as outputs:
+            attempt = Attempt(self._cluster, plan, group, calls, self._account, self._phases)
+            running = attempt.outputs(self._sequence(group), self._remaining_seconds)
+            async with calls, aclosing(running) as outputs:
                 try:
                     async for output in outputs:
                         computed()
@@ -222,7 +183,7 @@ class GenerationRun:
                             group.deaths = ()
                             clear()
                 except WorkerCallFailed as failure:
-                    raise await _cause(failure, calls) from failure
+                    raise await attempt.cause(failure) from failure
 
     async def _choose(self, group: AnswerGroup) -> Plan:
         cluster, token_ids = self._cluster, group.token_ids
@@ -281,37 +242,6 @@ class GenerationRun:
             for worker in self._cluster.workers.live(role)
         ]
 
-    async def _run(
-        self, calls: WorkerCalls, plan: Plan, group: AnswerGroup
-    ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
-        sequence = self._sequence(group)
-        decode = worker_pb2.DecodeRequest(
-            sequence=sequence,
-            remote_prefill=plan.prefill is not None,
-            pull_from=plan.pull_from if plan.prefill is None else None,
-        )
-        remaining = self._remaining_seconds()
-        call = plan.decode.stub.Decode(decode, timeout=remaining, metadata=self._metadata)
-        calls.start(plan.decode, call)
-        accepted = await self._accepted(calls, plan)
-        early: deque[Event] = deque()
-        if plan.prefill is not None:
-            prefill = worker_pb2.PrefillRequest(
-                sequence=sequence, ticket=accepted.ticket, pull_from=plan.pull_from
-            )
-            if plan.prefill.is_lost:
-                raise WorkerCallFailed(plan.prefill, connection_lost())
-            remaining = self._remaining_seconds()
-            call = plan.prefill.stub.Prefill(prefill, timeout=remaining, metadata=self._metadata)
-            calls.start(plan.prefill, call)
-            if group.is_single:
-                first = await self._first_token(calls, plan, early)
-                yield first
-                if first.finish_reason:
-                    return
-        async for output in self._decoded(calls, plan, group, early):
-            yield output
-
     def _sequence(self, group: AnswerGroup) -> worker_pb2.Sequence:
         params = group.params
         if not self._is_first_message:
@@ -323,97 +253,6 @@ class GenerationRun:
         sequence.num_output_tokens = len(group.output_token_ids)
         sequence.cache_scope.tenant, sequence.cache_scope.salt = self._scope.tenant, self._scope.salt
         return sequence
-
-    async def _accepted(self, calls: WorkerCalls, plan: Plan) -> worker_pb2.Accepted:
-        """Return D's acceptance of the sequence.
-
-        Raises:
-            WorkerCallFailed: the call failed, or D sent something else first.
-        """
-        start = self._cluster.clock()
-        message = _message(await calls.next())
-        if not message.HasField("accepted"):
-            raise WorkerCallFailed(plan.decode, None)
-        if plan.prefill is None:
-            block_size = self._cluster.model.block_size
-            self._account.record_local_prefill(message, block_size, plan.placement, start)
-        else:
-            accepted_at = self._cluster.clock()
-            self._phases.record(Phase.ACCEPT, start, accepted_at)
-            self._cluster.planner.record_promise(accepted_at - start)
-            self._account.record_accepted(message)
-        accepted: worker_pb2.Accepted = message.accepted
-        return accepted
-
-    async def _first_token(
-        self, calls: WorkerCalls, plan: Plan, early: deque[Event]
-    ) -> worker_pb2.SequenceOutput:
-        """Return P's first token; put the events of D that arrive before it into ``early``.
-
-        Events of the two calls are not ordered. D's end of a short answer may arrive first. D's ABORTED error
-        may arrive first too: D sends it when the push ends early, as it does when the first token is also the
-        last. If the push ended for another reason, P's own call reports that.
-
-        Raises:
-            WorkerCallFailed: P's call failed, or D's call failed with another status.
-        """
-        start = self._cluster.clock()
-        while True:
-            event = await calls.next()
-            if event.worker is plan.decode and (event.error is None or _is_aborted(event.error)):
-                early.append(event)
-                continue
-            message = _message(event)
-            self._account.record_prefill(message)
-            if message.tokens:
-                self._account.record_times(plan.placement, message, start)
-                return worker_pb2.SequenceOutput(tokens=message.tokens, finish_reason=message.finish_reason)
-
-    async def _decoded(
-        self, calls: WorkerCalls, plan: Plan, group: AnswerGroup, early: deque[Event]
-    ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
-        """Yield D's outputs.
-
-        D's first message proves that the blocks have arrived: a failure of P after it is ignored.
-        """
-        num_left = len(group.answers)
-        has_blocks = plan.prefill is None
-        while True:
-            event = early.popleft() if early else await calls.next()
-            if event.worker is plan.prefill:
-                if event.error is not None and not has_blocks:
-                    raise WorkerCallFailed(event.worker, event.error)
-                if event.message is not None:
-                    self._account.record_prefill(event.message)
-                continue
-            message = _message(event)
-            has_blocks = True
-            num_left -= sum(bool(output.finish_reason) for output in message.outputs)
-            if group.is_beam_search and message.outputs:
-                # All answers of a beam search come in one message. If few tokens are allowed, there may be
-                # fewer answers than beams.
-                del group.answers[len(message.outputs) :]
-                num_left = 0
-            if not num_left:
-                await self._finish_calls(calls, plan)
-            for output in message.outputs:
-                yield output
-            if not num_left:
-                return
-
-    async def _finish_calls(self, calls: WorkerCalls, plan: Plan) -> None:
-        """Wait up to ``CALL_END_SECONDS`` for the worker calls to end after D's last message.
-
-        P's summary of the push is then counted, and no call is left to abort.
-        """
-        try:
-            async with asyncio.timeout(CALL_END_SECONDS):
-                while calls.num_running:
-                    event = await calls.next()
-                    if event.worker is plan.prefill and event.message is not None:
-                        self._account.record_prefill(event.message)
-        except TimeoutError:
-            return
 
     def _offer_write_back(self) -> None:
         """Ask the prefill worker to copy the blocks that the answer added, if there is only one answer."""
@@ -463,34 +302,3 @@ class GenerationRun:
         if remaining <= 0:
             raise deadline_exceeded(self._num_emitted)
         return remaining
-
-
-async def _cause(failure: WorkerCallFailed, calls: WorkerCalls) -> WorkerCallFailed:
-    """Return the failure that caused ``failure``: a worker aborts its call when the other worker is gone.
-
-    Without another failure within ``CALL_END_SECONDS``, return ``failure`` itself.
-    """
-    if failure.code is not grpc.StatusCode.ABORTED:
-        return failure
-    with suppress(TimeoutError):
-        async with asyncio.timeout(CALL_END_SECONDS):
-            while calls.num_running:
-                event = await calls.next()
-                if event.error is not None and not _is_aborted(event.error):
-                    return WorkerCallFailed(event.worker, event.error)
-    return failure
-
-
-def _is_aborted(error: grpc.aio.AioRpcError) -> bool:
-    return error.code() is grpc.StatusCode.ABORTED
-
-
-def _message(event: Event) -> Any:
-    """Return the message of an event.
-
-    Raises:
-        WorkerCallFailed: the event is an error or the end of the stream.
-    """
-    if event.message is None:
-        raise WorkerCallFailed(event.worker, event.error)
-    return event.message

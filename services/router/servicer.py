@@ -22,8 +22,9 @@ from quire.services.router.answer_size import (
     check_prompt_logprobs,
 )
 from quire.services.router.batch import batch_answers, check_batch_size
+from quire.services.router.cluster import Cluster
 from quire.services.router.failures import no_decode_worker
-from quire.services.router.generation import Cluster, GenerationRun
+from quire.services.router.generation import GenerationRun
 from quire.services.router.instruments import Instruments
 from quire.services.router.open_calls import OpenCalls
 from quire.services.router.request_timer import RequestTimer, outcome_of

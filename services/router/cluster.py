@@ -1,0 +1,33 @@
+"""Names the objects that all requests of a router share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.routing.planner import Planner
+from quire.services.requests.served_model import ServedModel
+from quire.services.router.metrics import RouterMetrics
+from quire.services.router.prefix_lookup import PrefixLookup
+from quire.services.router.suspects import Suspects
+from quire.services.router.worker_calls import Spawn
+from quire.services.router.worker_set import WorkerSet
+from quire.services.router.write_back import WriteBackCalls
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Objects that all requests of a router share."""
+
+    model: ServedModel
+    workers: WorkerSet
+    prefixes: PrefixLookup
+    metrics: RouterMetrics
+    spawn: Spawn
+    """Starts a coroutine that may outlive its request."""
+    planner: Planner
+    clock: Callable[[], float] = time.monotonic
+    suspects: Suspects = field(default_factory=Suspects)
+    write_backs: WriteBackCalls | None = None
+    """Copies the blocks of answers to prefill workers; None: they are not copied."""
