@@ -175,6 +175,9 @@ class GrammarCompiler:
         read_tokenizer: returns the text of the model's ``tokenizer.json``; called when first needed.
         vocab_size: size of the model's logits.
         eos_token_ids: tokens that end a complete answer.
+
+    Attributes:
+        checker: tries each new format in another process.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class GrammarCompiler:
         self._read_tokenizer = read_tokenizer
         self._vocab_size = vocab_size
         self._ends = sorted(eos_token_ids)
-        self._checker = FormatChecker(self._setup)
+        self.checker = FormatChecker(self._setup)
         self._compiling = threading.Lock()
         self._known = threading.Lock()
         """Lock of the two caches, which is held only briefly."""
@@ -227,7 +230,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the process that tries formats."""
-        self._checker.close()
+        self.checker.close()
 
     def _start(self, compiled: CompiledFormat, num_prompt_tokens: int) -> GrammarMatcher:
         return GrammarMatcher(compiled, num_prompt_tokens, self._vocab_size, self._ends)
@@ -235,7 +238,7 @@ class GrammarCompiler:
     def _compile(self, output_format: OutputFormat) -> CompiledFormat:
         tokenizer, key = self._tokenizer, _key(output_format)
         try:
-            num_bytes = self._checker.check(output_format)
+            num_bytes = self.checker.check(output_format)
             compiled = CompiledFormat(
                 output_format, num_bytes, lambda: compile_format(tokenizer, output_format)
             )

@@ -43,6 +43,11 @@ class FormatChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = _nothing
 
+    @property
+    def pid(self) -> int | None:
+        """Id of the process; None before the first format, and after ``close``."""
+        return None if self._process is None else self._process.pid
+
     def check(self, output_format: OutputFormat) -> int:
         """Return how many bytes a compiled format occupies.
 

@@ -34,7 +34,7 @@ _STEP_LEXER_FUEL = 100_000
 
 A regular expression for URLs takes 35,000 of each, over a vocabulary of 130,000 tokens.
 """
-_MAX_LEXER_STATES = 32_000
+MAX_LEXER_STATES = 32_000
 """Most states of a lexer, 1 to 2 KiB each.
 
 A bounded repetition of a Unicode class adds 100 states for each new token.
@@ -93,7 +93,7 @@ def compile_format(tokenizer: LLTokenizer, output_format: OutputFormat) -> LLMat
         step_max_items=step_items,
         initial_lexer_fuel=_INITIAL_LEXER_FUEL,
         step_lexer_fuel=_STEP_LEXER_FUEL,
-        max_lexer_states=_MAX_LEXER_STATES,
+        max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=_MAX_GRAMMAR_SIZE,
         # Verbose errors would repeat the grammar and the parser's state.
         verbose_errors=False,

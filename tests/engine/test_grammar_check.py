@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.engine import grammar, grammar_compile
+from quire.engine import grammar_compile, grammar
+from quire.engine.grammar_check import FormatChecker
+from quire.engine.grammar_compile import BadFormatError
 from quire.engine.grammar import (
+    CompiledFormat,
     FormatFailedError,
     GrammarCompiler,
     StructuredOutputUnavailableError,
@@ -46,11 +49,6 @@ def compiler() -> Iterator[GrammarCompiler]:
     compiler.close()
 
 
-def helper(compiler: GrammarCompiler) -> Any:
-    """Return the process that tries formats."""
-    return compiler._checker._process
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "problem"),
     [
@@ -72,16 +70,21 @@ def test_a_hostile_format_is_refused_by_a_process_of_its_own(
 ) -> None:
     with pytest.raises(BadFormatError, match=problem):
         shared.compile(OutputFormat(kind, text), 0)
-    pid = helper(shared).pid
+    pid = shared.checker.pid
     assert shared.compile(A, 0).allowed([]).any()
-    assert helper(shared).pid == pid
+    assert shared.checker.pid == pid
     assert capfd.readouterr() == ("", "")
 
 
 def test_each_format_is_tried_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[OutputFormat] = []
-    check = compiler._checker.check
-    monkeypatch.setattr(compiler._checker, "check", lambda each: (tried.append(each), check(each))[1])
+    check = FormatChecker.check
+
+    def recorded(checker: FormatChecker, output_format: OutputFormat) -> int:
+        tried.append(output_format)
+        return check(checker, output_format)
+
+    monkeypatch.setattr(FormatChecker, "check", recorded)
     bad = OutputFormat("regex", "[")
     for _ in range(3):
         compiler.compile(A, 0)
@@ -94,10 +97,11 @@ def test_each_format_is_tried_once(compiler: GrammarCompiler, monkeypatch: pytes
 
 def test_the_process_that_tries_formats_is_started_again(compiler: GrammarCompiler) -> None:
     compiler.compile(A, 0)
-    first = helper(compiler)
-    os.kill(first.pid, signal.SIGKILL)
+    first = compiler.checker.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
     compiler.compile(OutputFormat("regex", "b"), 0)
-    assert helper(compiler).pid != first.pid
+    assert compiler.checker.pid != first
 
 
 def test_without_it_formats_are_not_compiled(
@@ -140,7 +144,9 @@ def test_an_answer_that_left_its_format_is_an_error(shared: GrammarCompiler) -> 
         matcher.allowed([forbidden])
 
 
-def test_a_lexer_that_is_full_is_replaced(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lexer_that_is_full_is_replaced(
+    shared: GrammarCompiler, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def masks(compiler: GrammarCompiler, seed: int) -> list[bytes]:
         rng, matcher = np.random.default_rng(seed), compiler.compile(form, 0)
         answer: list[int] = []
@@ -152,17 +158,21 @@ def test_a_lexer_that_is_full_is_replaced(compiler: GrammarCompiler, monkeypatch
         return found
 
     form = OutputFormat("regex", "([a-z ]{1,200}[0-9]){9}x")
-    expected = [masks(compiler, seed) for seed in range(4)]
-    compiler._compiled.clear()
-    monkeypatch.setattr(grammar_compile, "_MAX_LEXER_STATES", 200)
-    renewed = []
-    restart = grammar.CompiledFormat.restart
-    monkeypatch.setattr(
-        grammar.CompiledFormat, "restart", lambda self: renewed.append(restart(self)) or renewed[-1]
-    )
+    expected = [masks(shared, seed) for seed in range(4)]
+    monkeypatch.setattr(grammar_compile, "MAX_LEXER_STATES", 200)
+    num_restarts = 0
+    restart = CompiledFormat.restart
+
+    def counted(compiled: CompiledFormat) -> object:
+        nonlocal num_restarts
+        matcher = restart(compiled)
+        assert matcher is not None
+        num_restarts += 1
+        return matcher
+
+    monkeypatch.setattr(CompiledFormat, "restart", counted)
     assert [masks(compiler, seed) for seed in range(4)] == expected
-    assert len(renewed) >= 2
-    assert None not in renewed
+    assert num_restarts >= 2
 
 
 def test_the_masks_of_one_request_share_a_budget(
