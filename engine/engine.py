@@ -51,6 +51,7 @@ class EngineParts:
         disk_cache: keeps the blocks that the host cache evicts; needs a host cache.
         speculator: proposes draft tokens, which a step then verifies; None means one token per step.
         eviction: chooses the blocks that requests with a KV budget free; None means the default choice.
+        runner: runs the model over the engine's blocks; None means a ``ModelRunner`` without changes.
         clock: returns seconds, for the times of requests and steps.
     """
 
@@ -60,6 +61,7 @@ class EngineParts:
     disk_cache: DiskCache | None = None
     speculator: Speculator | None = None
     eviction: PagedEviction | None = None
+    runner: ModelRunner | None = None
     clock: Callable[[], float] = perf_counter
 
     def make_tiers(self, memory: KvMemory) -> CacheTiers | None:
@@ -124,7 +126,7 @@ class Engine:
         self.preemption = Preemption(config.preemption, queues, tables, swapping, prefers_swap)
         first_blocks = FirstBlocks(queues, tables, self.tiers)
         self.scheduler = Scheduler(config, queues, tables, self.preemption, swapping, first_blocks)
-        self.runner = ModelRunner(model, memory, parts.swap_memory)
+        self.runner = parts.runner or ModelRunner(model, memory, parts.swap_memory)
         self.speculator = parts.speculator
         self._stop_rules = rules = StopRules(model.eos_token_ids, self.max_model_len)
         checks = RequestChecks(model, tables, config.max_num_seqs, self.max_model_len)

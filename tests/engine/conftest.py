@@ -1,20 +1,16 @@
-"""Tiny random models, made once, and an engine without one."""
+"""Tiny random models, made once, and what one of them needs for structured output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
-from quire.engine.engine import Engine, EngineParts
-from quire.engine.kv_memory import KvMemory
+from quire.engine.grammar import GrammarCompiler
 from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.scheduler import SchedulerConfig
-from quire.kvindex.kv_layout import KvShape
 from quire.models.random_model import make_random_model
 
 # Threads that spin beside the workers' would slow both down many times over.
@@ -47,30 +43,19 @@ def load(tiny_model: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
     return get
 
 
-class ConstantRunner:
-    """Computes nothing: token 5 is always the most probable."""
-
-    def move_blocks(self, schedule: Any) -> None:
-        pass
-
-    def prepare(self, scheduled: list[Any]) -> list[Any]:
-        return scheduled
-
-    def forward(self, scheduled: list[Any]) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.full((len(scheduled),), 5), 8).float()
+@pytest.fixture(scope="session")
+def compiler(tiny_model: Callable[[str], Path]) -> Iterator[GrammarCompiler]:
+    """Compiler of formats for the tiny llama, whose end-of-sequence token is 1."""
+    folder = tiny_model("llama")
+    compiler = GrammarCompiler(
+        lambda: (folder / "tokenizer.json").read_text("utf-8"), vocab_size=320, eos_token_ids=frozenset({1})
+    )
+    yield compiler
+    compiler.close()
 
 
-@pytest.fixture
-def make_constant_engine() -> Callable[..., Engine]:
-    """Return a function from limits to an engine of eight blocks of four tokens that always samples 5."""
-
-    def make(max_num_seqs: int, max_num_batched_tokens: int, **options: Any) -> Engine:
-        model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
-        memory = KvMemory(KvShape(1, 1, 4, 1, "float32"), 8, torch.device("cpu"))
-        limits = SchedulerConfig(4, max_num_seqs, max_num_batched_tokens)
-        parts = EngineParts(**options)
-        engine = Engine(model, memory, limits, lambda parent, tokens: parent + bytes(tokens), parts=parts)
-        engine.runner = ConstantRunner()  # type: ignore[assignment]
-        return engine
-
-    return make
+@pytest.fixture(scope="session")
+def decode(tiny_model: Callable[[str], Path]) -> Callable[[list[int]], str]:
+    """Return the function from the tiny llama's tokens to their text."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_model("llama") / "tokenizer.json"))
+    return lambda ids: tokenizer.decode(ids)

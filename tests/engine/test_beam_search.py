@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from quire.engine.beam_search import BeamSearch, answers, choose_extensions
-from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.request_errors import RequestFailedError
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence, SequenceStatus
-from quire.sampling.params import BeamParams, SamplingParams
+from quire.engine.sequence import SequenceStatus
+from quire.sampling.params import BeamParams
+from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run
 
-BLOCK_SIZE = 16
-CPU = torch.device("cpu")
 TinyModel = Callable[[str], Path]
-
-
-def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
-
-
-def make_engine(model: LoadedModel) -> Engine:
-    memory = KvMemory(model.kv_shape(BLOCK_SIZE), 512, CPU)
-    return Engine(model, memory, SchedulerConfig(BLOCK_SIZE, 64, 128), hash_block)
-
-
-def make_prompt(length: int, seed: int = 0) -> list[int]:
-    return Random(seed * 1000 + length).choices(range(2, 320), k=length)
-
-
-def make_request(name: str, prompt: list[int], **params: object) -> Sequence:
-    values = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 40, "ignore_eos": True, **params}
-    return Sequence(name, list(prompt), len(prompt), SamplingParams(**values), b"root")  # type: ignore[arg-type]
-
-
-def run(engine: Engine, requests: list[Sequence]) -> dict[tuple[str, int], list[int]]:
-    """Run requests to their ends; return the tokens of each sequence."""
-    for request in requests:
-        engine.add_request(request)
-    outputs: dict[tuple[str, int], list[int]] = {}
-    while not engine.is_idle:
-        for sequence, _, tokens, *_ in engine.step():
-            outputs.setdefault((sequence.attempt_id, sequence.index), []).extend(t.token_id for t in tokens)
-        engine.check_conservation()
-    assert engine.pool.counts.used == 0
-    return outputs
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
@@ -68,7 +31,7 @@ def test_beam_search_equals_transformers(
         prompt = make_prompt(length)
         beam = BeamParams(width, penalty, early)
         request = make_request("r", prompt, beam=beam, max_tokens=24, ignore_eos=False)
-        actual = run(make_engine(load(architecture)), [request])
+        actual = run(make_engine(load(architecture)), request)
         expected = reference.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones((1, length), dtype=torch.long),
@@ -96,7 +59,7 @@ def test_beams_share_blocks(load: Callable[[str], LoadedModel]) -> None:
     assert most <= 10 + 4 * 4
 
 
-# --- the algorithm alone -----------------------------------------------------------------------------------
+# --- the algorithm without an engine -----------------------------------------------------------------------
 
 EOS = 0
 
@@ -147,7 +110,7 @@ def test_logits_that_are_not_finite_fail_the_request() -> None:
         choose_extensions(search, [prompt], torch.tensor([[1.0, float("nan")]]), frozenset({EOS}))
 
 
-def test_answers_are_whole_sequences_of_which_the_best_comes_first() -> None:
+def test_answers_are_whole_sequences_and_the_best_comes_first() -> None:
     search = BeamSearch(BeamParams(2), 1, frozenset({EOS}))
     prompt = make_request("r", [5, 6], beam=BeamParams(2))
     choose_extensions(search, [prompt], torch.tensor([[3.0, 1.0, 2.0, 0.0]]), frozenset({EOS}))

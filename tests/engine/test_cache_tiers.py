@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from hypothesis import settings
@@ -20,35 +18,24 @@ from quire.engine.disk_cache import DiskCache
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.kvindex.kv_layout import KvShape
+from tests.engine.manual_disk import ManualExecutor, open_disk
 
 NUM_POOL, NUM_HOST, NUM_DISK = 6, 5, 7
 SHAPE = KvShape(1, 1, 4, 4, "float32")
-FILE_BYTES = SHAPE.block_bytes + 32
 CPU = torch.device("cpu")
 Hash = bytes
 
 
-class Later(Executor):
-    """Runs calls when it is told to, in the thread that tells it."""
+class RecordingHostCache(HostCache):
+    """Records which host block holds each block."""
 
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], object]] = []
+    def __init__(self, memory: KvMemory) -> None:
+        super().__init__(memory)
+        self.host_ids: dict[Hash, int] = {}
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.calls.append(lambda: fn(*args, **kwargs))
-        return Future()
-
-    def run(self) -> None:
-        while self.calls:
-            self.calls.pop(0)()
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self.run()
-
-
-def open_disk(folder: Path, identity: str = "same", *, num_blocks: int = NUM_DISK, later: Later) -> DiskCache:
-    num_bytes = num_blocks * FILE_BYTES
-    return DiskCache(folder, num_bytes, SHAPE.block_bytes, identity, writer=later, reader=later)
+    def add_block(self, block_hash: Hash, host_id: int) -> None:
+        super().add_block(block_hash, host_id)
+        self.host_ids[block_hash] = host_id
 
 
 def name(word: str) -> Hash:
@@ -93,7 +80,7 @@ class Model:
 
     def __init__(self) -> None:
         self.pool: list[Hash] = []
-        """Blocks that nobody uses."""
+        """Blocks that no request uses."""
         self.used: dict[Hash, int] = {}
         self.num_empty = NUM_POOL
         self.host: list[Hash] = []
@@ -106,7 +93,7 @@ class Model:
         return {*self.pool, *self.used, *self.host, *self.disk}
 
     def load(self, hashes: list[Hash]) -> None:
-        """Read from disk what is there alone."""
+        """Read from disk the blocks that no other tier holds."""
         known = [each for each in hashes if each in self.held]
         known = known[: next((i for i, each in enumerate(hashes) if each not in self.held), len(hashes))]
         self._touch(self.host, known)
@@ -234,10 +221,17 @@ class TiersMachine(RuleBasedStateMachine):
         self.model = Model()
 
     def begin(self, identity: str) -> None:
-        self.later = Later()
+        self.later = ManualExecutor()
         self.published = Published()
-        disk = open_disk(Path(self.folder.name), identity, later=self.later)
-        self.tiers = CacheTiers(self.memory, HostCache(KvMemory(SHAPE, NUM_HOST, CPU)), disk, self.published)
+        disk = open_disk(
+            Path(self.folder.name),
+            self.later,
+            block_bytes=SHAPE.block_bytes,
+            num_blocks=NUM_DISK,
+            identity=identity,
+        )
+        self.host = RecordingHostCache(KvMemory(SHAPE, NUM_HOST, CPU))
+        self.tiers = CacheTiers(self.memory, self.host, disk, self.published)
         self.pool = BlockPool(NUM_POOL, self.published, self.tiers)
         self.tables: list[tuple[list[Hash], list[int]]] = []
 
@@ -301,7 +295,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.pool.free(table)
         self.model.free(hashes)
 
-    @precondition(lambda self: len(self.disk))
+    @precondition(lambda self: len(self.disk) > 0)
     @rule(data=st.data(), damage=st.sampled_from(["flip", "truncate", "remove"]))
     def damage(self, data: st.DataObject, damage: str) -> None:
         """Damage a file and read it: it is a miss, counted, and gone with what follows it."""
@@ -328,11 +322,11 @@ class TiersMachine(RuleBasedStateMachine):
             assert num_new == 1
             assert block_hash not in self.disk
         elif block_hash in self.disk:
-            path.write_bytes(payload)  # nobody read it
+            path.write_bytes(payload)  # it was not read
         self.follow()
 
     def follow(self) -> None:
-        """Let the model go on from what the tiers hold, all of which is checked."""
+        """Let the model go on from what the tiers hold; the invariants check all of it."""
         self.model.host, self.model.disk = list(self.tiers.host), list(self.disk)
 
     @rule(is_killed=st.booleans(), is_same=st.booleans())
@@ -374,7 +368,7 @@ class TiersMachine(RuleBasedStateMachine):
             for block_id in self.pool.look_up([each]):
                 assert self.memory.read(block_id) == content(each)
         for each in self.model.host:
-            assert bytes(self.tiers.host.payload(self.tiers.host._host_ids[each])) == content(each)
+            assert bytes(self.host.payload(self.host.host_ids[each])) == content(each)
 
     def teardown(self) -> None:
         self.disk.close()

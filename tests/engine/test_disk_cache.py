@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from quire.engine.disk_cache import DiskCache, DiskCacheError
+from tests.engine.manual_disk import ManualExecutor, open_disk
 
 BLOCK_BYTES = 64
-FILE_BYTES = BLOCK_BYTES + 32
-
-
-class Later(Executor):
-    """Runs calls when it is told to, in the thread that tells it."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], object]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.calls.append(lambda: fn(*args, **kwargs))
-        return Future()
-
-    def run(self) -> None:
-        while self.calls:
-            self.calls.pop(0)()
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self.run()
 
 
 @pytest.fixture
-def later() -> Later:
-    return Later()
-
-
-def open_disk(folder: Path, later: Later, num_blocks: int = 4, identity: str = "same") -> DiskCache:
-    return DiskCache(folder, num_blocks * FILE_BYTES, BLOCK_BYTES, identity, writer=later, reader=later)
+def later() -> ManualExecutor:
+    return ManualExecutor()
 
 
 def name(word: str) -> bytes:
@@ -55,7 +31,7 @@ def store(disk: DiskCache, *words: str) -> None:
         disk.store(name(word), None, content(name(word)))
 
 
-def read(disk: DiskCache, word: str, later: Later) -> tuple[str, bytes]:
+def read(disk: DiskCache, word: str, later: ManualExecutor) -> tuple[str, bytes]:
     """Read a block; return the failure, and the bytes."""
     target = bytearray(BLOCK_BYTES)
     disk.read(name(word), memoryview(target))
@@ -64,9 +40,9 @@ def read(disk: DiskCache, word: str, later: Later) -> tuple[str, bytes]:
     return failure, bytes(target)
 
 
-def test_a_block_is_read_from_memory_until_it_is_written(tmp_path: Path, later: Later) -> None:
-    reader = Later()
-    disk = DiskCache(tmp_path, 4 * FILE_BYTES, BLOCK_BYTES, "same", writer=later, reader=reader)
+def test_a_block_is_read_from_memory_until_it_is_written(tmp_path: Path, later: ManualExecutor) -> None:
+    reader = ManualExecutor()
+    disk = open_disk(tmp_path, later, reader)
     store(disk, "a")
     assert read(disk, "a", reader) == ("", content(name("a")))
     assert not list(tmp_path.glob("*.kv"))
@@ -77,8 +53,8 @@ def test_a_block_is_read_from_memory_until_it_is_written(tmp_path: Path, later: 
 
 
 def test_a_block_that_went_and_came_back_is_read_before_it_is_written_again(tmp_path: Path) -> None:
-    writer, reader = Later(), Later()
-    disk = DiskCache(tmp_path, 4 * FILE_BYTES, BLOCK_BYTES, "same", writer=writer, reader=reader)
+    writer, reader = ManualExecutor(), ManualExecutor()
+    disk = open_disk(tmp_path, writer, reader)
     block = name("a")
     disk.store(block, None, bytes(content(block)))
     disk.discard(block)
@@ -99,7 +75,7 @@ def test_a_block_that_went_and_came_back_is_read_before_it_is_written_again(tmp_
     disk.close()
 
 
-def test_the_least_recently_used_block_is_removed_first(tmp_path: Path, later: Later) -> None:
+def test_the_least_recently_used_block_is_removed_first(tmp_path: Path, later: ManualExecutor) -> None:
     disk = open_disk(tmp_path, later, num_blocks=3)
     store(disk, "a", "b")
     assert disk.pop_oldest_if_full() is None
@@ -113,7 +89,9 @@ def test_the_least_recently_used_block_is_removed_first(tmp_path: Path, later: L
     disk.close()
 
 
-def test_writes_that_wait_are_bounded(tmp_path: Path, later: Later, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_that_wait_are_bounded(
+    tmp_path: Path, later: ManualExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.engine.disk_cache.MAX_PENDING_BYTES", 2 * BLOCK_BYTES)
     disk = open_disk(tmp_path, later)
     store(disk, "a", "b")
@@ -135,7 +113,7 @@ def test_writes_that_wait_are_bounded(tmp_path: Path, later: Later, monkeypatch:
     ],
 )
 def test_a_damaged_file_fails_its_read(
-    tmp_path: Path, later: Later, damage: Callable[[bytes], bytes], reason: str
+    tmp_path: Path, later: ManualExecutor, damage: Callable[[bytes], bytes], reason: str
 ) -> None:
     disk = open_disk(tmp_path, later)
     store(disk, "a")
@@ -149,7 +127,7 @@ def test_a_damaged_file_fails_its_read(
     disk.close()
 
 
-def test_a_file_under_the_name_of_another_block_fails_its_read(tmp_path: Path, later: Later) -> None:
+def test_a_file_under_the_name_of_another_block_fails_its_read(tmp_path: Path, later: ManualExecutor) -> None:
     disk = open_disk(tmp_path, later)
     store(disk, "a", "b")
     later.run()
@@ -159,7 +137,9 @@ def test_a_file_under_the_name_of_another_block_fails_its_read(tmp_path: Path, l
     disk.close()
 
 
-def test_a_later_process_takes_over_the_blocks_of_the_same_identity(tmp_path: Path, later: Later) -> None:
+def test_a_later_process_takes_over_the_blocks_of_the_same_identity(
+    tmp_path: Path, later: ManualExecutor
+) -> None:
     disk = open_disk(tmp_path, later)
     store(disk, "a")
     disk.store(name("ab"), name("a"), content(name("ab")))
@@ -177,7 +157,7 @@ def test_a_later_process_takes_over_the_blocks_of_the_same_identity(tmp_path: Pa
     disk.close()
 
 
-def test_subscribers_are_called_after_each_read(tmp_path: Path, later: Later) -> None:
+def test_subscribers_are_called_after_each_read(tmp_path: Path, later: ManualExecutor) -> None:
     disk = open_disk(tmp_path, later)
     failures: list[list[str]] = []
     for _ in range(2):
@@ -191,7 +171,7 @@ def test_subscribers_are_called_after_each_read(tmp_path: Path, later: Later) ->
     disk.close()
 
 
-def test_a_folder_has_one_user(tmp_path: Path, later: Later) -> None:
+def test_a_folder_has_one_user(tmp_path: Path, later: ManualExecutor) -> None:
     disk = open_disk(tmp_path / "blocks", later)
     with pytest.raises(DiskCacheError, match="another worker uses"):
         open_disk(tmp_path / "blocks", later)
@@ -200,7 +180,7 @@ def test_a_folder_has_one_user(tmp_path: Path, later: Later) -> None:
     assert (tmp_path / "blocks").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, later: Later) -> None:
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, later: ManualExecutor) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DiskCacheError, match="no disk cache in"):
         open_disk(tmp_path / "file" / "blocks", later)

@@ -1,4 +1,4 @@
-"""Pool, tables, groups and scheduler under random schedules, against runs that are alone and never preempted.
+"""Pool, tables, groups and scheduler under random schedules, against undisturbed runs of each request.
 
 The model is a fake that shows every error of the ledger: a "key" is its token, so a forward pass can compare
 what it reads through the block table with the tokens of the sequence, and its logits are a hash of what it
@@ -11,7 +11,7 @@ import hashlib
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -29,14 +29,17 @@ from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
-from quire.engine.schedule import Schedule, ScheduledSequence
+from quire.engine.model_runner import ModelRunner
+from quire.engine.schedule import ScheduledSequence
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.speculation import DraftRequest, Speculator
+from quire.engine.step_tensors import StepTensors
 from quire.engine.transfers import num_transferred_tokens
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import BeamParams, SamplingParams
+from tests.engine.manual_disk import ManualExecutor, open_disk
 
 T = TypeVar("T")
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1
@@ -49,65 +52,64 @@ def hash_block(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.sha256(parent + bytes(tokens)).digest()[:16]
 
 
-class FakeRunner:
-    """Keeps tokens in the KV memory and reads them back through the block tables."""
+def write_token(memory: KvMemory, block_id: int, position: int, token_id: int) -> None:
+    """Write a token as its key, and a value that makes blocks matter more or less."""
+    keys, values = memory.blocks[block_id, 0, :, 0, :, 0]
+    keys[position % BLOCK_SIZE] = token_id
+    values[position % BLOCK_SIZE] = token_id * (position % 7 + 1) % 13
 
-    def __init__(self, engine: Engine, swap_memory: KvMemory | None, window: int | None) -> None:
-        self._engine = engine
-        self._memory = engine.memory
-        self._swap_memory = swap_memory
-        self._window = window
 
-    def move_blocks(self, schedule: Schedule) -> None:
-        if self._swap_memory is not None:
-            self._memory.copy_out(self._swap_memory, schedule.swap_out)
-            self._memory.copy_in(self._swap_memory, schedule.swap_in)
-        self._memory.copy_within(schedule.copies)
+def read_tokens(memory: KvMemory, block_id: int) -> list[int]:
+    """Return the tokens that a block holds as its keys."""
+    return [int(token) for token in memory.blocks[block_id, 0, 0, 0, :, 0]]
 
-    def prepare(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        return scheduled
 
-    def forward(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
+class FakeRunner(ModelRunner):
+    """Keeps tokens in the KV memory and reads them back through the block tables.
+
+    Attributes:
+        ref_cnt: returns how many sequences use a block.
+    """
+
+    ref_cnt: Callable[[int], int]
+
+    def prepare(self, scheduled: list[ScheduledSequence]) -> StepTensors:
+        self._scheduled = scheduled
+        return super().prepare(scheduled)
+
+    def forward(self, step: StepTensors) -> torch.Tensor:
         rows = []
-        for sequence, num_tokens in scheduled:
+        for sequence, num_tokens in self._scheduled:
             first, tokens = sequence.num_computed_tokens, sequence.token_ids + sequence.draft_token_ids
             for position in range(first, first + num_tokens):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
-                assert self._engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
-                self.write(block_id, position, tokens[position])
+                assert self.ref_cnt(block_id) == 1, "a shared block is written"
+                write_token(self.memory, block_id, position, tokens[position])
             num_drafts = len(sequence.draft_token_ids)
             lengths = range(first + num_tokens - num_drafts, first + num_tokens + 1)
             rows += [self._logits(sequence, tokens[:length]) for length in lengths]
         return torch.stack(rows)
 
-    def write(self, block_id: int, position: int, token_id: int) -> None:
-        """Write a token as its key, and a value that makes blocks matter more or less."""
-        self.slots(block_id)[position % BLOCK_SIZE] = token_id
-        value = token_id * (position % 7 + 1) % 13
-        self._memory.blocks[block_id, 0, 1, 0, position % BLOCK_SIZE, 0] = value
-
-    def slots(self, block_id: int) -> torch.Tensor:
-        return self._memory.blocks[block_id, 0, 0, 0, :, 0]
-
     def _logits(self, sequence: Sequence, tokens: list[int]) -> torch.Tensor:
         if sequence.params.kv_budget_tokens is not None:
             return self._logits_after(self._kept(sequence, len(tokens)))
         # The step's first token sees furthest back; the logits are those of its last.
-        furthest = max(0, sequence.num_computed_tokens + 1 - self._window) if self._window else 0
+        window = self.model.window
+        furthest = max(0, sequence.num_computed_tokens + 1 - window) if window else 0
         first_block = furthest // BLOCK_SIZE
         table = sequence.block_table[first_block:]
         assert NO_BLOCK not in table, "a block that is seen was given back"
-        held = [int(token) for block_id in table for token in self.slots(block_id)]
+        held = [token for block_id in table for token in read_tokens(self.memory, block_id)]
         held = held[: len(tokens) - first_block * BLOCK_SIZE]
         seen = tokens[first_block * BLOCK_SIZE :]
         assert held == seen, "the blocks do not hold the sequence's tokens"
-        return self._logits_after(tokens[-self._window :] if self._window else held)
+        return self._logits_after(tokens[-window:] if window else held)
 
     def _kept(self, sequence: Sequence, length: int) -> list[int]:
         """Return the tokens that a sequence with a budget has not given back."""
         table = sequence.block_table
         positions = [p for p in range(length) if table[p // BLOCK_SIZE] != NO_BLOCK]
-        kept = [int(self.slots(table[p // BLOCK_SIZE])[p % BLOCK_SIZE]) for p in positions]
+        kept = [read_tokens(self.memory, table[p // BLOCK_SIZE])[p % BLOCK_SIZE] for p in positions]
         assert kept == [sequence.token_ids[p] for p in positions], "the blocks do not hold the tokens"
         return kept
 
@@ -133,7 +135,7 @@ class OracleProposer:
         drafts = []
         for sequence, num_tokens in wanted:
             prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
-            output = alone(prompt, sequence.params, self._window)[sequence.index]
+            output = undisturbed(prompt, sequence.params, self._window)[sequence.index]
             following = output[sequence.num_output_tokens :]
             draft = following[: random.Random(sequence.num_tokens).randint(0, num_tokens)]
             place = random.Random(sequence.num_tokens + 1).randint(0, 6)
@@ -153,7 +155,9 @@ def make_engine(
     model: Any = SimpleNamespace(
         max_position_embeddings=128, eos_token_ids=frozenset({EOS}), window=window, windows=()
     )
+    memory = KvMemory(SHAPE, num_blocks, CPU)
     swap_memory = KvMemory(SHAPE, num_swap_blocks, CPU) if num_swap_blocks else None
+    runner = FakeRunner(model, memory, swap_memory)
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=10, max_num_batched_tokens=16, preemption=mode)
     parts = EngineParts(
         swap_memory=swap_memory,
@@ -161,10 +165,11 @@ def make_engine(
         disk_cache=tiers and tiers.disk,
         # A clock that stands still makes every draft token worth its time.
         speculator=Speculator(OracleProposer(window), 6, clock=lambda: 0.0) if has_drafts else None,
+        runner=runner,
         clock=lambda: 0.0,
     )
-    engine = Engine(model, KvMemory(SHAPE, num_blocks, CPU), limits, hash_block, parts=parts)
-    engine.runner = FakeRunner(engine, swap_memory, window)  # type: ignore[assignment]
+    engine = Engine(model, memory, limits, hash_block, parts=parts)
+    runner.ref_cnt = engine.pool.ref_cnt
     return engine
 
 
@@ -178,7 +183,8 @@ def collect(engine: Engine, outputs: Outputs) -> None:
 
 
 @cache
-def alone(prompt: tuple[int, ...], params: SamplingParams, window: int | None) -> dict[int, list[int]]:
+def undisturbed(prompt: tuple[int, ...], params: SamplingParams, window: int | None) -> dict[int, list[int]]:
+    """Return the tokens of each sequence of a request that has the engine to itself."""
     engine = make_engine(512, 0, "recompute", window)
     engine.add_request(Sequence("r", list(prompt), len(prompt), params, b"root"))
     outputs: Outputs = {}
@@ -215,7 +221,7 @@ class TransferState(Enum):
     WAITING = auto()
     RESERVED = auto()
     LOST = auto()
-    """Its sender is gone, after the blocks were granted, and nobody has noticed."""
+    """Its sender died after the blocks were granted, and the engine does not know it yet."""
 
 
 @dataclass(eq=False)
@@ -292,9 +298,11 @@ class EngineMachine(RuleBasedStateMachine):
             for position in range(transfer.first_block * BLOCK_SIZE, num_transferred_tokens(sequence)):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self.engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
-                self.engine.runner.write(block_id, position, prompt[position])  # type: ignore[attr-defined]
+                write_token(self.engine.memory, block_id, position, prompt[position])
             # The first token, as the other worker samples it.
-            first = alone(tuple(prompt), params, self.window)[0][0] if params.num_sequences == 1 else None
+            first = (
+                undisturbed(tuple(prompt), params, self.window)[0][0] if params.num_sequences == 1 else None
+            )
             if first is not None:
                 self.outputs[name, 0] = [first]
             self.command(lambda e: e.transfers.admit(name, first))
@@ -358,7 +366,7 @@ class EngineMachine(RuleBasedStateMachine):
             collect(self.engine, self.outputs)
         self.engine.check_conservation()
         if not self.engine.num_stepped and not self.engine.is_idle:
-            assert self.is_awaited(), "requests wait, nobody runs, and no event to come can change that"
+            assert self.is_awaited(), "requests wait, none runs, and no event to come can change that"
 
     def is_awaited(self) -> bool:
         """Whether an event from outside will give blocks back, or let a group run."""
@@ -419,7 +427,7 @@ class EngineMachine(RuleBasedStateMachine):
         for name, (prompt, params) in self.wanted.items():
             if name not in self.aborted:
                 got = {index: tokens for (owner, index), tokens in self.outputs.items() if owner == name}
-                assert got == alone(tuple(prompt), params, self.window), (prompt, params)
+                assert got == undisturbed(tuple(prompt), params, self.window), (prompt, params)
 
 
 class WindowedEngineMachine(EngineMachine):
@@ -432,27 +440,8 @@ class WindowedEngineMachine(EngineMachine):
         return prompt * 5, replace(params, kv_budget_tokens=None)
 
 
-class Later(Executor):
-    """Reads and writes when it is told to."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], object]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.calls.append(lambda: fn(*args, **kwargs))
-        return Future()
-
-    def run(self) -> None:
-        while self.calls:
-            self.calls.pop(0)()
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self.run()
-
-
-def open_disk(folder: Path, executor: Executor | None = None) -> DiskCache:
-    num_bytes = NUM_DISK_BLOCKS * (SHAPE.block_bytes + 32)
-    return DiskCache(folder, num_bytes, SHAPE.block_bytes, "engine", writer=executor, reader=executor)
+def open_small_disk(folder: Path, executor: Executor | None = None) -> DiskCache:
+    return open_disk(folder, executor, block_bytes=SHAPE.block_bytes, num_blocks=NUM_DISK_BLOCKS)
 
 
 class TieredEngineMachine(EngineMachine):
@@ -464,8 +453,8 @@ class TieredEngineMachine(EngineMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.later = Later()
-        self.disk = open_disk(Path(self.folder.name), self.later)
+        self.later = ManualExecutor()
+        self.disk = open_small_disk(Path(self.folder.name), self.later)
         self.host = HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU))
         self.pinned: tuple[list[int], list[int]] = [], []
         tiers = Tiers(self.host, self.disk)
@@ -488,7 +477,7 @@ class TieredEngineMachine(EngineMachine):
     def unpin(self) -> None:
         """Compare what is pinned with its tokens still, and let it go."""
         block_ids, prompt = self.pinned
-        held = [int(t) for b in block_ids for t in self.engine.memory.blocks[b, 0, 0, 0, :, 0]]
+        held = [token for each in block_ids for token in read_tokens(self.engine.memory, each)]
         assert held == prompt[: len(held)]
         self.pinned = [], []
         self.command(lambda e: e.unpin("pin"))
@@ -535,7 +524,7 @@ TestTieredWindowedEngine.settings = MACHINE_SETTINGS
 
 def test_a_working_set_larger_than_the_pool_comes_back_from_every_tier(tmp_path: Path) -> None:
     """Requests one after the other, with the disk's own threads."""
-    disk = open_disk(tmp_path)
+    disk = open_small_disk(tmp_path)
     tiers = Tiers(HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU)), disk)
     engine = make_engine(8, 0, "recompute", None, tiers)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -547,7 +536,7 @@ def test_a_working_set_larger_than_the_pool_comes_back_from_every_tier(tmp_path:
         while not engine.is_idle:
             collect(engine, outputs)
             engine.check_conservation()
-        assert outputs[name, 0] == alone(tuple(prompts[index]), params, None)[0]
+        assert outputs[name, 0] == undisturbed(tuple(prompts[index]), params, None)[0]
     assert engine.tiers is not None
     hits = engine.tiers.counts.hits
     assert all(hits[tier] >= 3 for tier in ("pool", "host", "disk")), hits
@@ -566,4 +555,4 @@ def test_blocks_from_host_memory_do_not_push_out_what_they_follow() -> None:
         while not engine.is_idle:
             collect(engine, outputs)
             engine.check_conservation()
-        assert outputs["r", 0] == alone(tuple(prompt), params, 6)[0]
+        assert outputs["r", 0] == undisturbed(tuple(prompt), params, 6)[0]

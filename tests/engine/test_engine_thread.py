@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from quire.engine.sequence import Sequence
 from quire.engine.step_watch import StepWatch
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import SamplingParams
+from tests.engine.constant_engine import ConstantRunner, make_constant_engine
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 SECONDS = 20.0
@@ -28,8 +28,14 @@ SECONDS = 20.0
 
 
 @pytest.fixture
-def engine(make_constant_engine: Callable[..., Engine]) -> Engine:
+def engine() -> Engine:
     return make_constant_engine(max_num_seqs=4, max_num_batched_tokens=64)
+
+
+@pytest.fixture
+def runner(engine: Engine) -> ConstantRunner:
+    assert isinstance(engine.runner, ConstantRunner)
+    return engine.runner
 
 
 def prompt(name: str, token: int, num_tokens: int, max_tokens: int = 2) -> Sequence:
@@ -81,7 +87,7 @@ async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(
 
 
 async def test_a_disk_read_wakes_an_engine_that_rests(
-    make_constant_engine: Callable[..., Engine], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     shape = KvShape(1, 1, BLOCK_SIZE, 1, "float32")
     block = b"a block's hash.."
@@ -117,7 +123,7 @@ async def test_a_request_that_ends_waits_no_longer_for_blocks(engine: Engine) ->
     await thread.stop()
 
 
-async def test_a_failed_step_ends_everything_that_waits(engine: Engine) -> None:
+async def test_a_failed_step_ends_everything_that_waits(engine: Engine, runner: ConstantRunner) -> None:
     failures: list[EngineStoppedError] = []
     thread = EngineThread(engine, on_failure=failures.append)
     thread.start()
@@ -129,14 +135,11 @@ async def test_a_failed_step_ends_everything_that_waits(engine: Engine) -> None:
     await asyncio.sleep(0)  # it has posted its command
     assert await thread.call(lambda e: e.transfers.num_waiting) == 1
 
-    def fail(scheduled: Any) -> torch.Tensor:
+    def fail() -> None:
         raise RuntimeError("out of memory")
 
-    def run(engine: Engine) -> None:
-        engine.runner.forward = fail  # type: ignore[method-assign]
-        engine.transfers.admit("first", 5)
-
-    await thread.call(run)
+    runner.before_forward = fail
+    await thread.call(lambda e: e.transfers.admit("first", 5))
     error = await asyncio.wait_for(updates.get(), SECONDS)
     assert isinstance(error, EngineStoppedError)
     assert "RuntimeError: out of memory" in str(error)
@@ -169,7 +172,9 @@ async def test_stopping_fails_the_commands_that_are_left_though_some_were_cancel
         left.result(SECONDS)
 
 
-async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(engine: Engine) -> None:
+async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(
+    engine: Engine, runner: ConstantRunner
+) -> None:
     failures: list[EngineStoppedError] = []
     thread = EngineThread(engine, on_failure=failures.append, watch=StepWatch(0.1))
     thread.start()
@@ -179,16 +184,13 @@ async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(engine:
     assert await thread.call_back(reserve("first"))
     goes_on = threading.Event()
 
-    def hang(scheduled: Any) -> torch.Tensor:
+    def hang() -> None:
         goes_on.wait()
         raise RuntimeError("the device was reset")
 
-    def run(engine: Engine) -> None:
-        engine.runner.forward = hang  # type: ignore[method-assign]
-        engine.add_request(prompt("running", 3, 4))
-
+    runner.before_forward = hang
     waiting = asyncio.create_task(thread.call_back(reserve("second")))
-    await thread.call(run)
+    await thread.call(lambda e: e.add_request(prompt("running", 3, 4)))
     late = asyncio.create_task(thread.call(lambda e: None))
     await asyncio.wait_for(thread.watch(), SECONDS)
     assert thread.is_stalled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
@@ -12,23 +11,17 @@ from typing import Any
 
 import pytest
 import tokenizers
-import torch
 
-from quire.engine.dead_ends import dead_end
-from quire.engine.engine import Engine
 from quire.engine.grammar import GrammarCompiler, StructuredOutputUnavailableError
 from quire.engine.grammar_compile import BadFormatError
-from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_rules import LogitsRules
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.request_errors import NoTokenLeftError
-from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.sampling.output_format import OutputFormat
 from quire.sampling.params import BeamParams, SamplingParams
+from tests.engine.tiny_engine import CPU, make_engine, run
 
-BLOCK_SIZE = 16
-CPU = torch.device("cpu")
 EOS = 1
 SCHEMA = OutputFormat(
     "json_schema",
@@ -59,28 +52,6 @@ def model(folder: Path) -> LoadedModel:
     return load_model(str(folder), "float32", CPU)
 
 
-@pytest.fixture(scope="module")
-def decode(folder: Path) -> Callable[[list[int]], str]:
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return lambda ids: tokenizer.decode(ids)
-
-
-@pytest.fixture(scope="module")
-def compiler(folder: Path, model: LoadedModel) -> GrammarCompiler:
-    def read() -> str:
-        return (folder / "tokenizer.json").read_text("utf-8")
-
-    return GrammarCompiler(read, model.vocab_size, frozenset({EOS}))
-
-
-def make_engine(model: LoadedModel, num_blocks: int = 256, **config: Any) -> Engine:
-    def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-        return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
-
-    limits = SchedulerConfig(BLOCK_SIZE, 16, 64, **config)
-    return Engine(model, KvMemory(model.kv_shape(BLOCK_SIZE), num_blocks, CPU), limits, hash_block)
-
-
 def make_request(
     compiler: GrammarCompiler, output_format: OutputFormat, name: str = "r", output: Any = (), **params: Any
 ) -> Sequence:
@@ -89,18 +60,6 @@ def make_request(
     sampling = SamplingParams(**values)
     rules = LogitsRules(sampling, len(prompt), compiler.compile(output_format, len(prompt)))
     return Sequence(name, [*prompt, *output], len(prompt), sampling, b"root", logits_rules=rules)
-
-
-def run(engine: Engine, *requests: Sequence) -> dict[tuple[str, int], list[int]]:
-    """Run requests to their ends; return the tokens of each sequence."""
-    for request in requests:
-        engine.add_request(request)
-    outputs: dict[tuple[str, int], list[int]] = {}
-    while not engine.is_idle:
-        for sequence, _, tokens, *_ in engine.step():
-            outputs.setdefault((sequence.attempt_id, sequence.index), []).extend(t.token_id for t in tokens)
-    engine.check_conservation()
-    return outputs
 
 
 def check(output_format: OutputFormat, text: str) -> None:
@@ -132,7 +91,7 @@ def test_answers_of_a_random_model_have_the_form(
 def test_a_grammar_may_nest(
     model: LoadedModel, compiler: GrammarCompiler, decode: Callable[[list[int]], str]
 ) -> None:
-    # A random model may open brackets for ever; the bias makes it close them.
+    # A random model may open brackets without end; the bias makes it close them.
     bias = {token_id: -3.0 for token_id in range(320) if decode([token_id]) in ("(", "+")}
     request = make_request(compiler, LARK, seed=1, max_tokens=300, logit_bias=tuple(bias.items()))
     tokens = run(make_engine(model), request)["r", 0]
@@ -140,15 +99,17 @@ def test_a_grammar_may_nest(
     check(LARK, decode(tokens[:-1]))
 
 
-def test_preempted_samples_are_what_each_is_alone(model: LoadedModel, compiler: GrammarCompiler) -> None:
-    alone = {
+def test_preempted_samples_are_those_of_single_requests(
+    model: LoadedModel, compiler: GrammarCompiler
+) -> None:
+    expected = {
         (name, index): run(make_engine(model), make_request(compiler, LONG, seed=seed + index))["r", 0]
         for name, seed in (("a", 0), ("b", 10))
         for index in range(2)
     }
     crowded = make_engine(model, num_blocks=20, preemption="recompute")
     requests = [make_request(compiler, LONG, name, seed=seed, n=2) for name, seed in (("a", 0), ("b", 10))]
-    assert run(crowded, *requests) == alone
+    assert run(crowded, *requests) == expected
     assert crowded.preemption.num_preempted > 0
 
 
@@ -247,70 +208,3 @@ def test_a_format_is_compiled_once(folder: Path, model: LoadedModel) -> None:
     before = second.allowed([])
     first.allowed([2 + 64])
     assert (second.allowed([]) == before).all()
-
-
-CHOICE = OutputFormat("grammar", 'start: "yes" | "no"')
-
-
-@pytest.mark.parametrize(
-    ("output_format", "constraints", "field"),
-    [
-        (CHOICE, {"allowed_token_ids": "xyz"}, "allowed_token_ids"),
-        (CHOICE, {"allowed_token_ids": "yen"}, "allowed_token_ids"),
-        (CHOICE, {"allowed_token_ids": "yes no"}, "allowed_token_ids"),  # without an end
-        (CHOICE, {"bad_words": "yn"}, "bad_words"),
-        (CHOICE, {"bad_words": "en"}, "bad_words"),
-        (CHOICE, {"min_tokens": 5}, "min_tokens"),
-        (OutputFormat("regex", "ab"), {"min_tokens": 4}, "min_tokens"),
-    ],
-)
-def test_a_format_that_the_other_constraints_leave_no_answer_of_is_found(
-    compiler: GrammarCompiler,
-    decode: Callable[[list[int]], str],
-    output_format: OutputFormat,
-    constraints: dict[str, Any],
-    field: str,
-) -> None:
-    request = make_request(compiler, output_format, **as_tokens(constraints, decode))
-    assert request.logits_rules is not None
-    error = dead_end(request.logits_rules, request.token_ids, 320, frozenset({EOS}))
-    assert error is not None
-    assert error.field == field
-
-
-@pytest.mark.parametrize(
-    ("output_format", "constraints"),
-    [
-        (CHOICE, {"allowed_token_ids": "on\1"}),
-        (CHOICE, {"bad_words": "y"}),
-        (CHOICE, {"min_tokens": 3}),
-        (CHOICE, {"allowed_token_ids": "ye", "max_tokens": 2}),  # cut by its length
-        (SCHEMA, {"min_tokens": 40}),
-        (SCHEMA, {"bad_words": "z"}),
-        (LONG, {"allowed_token_ids": "abc0123456789\1"}),
-    ],
-)
-def test_a_format_that_leaves_answers_is_let_through(
-    compiler: GrammarCompiler,
-    decode: Callable[[list[int]], str],
-    output_format: OutputFormat,
-    constraints: dict[str, Any],
-) -> None:
-    request = make_request(compiler, output_format, **as_tokens(constraints, decode))
-    rules = request.logits_rules
-    assert rules is not None
-    assert rules.grammar is not None
-    before = rules.copy()
-    assert dead_end(rules, request.token_ids, 320, frozenset({EOS})) is None
-    assert before.grammar is not None
-    assert (rules.grammar.allowed(request.token_ids) == before.grammar.allowed(request.token_ids)).all()
-
-
-def as_tokens(constraints: dict[str, Any], decode: Callable[[list[int]], str]) -> dict[str, Any]:
-    """Replace the letters in constraints by the ids of their tokens."""
-    ids = {decode([token_id]): token_id for token_id in range(320)} | {"\1": EOS}
-    read: dict[str, Callable[[Any], Any]] = {
-        "allowed_token_ids": lambda letters: frozenset(ids[letter] for letter in letters),
-        "bad_words": lambda letters: tuple((ids[letter],) for letter in letters),
-    }
-    return {name: read.get(name, int)(value) for name, value in constraints.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,19 +20,16 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.sampler import sample
-from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.sampling.params import BeamParams, SamplingParams
+from tests.engine.tiny_engine import CPU, make_engine, make_prompt, run
+from tests.engine.tiny_engine import make_request as make_any_request
 
 VOCAB_SIZE = 12
 EOS = frozenset({0})
-BLOCK_SIZE = 16
-CPU = torch.device("cpu")
 
 token = st.integers(0, VOCAB_SIZE - 1)
 
@@ -98,14 +94,14 @@ def test_a_row_is_what_the_definitions_say(sequence: Sequence) -> None:
 
 @settings(max_examples=100)
 @given(st.lists(sequences(), min_size=1, max_size=6), st.integers(0, 5))
-def test_a_row_is_the_same_alone_and_in_a_batch(batch: list[Sequence], place: int) -> None:
+def test_a_row_does_not_depend_on_its_batch(batch: list[Sequence], place: int) -> None:
     row = place % len(batch)
     logits = make_logits(len(batch))
     together = sample(logits, batch, EOS)
-    alone = sample(logits[row : row + 1], [batch[row]], EOS)
-    assert (row in together.errors) == (0 in alone.errors)
+    single = sample(logits[row : row + 1], [batch[row]], EOS)
+    assert (row in together.errors) == (0 in single.errors)
     if row not in together.errors:
-        assert (together.token_ids[row], together.logprobs[row]) == (alone.token_ids[0], alone.logprobs[0])
+        assert (together.token_ids[row], together.logprobs[row]) == (single.token_ids[0], single.logprobs[0])
 
 
 @settings(max_examples=100)
@@ -214,34 +210,8 @@ def model(folder: Path) -> LoadedModel:
     return load_model(str(folder), "float32", CPU)
 
 
-def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
-
-
-def make_engine(model: LoadedModel, num_blocks: int = 256, budget: int = 128, **config: Any) -> Engine:
-    limits = SchedulerConfig(BLOCK_SIZE, 16, budget, **config)
-    return Engine(model, KvMemory(model.kv_shape(BLOCK_SIZE), num_blocks, CPU), limits, hash_block)
-
-
-def make_prompt(length: int, seed: int = 0) -> list[int]:
-    return Random(seed * 1000 + length).choices(range(2, 320), k=length)
-
-
 def make_request(name: str, prompt: list[int], **params: Any) -> Sequence:
-    values = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True, **params}
-    return Sequence(name, list(prompt), len(prompt), SamplingParams(**values), b"root")
-
-
-def run(engine: Engine, *requests: Sequence) -> dict[tuple[str, int], list[int]]:
-    """Run requests to their ends; return the tokens of each sequence."""
-    for request in requests:
-        engine.add_request(request)
-    outputs: dict[tuple[str, int], list[int]] = {}
-    while not engine.is_idle:
-        for sequence, _, tokens, *_ in engine.step():
-            outputs.setdefault((sequence.attempt_id, sequence.index), []).extend(t.token_id for t in tokens)
-    engine.check_conservation()
-    return outputs
+    return make_any_request(name, prompt, **{"temperature": 0.0, "max_tokens": 32, **params})
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -266,7 +236,7 @@ def test_tokens_are_those_of_transformers(folder: Path, model: LoadedModel, num_
 
 def test_preempted_and_forked_sequences_keep_their_counts(model: LoadedModel) -> None:
     rules = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "temperature": 0.8, **RULES}
-    alone = {
+    expected = {
         (name, index): run(make_engine(model), make_request(name, make_prompt(30, seed), seed=index, **rules))
         for seed, name in enumerate("abc")
         for index in range(2)
@@ -275,7 +245,7 @@ def test_preempted_and_forked_sequences_keep_their_counts(model: LoadedModel) ->
     crowded = make_engine(model, num_blocks=14, preemption="recompute")
     together = run(crowded, *requests)
     assert crowded.preemption.num_preempted > 0
-    assert together == {(name, index): tokens[name, 0] for (name, index), tokens in alone.items()}
+    assert together == {(name, index): tokens[name, 0] for (name, index), tokens in expected.items()}
 
 
 def test_a_request_resumed_from_its_tokens_goes_on_as_before(model: LoadedModel) -> None:
@@ -287,7 +257,7 @@ def test_a_request_resumed_from_its_tokens_goes_on_as_before(model: LoadedModel)
     assert run(make_engine(model), resumed)["r", 0] == whole[10:]
 
 
-def test_beams_take_allowed_tokens_alone_even_if_they_are_few(model: LoadedModel) -> None:
+def test_beams_take_only_allowed_tokens_even_if_they_are_few(model: LoadedModel) -> None:
     few = frozenset({30, 31})
     request = make_request("r", make_prompt(9), beam=BeamParams(4), max_tokens=5, allowed_token_ids=few)
     answers = run(make_engine(model), request)
@@ -309,7 +279,7 @@ def test_prompt_logprobs_are_the_models_whole_and_in_chunks(
     folder: Path, model: LoadedModel, budget: int
 ) -> None:
     prompt = make_prompt(70)
-    engine = make_engine(model, budget=budget)
+    engine = make_engine(model, max_num_batched_tokens=budget)
     others = [make_request(str(length), make_prompt(length), num_prompt_logprobs=0) for length in (1, 2, 33)]
     run(engine, make_request("warm", prompt))
     scored = make_request("r", prompt, num_prompt_logprobs=3)
@@ -329,17 +299,17 @@ def test_prompt_logprobs_are_the_models_whole_and_in_chunks(
 
 def test_a_preempted_prompt_is_scored_once(model: LoadedModel) -> None:
     prompts = [make_prompt(40, seed) for seed in range(3)]
-    alone = [make_request("r", prompt, num_prompt_logprobs=1) for prompt in prompts]
-    for request in alone:
+    singles = [make_request("r", prompt, num_prompt_logprobs=1) for prompt in prompts]
+    for request in singles:
         run(make_engine(model), request)
     crowd = [
         make_request(str(seed), prompt, num_prompt_logprobs=1, max_tokens=60)
         for seed, prompt in enumerate(prompts)
     ]
-    crowded = make_engine(model, num_blocks=12, budget=16, preemption="recompute")
+    crowded = make_engine(model, num_blocks=12, max_num_batched_tokens=16, preemption="recompute")
     run(crowded, *crowd)
     assert crowded.preemption.num_preempted > 0
-    for one, among in zip(alone, crowd, strict=True):
+    for one, among in zip(singles, crowd, strict=True):
         assert len(among.prompt_logprobs) == 39
         for expected, found in zip(one.prompt_logprobs, among.prompt_logprobs, strict=True):
             assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)

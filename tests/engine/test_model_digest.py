@@ -51,7 +51,8 @@ def test_the_layout_of_the_files_does_not_matter(tiny_model: Callable[[str], Pat
     shutil.copytree(model, tmp_path / "sharded")
     tensors = load_file(tmp_path / "sharded" / "model.safetensors")
     (tmp_path / "sharded" / "model.safetensors").unlink()
-    names, shards = sorted(tensors), {}
+    names = sorted(tensors)
+    shards: dict[str, str] = {}
     for number, part in enumerate((names[::2], names[1::2])):
         shard = f"model-0000{number + 1}-of-00002.safetensors"
         save_file({name: tensors[name] for name in part}, tmp_path / "sharded" / shard, {"format": "pt"})

@@ -1,53 +1,34 @@
-"""More transfers than a pool can hold: the batch stays as large as without transfers, and nobody starves."""
+"""More transfers than a pool can hold: the batch stays as large as without them, and no request starves."""
 
 from __future__ import annotations
 
 import random
 from statistics import mean
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
+import pytest
 
-from quire.engine.engine import Engine, EngineParts
-from quire.engine.kv_memory import KvMemory
-from quire.engine.scheduler import SchedulerConfig
+from quire.engine.block_tables import BlockTables
+from quire.engine.engine import Engine
 from quire.engine.sequence import Sequence
-from quire.kvindex.block_hash import block_hash
-from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import SamplingParams
+from tests.engine.constant_engine import TOKEN, make_constant_engine
 
-BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, TOKEN = 16, 256, 64, 5
+BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 16, 256, 64
 NUM_STEPS, NUM_WARM_UP_STEPS, NUM_QUEUED = 1200, 200, 8
 MAX_TOKENS = 200
 
 
-class FirstTokens:
-    """Always samples the same token, in no time."""
-
-    def move_blocks(self, schedule: Any) -> None:
-        pass
-
-    def prepare(self, scheduled: list[Any]) -> list[Any]:
-        return scheduled
-
-    def forward(self, scheduled: list[Any]) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.full((len(scheduled),), TOKEN), VOCAB_SIZE).float()
-
-
 def make_engine() -> Engine:
-    model: Any = SimpleNamespace(max_position_embeddings=10_000, eos_token_ids=frozenset({1}), window=None)
-    shape = KvShape(1, 1, BLOCK_SIZE, 1, "float32")
-    cpu = torch.device("cpu")
-    engine = Engine(
-        model,
-        KvMemory(shape, NUM_BLOCKS, cpu),
-        SchedulerConfig(BLOCK_SIZE, max_num_seqs=64, max_num_batched_tokens=2048, preemption="swap"),
-        block_hash,
-        parts=EngineParts(swap_memory=KvMemory(shape, NUM_BLOCKS, cpu), clock=lambda: 0.0),
+    return make_constant_engine(
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        num_blocks=NUM_BLOCKS,
+        num_swap_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=10_000,
+        clock=lambda: 0.0,
     )
-    engine.runner = FirstTokens()  # type: ignore[assignment]
-    return engine
 
 
 class Load(NamedTuple):
@@ -109,17 +90,19 @@ def test_the_batch_under_transfers_is_that_without() -> None:
     assert with_transfers.longest_gap < 2 * MAX_TOKENS
 
 
-def test_a_group_that_lacks_blocks_is_matched_with_the_cache_when_it_may_fit() -> None:
+def test_a_group_that_lacks_blocks_is_matched_with_the_cache_when_it_may_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = make_engine()
     num_matches = 0
-    match = engine.tables.take_cached_prefix
+    match = BlockTables.take_cached_prefix
 
-    def counted(sequence: Sequence, max_tokens: int) -> None:
+    def counted(tables: BlockTables, sequence: Sequence, max_tokens: int) -> None:
         nonlocal num_matches
         num_matches += sequence.attempt_id == "blocked"
-        match(sequence, max_tokens)
+        match(tables, sequence, max_tokens)
 
-    engine.tables.take_cached_prefix = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(BlockTables, "take_cached_prefix", counted)
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     cached = [2] * (100 * BLOCK_SIZE)
     for name, token_ids in (

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
+from typing import Any
 
 import pytest
 import torch
 
-from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.paged_eviction import PagedEviction, Score, importance
+from quire.engine.paged_eviction import importance
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError
 from quire.engine.schedule import Schedule
-from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
+from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import BeamParams, SamplingParams
+from tests.engine.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, run, run_in_order
+from tests.engine.tiny_engine import make_request as make_any_request
 
-BLOCK_SIZE, BUDGET = 16, 64
-CPU = torch.device("cpu")
+BUDGET = 64
 LoadTiny = Callable[[str], LoadedModel]
-
-
-def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
 
 
 @pytest.fixture(scope="module")
@@ -40,36 +35,9 @@ def model(load: LoadTiny) -> LoadedModel:
     return load("llama")
 
 
-def make_engine(
-    model: LoadedModel,
-    num_blocks: int = 128,
-    *,
-    num_swap_blocks: int = 0,
-    preemption: str = "auto",
-    score: Score = importance,
-) -> Engine:
-    shape = model.kv_shape(BLOCK_SIZE)
-    memory = KvMemory(shape, num_blocks, CPU)
-    swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
-    config = SchedulerConfig(BLOCK_SIZE, 16, 64, preemption)
-    parts = EngineParts(swap_memory=swap_memory, eviction=PagedEviction(memory, score))
-    return Engine(model, memory, config, hash_block, parts=parts)
-
-
-def make_request(name: str, length: int = 200, budget: int | None = BUDGET, **params: object) -> Sequence:
-    prompt = Random(length).choices(range(2, 320), k=length)
-    values = {"temperature": 0.0, "max_tokens": 80, "ignore_eos": True, "kv_budget_tokens": budget, **params}
-    return Sequence(name, prompt, length, SamplingParams(**values), b"root")  # type: ignore[arg-type]
-
-
-def run(engine: Engine, *requests: Sequence) -> list[list[int]]:
-    for request in requests:
-        engine.add_request(request)
-    while not engine.is_idle:
-        engine.step()
-        engine.check_conservation()
-    assert engine.pool.counts.used == 0
-    return [request.token_ids[request.num_prompt_tokens :] for request in requests]
+def make_request(name: str, length: int = 200, budget: int | None = BUDGET, **params: Any) -> Sequence:
+    values = {"temperature": 0.0, "max_tokens": 80, "kv_budget_tokens": budget, **params}
+    return make_any_request(name, make_prompt(length), **values)
 
 
 def test_a_block_matters_by_its_values_and_keys() -> None:
@@ -96,16 +64,16 @@ def test_the_budget_holds_from_the_prompts_end_on(model: LoadedModel) -> None:
 
 
 def test_a_budget_that_holds_all_changes_nothing(model: LoadedModel) -> None:
-    [exact] = run(make_engine(model), make_request("r", budget=None))
-    assert run(make_engine(model), make_request("r", budget=304)) == [exact]
-    assert run(make_engine(model), make_request("r")) != [exact]
+    [exact] = run_in_order(make_engine(model), make_request("r", budget=None))
+    assert run_in_order(make_engine(model), make_request("r", budget=304)) == [exact]
+    assert run_in_order(make_engine(model), make_request("r")) != [exact]
 
 
 def test_kept_blocks_are_attended_at_their_own_positions(model: LoadedModel) -> None:
     """Dropping all but the latest blocks of a Llama is a sliding window cut at blocks: torch can show it."""
     engine = make_engine(model, score=lambda _, block_ids: list(map(float, range(len(block_ids)))))
     request = make_request("r", max_tokens=40)
-    [tokens] = run(engine, request)
+    [tokens] = run_in_order(engine, request)
     sequence = torch.tensor([request.token_ids])
     positions = torch.arange(sequence.shape[1])
     num_prompt = request.num_prompt_tokens
@@ -126,29 +94,29 @@ def test_kept_blocks_are_attended_at_their_own_positions(model: LoadedModel) -> 
 def test_only_the_prompt_is_shared(model: LoadedModel) -> None:
     engine = make_engine(model)
     first = make_request("first")
-    [tokens] = run(engine, first)
+    [tokens] = run_in_order(engine, first)
     held = len(engine.pool.look_up(first.block_hashes))
     assert held == first.num_prompt_tokens // BLOCK_SIZE
     after = Sequence("after", first.token_ids[:], 280, SamplingParams(max_tokens=1), b"root")
-    after.extend_hashes(BLOCK_SIZE, hash_block)
+    after.extend_hashes(BLOCK_SIZE, block_hash)
     assert len(engine.pool.look_up(after.block_hashes)) == held
-    assert run(engine, make_request("again")) == [tokens]
+    assert run_in_order(engine, make_request("again")) == [tokens]
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_preempted_requests_go_on_as_before(model: LoadedModel, preemption: str) -> None:
     lengths = [100, 120, 140]
-    alone = [run(make_engine(model), make_request("r", length, n=3))[0] for length in lengths]
-    engine = make_engine(model, 22, num_swap_blocks=64, preemption=preemption)
+    expected = [run_in_order(make_engine(model), make_request("r", length, n=3))[0] for length in lengths]
+    engine = make_engine(model, num_blocks=22, num_swap_blocks=64, preemption=preemption)
     requests = [make_request(str(length), length, n=3) for length in lengths]
-    assert run(engine, *requests) == alone
+    assert run_in_order(engine, *requests) == expected
     assert engine.preemption.counts[preemption == "recompute"] > 0
 
 
 def test_a_request_is_cut_again_though_its_whole_prompt_is_cached(model: LoadedModel) -> None:
     """Its prompt ends with a block, so that nothing of it would have to be computed again."""
     length = 7 * BLOCK_SIZE
-    [alone] = run(make_engine(model), make_request("r", length))
+    [expected] = run_in_order(make_engine(model), make_request("r", length))
     engine = make_engine(model)
     request = make_request("r", length)
     engine.add_request(request)
@@ -157,11 +125,11 @@ def test_a_request_is_cut_again_though_its_whole_prompt_is_cached(model: LoadedM
     [group] = engine.queues.running
     engine.preemption.preempt(group, Schedule())
     run(engine)
-    assert request.token_ids[length:] == alone
+    assert request.token_ids[length:] == expected
 
 
 def test_a_transferred_prompt_is_cut_where_it_arrives(model: LoadedModel) -> None:
-    [alone] = run(make_engine(model), make_request("r"))
+    [expected] = run_in_order(make_engine(model), make_request("r"))
     prefill, decode = make_engine(model), make_engine(model)
     there, here = make_request("r"), make_request("r")
     there.stops_after_prefill = True
@@ -178,18 +146,18 @@ def test_a_transferred_prompt_is_cut_where_it_arrives(model: LoadedModel) -> Non
     assert len(here.held_blocks) <= BUDGET // BLOCK_SIZE
     while not decode.is_idle:
         decode.step()
-    assert here.token_ids[here.num_prompt_tokens :] == alone
+    assert here.token_ids[here.num_prompt_tokens :] == expected
     prefill.abort("r")
     prefill.check_conservation()
     decode.check_conservation()
 
 
 def test_the_limit_is_that_of_the_prompt_and_the_budget(model: LoadedModel) -> None:
-    """The prompt has 13 blocks; three answers to it have 25 each at their ends, of which 4 are kept."""
-    engine = make_engine(model, 32)
+    """The prompt has 13 blocks; three answers to it have 25 each at their ends and keep 4."""
+    engine = make_engine(model, num_blocks=32)
     with pytest.raises(RequestTooLongError, match="take 51 blocks; this worker has 32"):
         engine.add_request(make_request("r", n=3, max_tokens=200, budget=None))
-    assert len(run(engine, make_request("r", n=3, max_tokens=200))[0]) == 200
+    assert len(run_in_order(engine, make_request("r", n=3, max_tokens=200))[0]) == 200
 
 
 def test_what_cannot_be_kept_is_refused(model: LoadedModel, load: LoadTiny) -> None:

@@ -2,77 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from random import Random
+from typing import Any
 
 import pytest
-import torch
 
 from quire.engine.block_pool import BlockPool
 from quire.engine.block_tables import BlockTables
-from quire.engine.engine import Engine, EngineParts
 from quire.engine.group_queues import GroupQueues
-from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.preemption import Preemption
 from quire.engine.schedule import Schedule
-from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.swap_space import SwapSpace
 from quire.engine.swapping import Swapping
-from quire.sampling.params import BeamParams, SamplingParams
-
-BLOCK_SIZE = 16
-CPU = torch.device("cpu")
-
-
-def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
-
-
-def make_engine(
-    model: LoadedModel,
-    *,
-    num_blocks: int = 512,
-    num_swap_blocks: int = 0,
-    budget: int = 128,
-    max_num_seqs: int = 64,
-    **config: object,
-) -> Engine:
-    shape = model.kv_shape(BLOCK_SIZE)
-    swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
-    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs, budget, **config)  # type: ignore[arg-type]
-    parts = EngineParts(swap_memory=swap_memory)
-    return Engine(model, KvMemory(shape, num_blocks, CPU), limits, hash_block, parts=parts)
-
-
-def make_prompt(length: int, seed: int = 0) -> list[int]:
-    return Random(seed * 1000 + length).choices(range(2, 320), k=length)
-
-
-def make_request(name: str, prompt: list[int], **params: object) -> Sequence:
-    values = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 40, "ignore_eos": True, **params}
-    return Sequence(name, list(prompt), len(prompt), SamplingParams(**values), b"root")  # type: ignore[arg-type]
-
-
-def run(engine: Engine, requests: list[Sequence]) -> dict[tuple[str, int], list[int]]:
-    """Run requests to their ends; return the tokens of each sequence."""
-    for request in requests:
-        engine.add_request(request)
-    outputs: dict[tuple[str, int], list[int]] = {}
-    while not engine.is_idle:
-        for sequence, _, tokens, *_ in engine.step():
-            outputs.setdefault((sequence.attempt_id, sequence.index), []).extend(t.token_id for t in tokens)
-        engine.check_conservation()
-    assert engine.pool.counts.used == 0
-    return outputs
+from quire.kvindex.block_hash import block_hash
+from quire.sampling.params import BeamParams
+from tests.engine.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, make_request, run
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
 def test_preempted_groups_give_the_same_tokens(load: Callable[[str], LoadedModel], mode: str) -> None:
-    requests = [
+    requests: list[tuple[str, dict[str, Any]]] = [
         ("samples", {"n": 4, "seed": 5}),
         ("greedy", {"temperature": 0.0}),
         ("beams", {"beam": BeamParams(3)}),
@@ -80,11 +32,14 @@ def test_preempted_groups_give_the_same_tokens(load: Callable[[str], LoadedModel
     ]
 
     def make() -> list[Sequence]:
-        return [make_request(name, make_prompt(50, i), **params) for i, (name, params) in enumerate(requests)]
+        return [
+            make_request(name, make_prompt(50, index), **params)
+            for index, (name, params) in enumerate(requests)
+        ]
 
-    expected = run(make_engine(load("llama")), make())
+    expected = run(make_engine(load("llama")), *make())
     engine = make_engine(load("llama"), num_blocks=26, num_swap_blocks=40, preemption=mode)
-    assert run(engine, make()) == expected
+    assert run(engine, *make()) == expected
     assert engine.preemption.num_preempted > 0
     if mode != "auto":
         assert engine.preemption.counts[mode == "recompute"] == engine.preemption.num_preempted
@@ -112,7 +67,7 @@ class Ledger:
 
     def __init__(self, mode: str = "swap", num_host_blocks: int = 8, *, prefers_swap: bool = True) -> None:
         self.pool = BlockPool(8)
-        self.tables = BlockTables(self.pool, BLOCK_SIZE, hash_block)
+        self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash)
         self.queues = GroupQueues(self.pool)
         self.swap_space = SwapSpace(num_host_blocks)
         self.swapping = Swapping(self.queues, self.tables, self.swap_space)

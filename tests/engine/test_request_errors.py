@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,36 +12,25 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine import sampler
 from quire.engine.beam_search import BeamSearch
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_rules import LogitsRules, Mask
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.model_runner import ModelRunner
 from quire.engine.request_errors import NoTokenLeftError, RequestFailedError
-from quire.engine.scheduler import SchedulerConfig
+from quire.engine.schedule import ScheduledSequence
 from quire.engine.sequence import Sequence
+from quire.engine.step_tensors import StepTensors
 from quire.sampling.params import BeamParams, SamplingParams
+from tests.engine.tiny_engine import CPU, Outputs, make_engine
 
-BLOCK_SIZE = 16
 EOS = 1
-CPU = torch.device("cpu")
-Outputs = dict[tuple[str, int], list[int]]
 Errors = dict[str, RequestFailedError]
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[[str], Path]) -> LoadedModel:
     return load_model(str(tiny_model("llama")), "float32", CPU)
-
-
-def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
-
-
-def make_engine(model: LoadedModel) -> Engine:
-    limits = SchedulerConfig(BLOCK_SIZE, 16, 128)
-    return Engine(model, KvMemory(model.kv_shape(BLOCK_SIZE), 256, CPU), limits, hash_block)
 
 
 class FakeGrammar:
@@ -89,6 +77,30 @@ def run(engine: Engine, *requests: Sequence) -> tuple[Outputs, Errors]:
     return outputs, errors
 
 
+class PoisonedRunner(ModelRunner):
+    """Gives the culprit a logit that is not a number, in each step after its first."""
+
+    def prepare(self, scheduled: list[ScheduledSequence]) -> StepTensors:
+        culprits = [row for row, each in enumerate(scheduled) if each.sequence.attempt_id == "culprit"]
+        self._poisoned = [row for row in culprits if scheduled[row].sequence.num_computed_tokens]
+        return super().prepare(scheduled)
+
+    def forward(self, step: StepTensors) -> torch.Tensor:
+        logits = super().forward(step).clone()
+        logits[self._poisoned[:1], 11] = math.nan
+        return logits
+
+
+class UnsampledSequence(Sequence):
+    """Fails when its fifth token is sampled."""
+
+    @property
+    def seed(self) -> int:
+        if self.num_output_tokens == 4:
+            raise OverflowError("scripted")
+        return super().seed
+
+
 def neighbours() -> list[Sequence]:
     """Return requests of every kind, to run beside one that fails."""
     return [
@@ -113,7 +125,7 @@ def check_others(outputs: Outputs, undisturbed: Outputs) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"beam": BeamParams(2)}], ids=["single", "samples", "beams"])
-def test_a_grammar_that_breaks_ends_its_request_alone(
+def test_a_grammar_that_breaks_ends_only_its_request(
     model: LoadedModel, undisturbed: Outputs, more: dict[str, Any]
 ) -> None:
     culprit = make_request("culprit", FakeGrammar(range(5, 9), range(9, 15), range(3, 9)), **more)
@@ -124,54 +136,28 @@ def test_a_grammar_that_breaks_ends_its_request_alone(
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"beam": BeamParams(2)}], ids=["single", "samples", "beams"])
-def test_logits_that_are_no_numbers_end_their_request_alone(
+def test_logits_that_are_no_numbers_end_only_their_request(
     model: LoadedModel, undisturbed: Outputs, more: dict[str, Any]
 ) -> None:
-    engine = make_engine(model)
-    forward = engine.runner.forward
+    engine = make_engine(model, make_runner=PoisonedRunner)
     culprit = make_request("culprit", **more)
-
-    def poisoned(arguments: Any) -> torch.Tensor:
-        logits = forward(arguments).clone()
-        owners = [each.sequence.attempt_id for each in scheduled]
-        if culprit.num_computed_tokens and "culprit" in owners:
-            logits[owners.index("culprit"), 11] = math.nan
-        return logits
-
-    scheduled: list[Any] = []
-    prepare = engine.runner.prepare
-
-    def prepared(arguments: Any) -> Any:
-        scheduled[:] = arguments
-        return prepare(arguments)
-
-    engine.runner.forward = poisoned  # type: ignore[method-assign]
-    engine.runner.prepare = prepared  # type: ignore[method-assign]
     outputs, errors = run(engine, culprit, *neighbours())
     assert "not finite" in str(errors.pop("culprit"))
     assert not errors
     check_others(outputs, undisturbed)
 
 
-def test_an_error_in_sampling_is_traced_to_its_row(
-    model: LoadedModel, undisturbed: Outputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sample_rows = sampler._sample_rows
-
-    def breaking(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-        if any(each.attempt_id == "culprit" and each.num_output_tokens == 4 for each in sequences):
-            raise OverflowError("scripted")
-        return sample_rows(logits, sequences)
-
-    monkeypatch.setattr(sampler, "_sample_rows", breaking)
-    outputs, errors = run(make_engine(model), make_request("culprit"), *neighbours())
+def test_an_error_in_sampling_is_traced_to_its_row(model: LoadedModel, undisturbed: Outputs) -> None:
+    plain = make_request("culprit")
+    culprit = UnsampledSequence("culprit", plain.token_ids, plain.num_prompt_tokens, plain.params, b"root")
+    outputs, errors = run(make_engine(model), culprit, *neighbours())
     assert str(errors.pop("culprit")) == "OverflowError: scripted"
     assert not errors
     assert len(outputs["culprit", 0]) == 4
     check_others(outputs, undisturbed)
 
 
-def test_an_error_in_a_search_ends_its_request_alone(
+def test_an_error_in_a_search_ends_only_its_request(
     model: LoadedModel, undisturbed: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advance = BeamSearch.advance

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from quire.engine.engine import Engine
 from quire.engine.sequence import Sequence
 from quire.sampling.params import SamplingParams
+from tests.engine.constant_engine import make_constant_engine
 
 BLOCK_SIZE = 4
 
@@ -29,7 +29,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def engine(clock: Clock, make_constant_engine: Callable[..., Engine]) -> Engine:
+def engine(clock: Clock) -> Engine:
     return make_constant_engine(max_num_seqs=1, max_num_batched_tokens=8, clock=clock)
 
 

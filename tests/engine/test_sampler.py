@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from quire.engine.sequence import Sequence
 from quire.sampling.params import SamplingParams
 
 
-def sequence(position: int = 4, **params: object) -> Sequence:
-    return Sequence("r", list(range(position)), position, SamplingParams(**params), b"")  # type: ignore[arg-type]
+def sequence(position: int = 4, **params: Any) -> Sequence:
+    return Sequence("r", list(range(position)), position, SamplingParams(**params), b"")
 
 
-def draw_many(logits: list[float], num_draws: int = 2000, **params: object) -> list[int]:
+def draw_many(logits: list[float], num_draws: int = 2000, **params: Any) -> list[int]:
     sequences = [sequence(seed=seed, **params) for seed in range(num_draws)]
     return sample(torch.tensor([logits] * num_draws), sequences, frozenset()).token_ids
 
@@ -44,7 +45,7 @@ def test_draws_follow_the_distribution() -> None:
         ({"temperature": 0.01}, {0}),
     ],
 )
-def test_filters_keep_what_they_should(params: dict[str, object], allowed: set[int]) -> None:
+def test_filters_keep_what_they_should(params: dict[str, Any], allowed: set[int]) -> None:
     logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
     assert set(draw_many(logits, **params)) == allowed
 
@@ -55,7 +56,13 @@ def test_typical_tokens_are_those_of_transformers(
     typical_p: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = torch.randn((64, 300), generator=torch.Generator().manual_seed(3)) * 2
-    values = {"temperature": 0.7, "top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+    values: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "typical_p": typical_p,
+    }
     config = GenerationConfig(do_sample=True, **values)
     # These filters are in transformers' own order, and none of them reads the ids.
     filters = GenerationMixin()._get_logits_processor(config)
@@ -69,10 +76,10 @@ def test_typical_tokens_are_those_of_transformers(
 def test_a_row_does_not_see_the_typical_tokens_of_others() -> None:
     logits = torch.randn((2, 50), generator=torch.Generator().manual_seed(0))
     plain, typical = sequence(seed=5), sequence(seed=6, typical_p=0.2)
-    alone = [
+    singles = [
         sample(logits[[row]], [each], frozenset()).token_ids[0] for row, each in enumerate((plain, typical))
     ]
-    assert sample(logits, [plain, typical], frozenset()).token_ids == alone
+    assert sample(logits, [plain, typical], frozenset()).token_ids == singles
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-39, 1e-38, 9e-6, 1.1e-5])
@@ -82,11 +89,11 @@ def test_a_temperature_near_zero_takes_the_most_probable_token(temperature: floa
     assert sample(logits, sequences, frozenset()).token_ids == logits.argmax(dim=-1).tolist()
 
 
-def test_a_token_depends_on_seed_and_position_alone() -> None:
+def test_a_token_depends_only_on_seed_and_position() -> None:
     logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(0))
     others = [sequence(seed=8), sequence(temperature=0.0)]
-    [alone] = sample(logits[:1], [sequence(seed=5)], frozenset()).token_ids
-    assert sample(logits, [sequence(seed=5), *others], frozenset()).token_ids[0] == alone
+    [single] = sample(logits[:1], [sequence(seed=5)], frozenset()).token_ids
+    assert sample(logits, [sequence(seed=5), *others], frozenset()).token_ids[0] == single
 
 
 def test_uniform_numbers_are_fixed() -> None:
@@ -114,6 +121,6 @@ def test_no_end_before_min_tokens() -> None:
 @pytest.mark.parametrize(
     "bad", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"max_tokens": 0}]
 )
-def test_values_out_of_range_are_refused(bad: dict[str, float]) -> None:
+def test_values_out_of_range_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
-        SamplingParams(**bad)  # type: ignore[arg-type]
+        SamplingParams(**bad)

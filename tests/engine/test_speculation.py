@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -11,35 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from quire.engine.config import EngineConfig
 from quire.engine.draft_proposer import DraftProposer
-from quire.engine.engine import Engine, EngineParts
+from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.ngram_proposer import NgramProposer, continue_repetition
+from quire.engine.ngram_proposer import NgramProposer
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, TokenLogprobs
 from quire.engine.speculation import Acceptance, DraftRequest, Proposer, Speculator, StepCost
-from quire.engine.speculators import DraftModelError, check_same_tokens, load_draft_model
-from quire.models.random_model import make_random_model
+from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
+from tests.engine.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_request
 
-BLOCK_SIZE = 16
-CPU = torch.device("cpu")
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss"]
 ROUNDED = ["gpt_oss"]
 """The sums of experts depend on a step's tokens."""
 
 TinyModel = Callable[[str], Path]
-Outputs = dict[tuple[str, int], list[tuple[int, TokenLogprobs | None]]]
-
-
-def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
+SampledTokens = dict[tuple[str, int], list[tuple[int, TokenLogprobs | None]]]
 
 
 @pytest.fixture(scope="module")
@@ -63,61 +53,49 @@ def load_draft(
     return get
 
 
-def make_engine(
+def make_drafting_engine(
     model: LoadedModel,
     draft_source: str | LoadedModel | None = None,
     *,
     num_blocks: int = 512,
     num_swap_blocks: int = 0,
-    budget: int = 64,
-    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 64,
     num_tokens: int = 4,
 ) -> Engine:
-    shape, limits = model.kv_shape(BLOCK_SIZE), SchedulerConfig(BLOCK_SIZE, max_num_seqs, budget)
-    proposer: Proposer | None = None
+    """Return an engine with a draft model or, for any text, with prompt lookup; None means no drafts."""
+    proposer: Proposer = NgramProposer()
     if isinstance(draft_source, LoadedModel):
         memory = KvMemory(draft_source.kv_shape(BLOCK_SIZE), num_blocks, CPU)
-        proposer = DraftProposer(draft_source, memory, limits, hash_block, model.eos_token_ids)
-    elif draft_source is not None:
-        proposer = NgramProposer()
-    return Engine(
+        limits = SchedulerConfig(BLOCK_SIZE, 16, max_num_batched_tokens)
+        proposer = DraftProposer(draft_source, memory, limits, block_hash, model.eos_token_ids)
+    # A clock that stands still makes every draft token worth its time.
+    speculator = Speculator(proposer, num_tokens, clock=lambda: 0.0)
+    return make_engine(
         model,
-        KvMemory(shape, num_blocks, CPU),
-        limits,
-        hash_block,
-        parts=EngineParts(
-            swap_memory=KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None,
-            # A clock that stands still makes every draft token worth its time.
-            speculator=proposer and Speculator(proposer, num_tokens, clock=lambda: 0.0),
-        ),
+        num_blocks=num_blocks,
+        num_swap_blocks=num_swap_blocks,
+        max_num_seqs=16,
+        max_num_batched_tokens=max_num_batched_tokens,
+        speculator=None if draft_source is None else speculator,
     )
 
 
-def make_prompt(length: int, seed: int = 0) -> list[int]:
+def make_requests(
+    temperature: float, lengths: tuple[int, ...] = (1, 15, 30, 47, 100), **params: Any
+) -> list[Sequence]:
+    values = {"temperature": temperature, "max_tokens": 24, "num_logprobs": 2, **params}
+    return [make_request(str(n), make_repetitive_prompt(n), seed=n, **values) for n in lengths]
+
+
+def make_repetitive_prompt(length: int) -> list[int]:
     """Return a prompt that repeats itself, so that there is something to look up."""
-    part = Random(seed * 1000 + length).choices(range(2, 320), k=-(-length // 3))
+    part = Random(length).choices(range(2, 320), k=-(-length // 3))
     return (part * 3)[:length]
 
 
-def make_requests(
-    temperature: float, lengths: tuple[int, ...] = (1, 15, 30, 47, 100), **params: object
-) -> list[Sequence]:
-    values = {"max_tokens": 24, "ignore_eos": True, "num_logprobs": 2, **params}
-    return [
-        Sequence(
-            str(length),
-            make_prompt(length),
-            length,
-            SamplingParams(temperature=temperature, seed=length, **values),  # type: ignore[arg-type]
-            b"root",
-        )
-        for length in lengths
-    ]
-
-
-def run(engine: Engine, requests: list[Sequence]) -> Outputs:
-    """Run requests, of which some come later, to their ends; return what was sampled."""
-    outputs: Outputs = {}
+def run_staggered(engine: Engine, requests: list[Sequence]) -> SampledTokens:
+    """Run requests to their ends, one more with each step; return what was sampled."""
+    outputs: SampledTokens = {}
     waiting = list(requests)
     while waiting or not engine.is_idle:
         if waiting:
@@ -130,7 +108,7 @@ def run(engine: Engine, requests: list[Sequence]) -> Outputs:
     return outputs
 
 
-def token_ids(outputs: Outputs) -> dict[tuple[str, int], list[int]]:
+def token_ids(outputs: SampledTokens) -> dict[tuple[str, int], list[int]]:
     return {name: [token_id for token_id, _ in tokens] for name, tokens in outputs.items()}
 
 
@@ -151,10 +129,10 @@ def test_tokens_equal_those_without_drafts(
     temperature: float,
 ) -> None:
     model = load(architecture)
-    expected = run(make_engine(model), make_requests(temperature))
+    expected = run_staggered(make_drafting_engine(model), make_requests(temperature))
     for draft_source in ("ngram", load_draft(architecture)):
-        engine = make_engine(model, draft_source)
-        got = run(engine, make_requests(temperature))
+        engine = make_drafting_engine(model, draft_source)
+        got = run_staggered(engine, make_requests(temperature))
         assert token_ids(got) == token_ids(expected)
         if architecture not in ROUNDED:
             assert got == expected, "the logprobs differ in their last bits"
@@ -184,12 +162,12 @@ def test_rules_see_draft_tokens_as_if_they_were_sampled(
     load: Callable[[str], LoadedModel],
     load_draft: Callable[[str], LoadedModel],
     temperature: float,
-    params: dict[str, object],
+    params: dict[str, Any],
 ) -> None:
-    expected = run(make_engine(load("llama")), make_requests(temperature, **params))
+    expected = run_staggered(make_drafting_engine(load("llama")), make_requests(temperature, **params))
     for draft_source in ("ngram", load_draft("llama")):
-        engine = make_engine(load("llama"), draft_source)
-        assert run(engine, make_requests(temperature, **params)) == expected
+        engine = make_drafting_engine(load("llama"), draft_source)
+        assert run_staggered(engine, make_requests(temperature, **params)) == expected
     assert counts(engine)[0] > 0
 
 
@@ -201,108 +179,19 @@ def test_few_blocks_and_a_small_budget(
     num_tokens: int,
 ) -> None:
     lengths = (30, 31, 32)
-    expected = run(make_engine(load("llama")), make_requests(1.0, lengths))
+    expected = run_staggered(make_drafting_engine(load("llama")), make_requests(1.0, lengths))
     for draft_source in ("ngram", load_draft("llama")):
-        engine = make_engine(
+        engine = make_drafting_engine(
             load("llama"),
             draft_source,
             num_blocks=6,
             num_swap_blocks=num_swap_blocks,
-            budget=16,
+            max_num_batched_tokens=16,
             num_tokens=num_tokens,
         )
-        assert run(engine, make_requests(1.0, lengths)) == expected
+        assert run_staggered(engine, make_requests(1.0, lengths)) == expected
         assert engine.preemption.num_preempted > 0
     assert counts(engine)[1] > 0
-
-
-def test_the_model_as_its_own_draft_is_always_right(load: Callable[[str], LoadedModel]) -> None:
-    model = load("llama")
-    for temperature in (0.0, 1.0):
-        engine = make_engine(model, model, num_tokens=4)
-        num_steps = 0
-        engine.add_request(make_requests(temperature, max_tokens=41)[1])
-        while not engine.is_idle:
-            num_steps += bool(engine.step())
-        drafted, accepted = counts(engine)
-        assert drafted == accepted > 30
-        # 1 token with the prompt, then 5 a step, but one step of 32 that goes without.
-        assert num_steps <= 1 + 8 + 1
-
-
-def test_a_draft_that_finished_sequences_used_has_its_blocks_again(
-    load: Callable[[str], LoadedModel],
-) -> None:
-    model = load("llama")
-    shape, limits = model.kv_shape(BLOCK_SIZE), SchedulerConfig(BLOCK_SIZE, 4, 64)
-    drafter = DraftProposer(model, KvMemory(shape, 32, CPU), limits, hash_block, frozenset())
-    parts = EngineParts(speculator=Speculator(drafter, 4, clock=lambda: 0.0))
-    engine = Engine(model, KvMemory(shape, 512, CPU), limits, hash_block, parts=parts)
-    for seed in range(5):
-        engine.add_request(
-            Sequence(str(seed), make_prompt(90, seed), 90, SamplingParams(max_tokens=9), b"root")
-        )
-        while not engine.is_idle:
-            engine.step()
-            drafter.pool.check_conservation()
-    assert drafter.propose([]) == []
-    assert drafter.pool.counts.used == 0
-
-
-# --- the proposers ------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=300)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 7))
-def test_ngram_proposes_what_followed_the_longest_latest_repetition(tokens: list[int], k: int) -> None:
-    def suffix_length(end: int) -> int:
-        """Return how many tokens before ``end`` equal the last ones, up to 8."""
-        length = 0
-        while length < min(8, end) and tokens[end - 1 - length] == tokens[-1 - length]:
-            length += 1
-        return length
-
-    ends = [end for end in range(1, len(tokens)) if suffix_length(end) >= 2]
-    got = continue_repetition(torch.tensor(tokens, dtype=torch.int32).numpy(), k)
-    if not ends:
-        assert got == []
-        return
-    best = max(ends, key=lambda end: (suffix_length(end), end))
-    text = list(tokens)
-    for index in range(k):
-        text.append(text[best + index])
-    assert got == text[len(tokens) :]
-
-
-def test_another_vocabulary_is_refused(
-    tmp_path: Path, load: Callable[[str], LoadedModel], tiny_model: TinyModel
-) -> None:
-    other = make_random_model("llama", tmp_path / "other", vocab_size=400)
-    model = load("llama")
-    config = EngineConfig(
-        str(tiny_model("llama")), dtype="float32", speculation="draft", draft_model=str(other)
-    )
-    with pytest.raises(DraftModelError, match="has logits for 400 tokens, the model for 320"):
-        load_draft_model(config, model, CPU)
-    text = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(text.replace('"<bos>"', '"<begin>"'))
-    with pytest.raises(DraftModelError, match="different vocabularies"):
-        check_same_tokens(str(other), str(tiny_model("llama")))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"speculation": "guess"}, "speculation must be one of"),
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 16"),
-        ({"num_speculative_tokens": 17}, "num_speculative_tokens must be from 1 to 16"),
-        ({"speculation": "draft"}, "give both or neither"),
-        ({"speculation": "ngram", "draft_model": "model"}, "give both or neither"),
-    ],
-)
-def test_bad_settings(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineConfig(**values)
 
 
 # --- how many -----------------------------------------------------------------------------------------------
@@ -341,7 +230,7 @@ class Recorder:
 
 
 def decode(rate: float, token_seconds: float, num_steps: int = 300) -> list[int]:
-    """Return how many draft tokens were requested in steps of 10 ms, of which a share ``rate`` is right."""
+    """Return how many draft tokens were requested in steps of 10 ms if a share ``rate`` of them is right."""
     recorder, random = Recorder(), Random(0)
     speculator = Speculator(recorder, 4, clock=lambda: 0.0)
     sequence = Sequence("r", [1, 2], 2, SamplingParams(), b"")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from quire.engine.engine import Engine
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.transfers import num_transferred_tokens
 from quire.sampling.params import SamplingParams
+from tests.engine.constant_engine import make_constant_engine
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 
 
 @pytest.fixture
-def engine(make_constant_engine: Callable[..., Engine]) -> Engine:
+def engine() -> Engine:
     return make_constant_engine(max_num_seqs=4, max_num_batched_tokens=64)
 
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from random import Random
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.engine.engine import Engine, EngineParts
-from quire.engine.kv_memory import KvMemory
+from quire.engine.engine import Engine
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.request_errors import RequestTooLongError
-from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import NO_BLOCK, Sequence
-from quire.sampling.params import SamplingParams
+from tests.engine.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, output
+from tests.engine.tiny_engine import make_request as make_any_request
 
-BLOCK_SIZE, WINDOW, NUM_NEW = 16, 24, 300
-CPU = torch.device("cpu")
-
-
-def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-    return hashlib.sha256(parent + str(tokens).encode()).digest()[:16]
+WINDOW, NUM_NEW = 24, 300
+make_windowed_engine = partial(make_engine, max_num_seqs=8, max_num_batched_tokens=64)
+Expected = Callable[[list[int]], list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +29,7 @@ def model(tiny_model: Callable[[str], Path]) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model: Callable[[str], Path]) -> Callable[[list[int]], list[int]]:
+def expected(tiny_model: Callable[[str], Path]) -> Expected:
     """Return a function from a prompt to the tokens of transformers' generate."""
     reference = AutoModelForCausalLM.from_pretrained(
         tiny_model("mistral"), dtype=torch.float32, attn_implementation="eager"
@@ -41,7 +37,7 @@ def expected(tiny_model: Callable[[str], Path]) -> Callable[[list[int]], list[in
 
     def generate(prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt])
-        output = reference.generate(
+        generated = reference.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -49,31 +45,15 @@ def expected(tiny_model: Callable[[str], Path]) -> Callable[[list[int]], list[in
             max_new_tokens=NUM_NEW,
             eos_token_id=None,
         )
-        tokens: list[int] = output[0, len(prompt) :].tolist()
+        tokens: list[int] = generated[0, len(prompt) :].tolist()
         return tokens
 
     return generate
 
 
-def make_engine(
-    model: LoadedModel,
-    num_blocks: int,
-    *,
-    budget: int = 64,
-    num_swap_blocks: int = 0,
-    preemption: str = "auto",
-) -> Engine:
-    shape = model.kv_shape(BLOCK_SIZE)
-    config = SchedulerConfig(BLOCK_SIZE, 8, budget, preemption)
-    swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
-    parts = EngineParts(swap_memory=swap_memory)
-    return Engine(model, KvMemory(shape, num_blocks, CPU), config, hash_block, parts=parts)
-
-
-def make_request(name: str, length: int, prompt_seed: int = 0, **params: object) -> Sequence:
-    prompt = Random(prompt_seed).choices(range(2, 320), k=length)
-    values = {"temperature": 0.0, "max_tokens": NUM_NEW, "ignore_eos": True, **params}
-    return Sequence(name, prompt, length, SamplingParams(**values), b"root")  # type: ignore[arg-type]
+def make_request(name: str, length: int, prompt_seed: int = 0, **params: Any) -> Sequence:
+    values = {"temperature": 0.0, "max_tokens": NUM_NEW, **params}
+    return make_any_request(name, make_prompt(length, prompt_seed), **values)
 
 
 def finish(engine: Engine) -> int:
@@ -89,10 +69,6 @@ def finish(engine: Engine) -> int:
     return most
 
 
-def outputs(sequence: Sequence) -> list[int]:
-    return sequence.token_ids[sequence.num_prompt_tokens :]
-
-
 @pytest.mark.parametrize(
     ("architecture", "window"),
     [("mistral", WINDOW), ("llama", None), ("gemma2", None), ("gemma3", None), ("gpt_oss", None)],
@@ -104,17 +80,17 @@ def test_the_window_is_what_every_layer_forgets(
 
 
 @pytest.mark.parametrize("length", [1, 40, 150])
-def test_memory_is_bounded_by_the_window(model: LoadedModel, expected: object, length: int) -> None:
+def test_memory_is_bounded_by_the_window(model: LoadedModel, expected: Expected, length: int) -> None:
     """Eight blocks hold 128 tokens; the sequence has up to 450."""
-    engine = make_engine(model, num_blocks=8)
+    engine = make_windowed_engine(model, num_blocks=8)
     request = make_request("r", length)
     engine.add_request(request)
     assert finish(engine) <= 8
-    assert outputs(request) == expected(request.token_ids[:length])  # type: ignore[operator]
+    assert output(request) == expected(request.token_ids[:length])
 
 
-def test_a_decode_holds_its_window_alone(model: LoadedModel) -> None:
-    engine = make_engine(model, num_blocks=64)
+def test_a_decode_holds_only_its_window(model: LoadedModel) -> None:
+    engine = make_windowed_engine(model, num_blocks=64)
     request = make_request("r", 100)
     engine.add_request(request)
     while request.num_output_tokens < 200:
@@ -125,37 +101,40 @@ def test_a_decode_holds_its_window_alone(model: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_preempted_windows_come_back(model: LoadedModel, expected: object, preemption: str) -> None:
+def test_preempted_windows_come_back(model: LoadedModel, expected: Expected, preemption: str) -> None:
     """Three equal samples of each prompt: they share its blocks, and write blocks of their own."""
-    engine = make_engine(model, 16, num_swap_blocks=24, preemption=preemption)
+    engine = make_windowed_engine(model, num_blocks=16, num_swap_blocks=24, preemption=preemption)
     requests = [make_request(str(index), 50 + 20 * index, index, n=3) for index in range(4)]
     for request in requests:
         engine.add_request(request)
     finish(engine)
     assert engine.preemption.counts[preemption == "recompute"] > 0
     for request in requests:
-        assert outputs(request) == expected(request.token_ids[: request.num_prompt_tokens])  # type: ignore[operator]
+        assert output(request) == expected(request.token_ids[: request.num_prompt_tokens])
 
 
 def test_samples_share_a_window(model: LoadedModel) -> None:
-    alone, together = [], {}
+    expected: list[list[int]] = []
+    together: dict[int, list[int]] = {}
     for index in range(4):
-        engine = make_engine(model, 64)
+        engine = make_windowed_engine(model, num_blocks=64)
         request = make_request("r", 70, temperature=1.0, seed=index, max_tokens=80)
         engine.add_request(request)
         finish(engine)
-        alone.append(outputs(request))
-    engine = make_engine(model, 20)
+        expected.append(output(request))
+    engine = make_windowed_engine(model, num_blocks=20)
     engine.add_request(make_request("r", 70, temperature=1.0, n=4, max_tokens=80))
     while not engine.is_idle:
         for update in engine.step():
             together.setdefault(update.sequence.index, []).extend(t.token_id for t in update.tokens)
-    assert [together[index] for index in range(4)] == alone
+    assert [together[index] for index in range(4)] == expected
     engine.check_conservation()
 
 
-def test_a_prefix_hit_takes_the_last_window_of_the_whole_chain(model: LoadedModel, expected: object) -> None:
-    engine = make_engine(model, 64)
+def test_a_prefix_hit_takes_the_last_window_of_the_whole_chain(
+    model: LoadedModel, expected: Expected
+) -> None:
+    engine = make_windowed_engine(model, num_blocks=64)
     first, second = make_request("first", 150), make_request("second", 150)
     engine.add_request(first)
     finish(engine)
@@ -164,11 +143,11 @@ def test_a_prefix_hit_takes_the_last_window_of_the_whole_chain(model: LoadedMode
     assert second.num_cached_tokens == 149
     assert len(second.held_blocks) < 9
     finish(engine)
-    assert outputs(first) == outputs(second) == expected(first.token_ids[:150])  # type: ignore[operator]
+    assert output(first) == output(second) == expected(first.token_ids[:150])
 
 
-def test_a_transfer_brings_the_window_alone(model: LoadedModel, expected: object) -> None:
-    prefill, decode = make_engine(model, 64), make_engine(model, 8)
+def test_a_transfer_brings_only_the_window(model: LoadedModel, expected: Expected) -> None:
+    prefill, decode = make_windowed_engine(model, num_blocks=64), make_windowed_engine(model, num_blocks=8)
     there, here = make_request("r", 150), make_request("r", 150)
     there.stops_after_prefill = True
     first_block = decode.transfers.accept(here)
@@ -188,11 +167,11 @@ def test_a_transfer_brings_the_window_alone(model: LoadedModel, expected: object
     prefill.abort("r")
     prefill.check_conservation()
     assert finish(decode) <= 4
-    assert outputs(here) == expected(here.token_ids[:150])  # type: ignore[operator]
-    assert decode.pool.counts.cached == 0  # blocks without those before them can be found by nobody
+    assert output(here) == expected(here.token_ids[:150])
+    assert decode.pool.counts.cached == 0  # no prompt can find blocks without those before them
 
 
 def test_what_does_not_fit_even_so_is_refused(model: LoadedModel) -> None:
-    engine = make_engine(model, 8)
+    engine = make_windowed_engine(model, num_blocks=8)
     with pytest.raises(RequestTooLongError, match="this worker has 8: ask for fewer sequences"):
         engine.add_request(make_request("r", 100, n=8))

@@ -1,0 +1,94 @@
+"""A draft model beside the model: what it proposes, and the blocks that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.engine.draft_proposer import DraftProposer
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import SequenceStatus
+from quire.engine.speculation import DraftRequest, Speculator
+from quire.kvindex.block_hash import block_hash
+from tests.engine.tiny_engine import (
+    BLOCK_SIZE,
+    CPU,
+    make_engine,
+    make_prompt,
+    make_request,
+    output,
+    run,
+)
+
+Load = Callable[[str], LoadedModel]
+
+
+def make_proposer(model: LoadedModel, num_blocks: int = 32, budget: int = 64) -> DraftProposer:
+    memory = KvMemory(model.kv_shape(BLOCK_SIZE), num_blocks, CPU)
+    return DraftProposer(model, memory, SchedulerConfig(BLOCK_SIZE, 4, budget), block_hash, frozenset())
+
+
+def make_speculator(proposer: DraftProposer) -> Speculator:
+    # A clock that stands still makes every draft token worth its time.
+    return Speculator(proposer, 4, clock=lambda: 0.0)
+
+
+def test_the_model_as_its_own_draft_is_always_right(load: Load) -> None:
+    model = load("llama")
+    for temperature in (0.0, 1.0):
+        speculator = make_speculator(make_proposer(model))
+        engine = make_engine(model, speculator=speculator)
+        num_steps = 0
+        engine.add_request(make_request("r", make_prompt(15), temperature=temperature, seed=1, max_tokens=41))
+        while not engine.is_idle:
+            num_steps += bool(engine.step())
+        drafted, accepted = speculator.counts
+        assert drafted == accepted > 30
+        # 1 token with the prompt, then 5 a step, but one step of 32 that goes without.
+        assert num_steps <= 1 + 8 + 1
+
+
+def test_a_draft_that_finished_sequences_used_has_its_blocks_again(load: Load) -> None:
+    model = load("llama")
+    proposer = make_proposer(model)
+    engine = make_engine(model, speculator=make_speculator(proposer))
+    for seed in range(5):
+        engine.add_request(make_request(str(seed), make_prompt(90, seed), max_tokens=9))
+        while not engine.is_idle:
+            engine.step()
+            proposer.pool.check_conservation()
+    assert proposer.propose([]) == []
+    assert proposer.pool.counts.used == 0
+
+
+def test_a_long_prompt_has_no_draft_tokens_until_all_of_it_is_computed(load: Load) -> None:
+    proposer = make_proposer(load("llama"), budget=32)
+    sequence = make_request("r", make_prompt(90), temperature=0.0)
+    drafts = [proposer.propose([DraftRequest(sequence, 3)])[0] for _ in range(3)]
+    assert [len(draft) for draft in drafts] == [0, 0, 3]
+
+
+def test_draft_tokens_go_on_from_the_tokens_that_were_accepted(load: Load) -> None:
+    model = load("llama")
+    expected = make_request("r", make_prompt(20), temperature=0.0, max_tokens=12)
+    run(make_engine(model), expected)
+    following = output(expected)
+    proposer = make_proposer(model)
+    sequence = make_request("r", make_prompt(20), temperature=0.0)
+    assert proposer.propose([DraftRequest(sequence, 4)]) == [following[:4]]
+    # Two draft tokens were right, and then the model sampled another token than the third.
+    sequence.token_ids += [*following[:2], following[2] + 1]
+    [other] = proposer.propose([DraftRequest(sequence, 4)])
+    fresh = make_proposer(model).propose([DraftRequest(sequence, 4)])
+    assert fresh == [other]
+
+
+def test_a_sequence_without_blocks_gets_no_draft_tokens(load: Load) -> None:
+    proposer = make_proposer(load("llama"), num_blocks=2)
+    large, small = make_request("large", make_prompt(60)), make_request("small", make_prompt(20))
+    requests = [DraftRequest(large, 2), DraftRequest(small, 2)]
+    assert [len(draft) for draft in proposer.propose(requests)] == [0, 2]
+    small.status = SequenceStatus.FINISHED_STOPPED
+    proposer.propose([])
+    assert proposer.pool.counts.used == 0

@@ -1,0 +1,30 @@
+"""A draft model must have the vocabulary of the model that verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.model_loader import LoadedModel
+from quire.engine.speculators import DraftModelError, check_same_tokens, load_draft_model
+from quire.models.random_model import make_random_model
+from tests.engine.tiny_engine import CPU
+
+
+def test_another_vocabulary_is_refused(
+    tmp_path: Path, load: Callable[[str], LoadedModel], tiny_model: Callable[[str], Path]
+) -> None:
+    other = make_random_model("llama", tmp_path / "other", vocab_size=400)
+    model = load("llama")
+    config = EngineConfig(
+        str(tiny_model("llama")), dtype="float32", speculation="draft", draft_model=str(other)
+    )
+    with pytest.raises(DraftModelError, match="has logits for 400 tokens, the model for 320"):
+        load_draft_model(config, model, CPU)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"<bos>"', '"<begin>"'))
+    with pytest.raises(DraftModelError, match="different vocabularies"):
+        check_same_tokens(str(other), str(tiny_model("llama")))

@@ -1,0 +1,100 @@
+"""An engine over a tiny model on the CPU, requests for it, and the tokens that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+
+from quire.engine.engine import Engine, EngineParts
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel
+from quire.engine.model_runner import ModelRunner
+from quire.engine.paged_eviction import PagedEviction, Score, importance
+from quire.engine.schedule import Schedule
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import Sequence
+from quire.engine.speculation import Speculator
+from quire.kvindex.block_hash import block_hash
+from quire.sampling.params import SamplingParams
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+Outputs = dict[tuple[str, int], list[int]]
+"""Tokens by the id of the request and the index of the sequence."""
+
+
+class RecordingRunner(ModelRunner):
+    """Records the schedules of the steps that move blocks."""
+
+    def __init__(self, model: LoadedModel, memory: KvMemory, swap_memory: KvMemory | None = None) -> None:
+        super().__init__(model, memory, swap_memory)
+        self.schedules: list[Schedule] = []
+
+    def move_blocks(self, schedule: Schedule) -> None:
+        self.schedules.append(schedule)
+        super().move_blocks(schedule)
+
+
+def make_engine(
+    model: LoadedModel,
+    *,
+    num_blocks: int = 512,
+    num_swap_blocks: int = 0,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 128,
+    preemption: str = "auto",
+    speculator: Speculator | None = None,
+    score: Score = importance,
+    make_runner: Callable[[LoadedModel, KvMemory, KvMemory | None], ModelRunner] = ModelRunner,
+) -> Engine:
+    """Return an engine whose blocks are on the device of the model."""
+    shape, device = model.kv_shape(BLOCK_SIZE), model.module.device
+    memory = KvMemory(shape, num_blocks, device)
+    swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
+    parts = EngineParts(
+        swap_memory=swap_memory,
+        speculator=speculator,
+        eviction=PagedEviction(memory, score),
+        runner=make_runner(model, memory, swap_memory),
+    )
+    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs, max_num_batched_tokens, preemption)
+    return Engine(model, memory, limits, block_hash, parts=parts)
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    """Return random tokens of a tiny model's vocabulary, without its special ones."""
+    return Random(seed * 1000 + length).choices(range(2, 320), k=length)
+
+
+def make_request(name: str, prompt: list[int], **params: Any) -> Sequence:
+    """Return a request for 40 tokens, even after one that ends an answer; ``params`` may say otherwise."""
+    sampling = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **params})
+    return Sequence(name, list(prompt), len(prompt), sampling, b"root")
+
+
+def run(engine: Engine, *requests: Sequence) -> Outputs:
+    """Run requests to their ends; return the new tokens of each sequence."""
+    for request in requests:
+        engine.add_request(request)
+    outputs: Outputs = {}
+    while not engine.is_idle:
+        for update in engine.step():
+            tokens = outputs.setdefault((update.sequence.attempt_id, update.sequence.index), [])
+            tokens += [token.token_id for token in update.tokens]
+        engine.check_conservation()
+    assert engine.pool.counts.used == 0
+    return outputs
+
+
+def run_in_order(engine: Engine, *requests: Sequence) -> list[list[int]]:
+    """Run requests to their ends; return the new tokens of the first sequence of each."""
+    run(engine, *requests)
+    return [output(request) for request in requests]
+
+
+def output(sequence: Sequence) -> list[int]:
+    """Return the tokens after a sequence's prompt."""
+    return sequence.token_ids[sequence.num_prompt_tokens :]
