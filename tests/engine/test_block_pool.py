@@ -98,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def give_the_first_block_back(self, data: st.DataObject) -> None:
-        """As a sequence does whose last tokens alone are seen."""
+        """Free a block as a sequence does when only its last tokens are attended to."""
         index = data.draw(st.integers(0, len(self.tables) - 1))
         word, table, num_sealed = self.tables[index]
         num_dropped = table.count(NO_BLOCK)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from quire.engine.block_pool import BlockPool, NoFreeBlocksError
@@ -19,9 +21,9 @@ def make_tables(window: int | None = None, num_blocks: int = NUM_BLOCKS) -> Bloc
     return BlockTables(BlockPool(num_blocks), BLOCK_SIZE, hash_block, window)
 
 
-def make_sequence(num_tokens: int, first_token: int = 0, **params: int) -> Sequence:
+def make_sequence(num_tokens: int, first_token: int = 0, **params: Any) -> Sequence:
     token_ids = list(range(first_token, first_token + num_tokens))
-    return Sequence("r", token_ids, num_tokens, SamplingParams(**params), b"root")  # type: ignore[arg-type]
+    return Sequence("r", token_ids, num_tokens, SamplingParams(**params), b"root")
 
 
 def compute(tables: BlockTables, sequence: Sequence) -> None:

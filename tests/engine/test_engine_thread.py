@@ -16,7 +16,7 @@ from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import Sequence, SequenceUpdate
 from quire.engine.step_watch import StepWatch
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import SamplingParams
@@ -43,6 +43,19 @@ def prompt(name: str, token: int, num_tokens: int, max_tokens: int = 2) -> Seque
     return Sequence(name, [token] * num_tokens, num_tokens, params, b"")
 
 
+def accept(sequence: Sequence) -> Callable[[Engine], int]:
+    return lambda engine: engine.transfers.accept(sequence)
+
+
+async def finished(updates: asyncio.Queue[SequenceUpdate | Exception]) -> None:
+    """Wait until a request has finished."""
+    while True:
+        update = await asyncio.wait_for(updates.get(), SECONDS)
+        assert isinstance(update, SequenceUpdate)
+        if update.status.is_finished:
+            return
+
+
 def reserve(name: str) -> Callable[[Engine, Callable[[bool], None]], None]:
     return lambda engine, on_settled: engine.transfers.reserve(name, on_settled)
 
@@ -50,8 +63,8 @@ def reserve(name: str) -> Callable[[Engine, Callable[[bool], None]], None]:
 async def test_blocks_of_a_request_that_its_first_token_ends_go_to_the_next(engine: Engine) -> None:
     thread = EngineThread(engine)
     thread.start()
-    await thread.call(lambda e: e.transfers.accept(prompt("first", 2, 24, max_tokens=1)))
-    await thread.call(lambda e: e.transfers.accept(prompt("second", 3, 24)))
+    await thread.call(accept(prompt("first", 2, 24, max_tokens=1)))
+    await thread.call(accept(prompt("second", 3, 24)))
     assert await thread.call_back(reserve("first"))
     second = asyncio.create_task(thread.call_back(reserve("second")))
     await asyncio.sleep(0)  # it has posted its command
@@ -69,8 +82,7 @@ async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(
     thread.start()
     cached, running = thread.subscribe("cached"), thread.subscribe("running")
     await thread.call(lambda e: e.add_request(prompt("cached", 2, 12)))
-    while not (await asyncio.wait_for(cached.get(), SECONDS)).status.is_finished:  # type: ignore[union-attr]
-        pass
+    await finished(cached)
 
     def begin(engine: Engine) -> int:
         engine.add_request(prompt("running", 3, 17, max_tokens=12))
@@ -80,9 +92,8 @@ async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(
     # Five blocks and three cached ones: for one more, the running request gives up its own.
     assert await thread.call(begin) == 3
     assert not await asyncio.wait_for(thread.call_back(reserve("transfer")), SECONDS)
-    # Nobody has to wake the engine: the step that ended the transfer goes on with the request.
-    while not (await asyncio.wait_for(running.get(), SECONDS)).status.is_finished:  # type: ignore[union-attr]
-        pass
+    # No command has to wake the engine: the step that ended the transfer goes on with the request.
+    await finished(running)
     await thread.stop()
 
 
@@ -113,7 +124,7 @@ async def test_a_request_that_ends_waits_no_longer_for_blocks(engine: Engine) ->
     thread = EngineThread(engine)
     thread.start()
     for name in ("first", "second"):
-        await thread.call(lambda e, name=name: e.transfers.accept(prompt(name, 2, 24)))  # type: ignore[misc]
+        await thread.call(accept(prompt(name, 2, 24)))
     assert await thread.call_back(reserve("first"))
     second = asyncio.create_task(thread.call_back(reserve("second")))
     await asyncio.sleep(0)  # it has posted its command
@@ -129,7 +140,7 @@ async def test_a_failed_step_ends_everything_that_waits(engine: Engine, runner: 
     thread.start()
     updates = thread.subscribe("first")
     for name in ("first", "second"):
-        await thread.call(lambda e, name=name: e.transfers.accept(prompt(name, 2, 24)))  # type: ignore[misc]
+        await thread.call(accept(prompt(name, 2, 24)))
     assert await thread.call_back(reserve("first"))
     second = asyncio.create_task(thread.call_back(reserve("second")))
     await asyncio.sleep(0)  # it has posted its command
@@ -180,7 +191,7 @@ async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(
     thread.start()
     updates = thread.subscribe("running")
     for name in ("first", "second"):
-        await thread.call(lambda e, name=name: e.transfers.accept(prompt(name, 2, 24)))  # type: ignore[misc]
+        await thread.call(accept(prompt(name, 2, 24)))
     assert await thread.call_back(reserve("first"))
     goes_on = threading.Event()
 

@@ -24,7 +24,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("num_features", [176, 512, 2752])
-def test_rows_alone_equal_rows_in_company(
+def test_a_row_does_not_depend_on_the_other_rows(
     num_features: int, activation: str, dtype: torch.dtype, threads: int
 ) -> None:
     config = LlamaConfig(hidden_size=64, intermediate_size=num_features, hidden_act=activation)

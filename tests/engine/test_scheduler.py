@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 
-import torch
-
+from quire.engine.beam_search import BeamSearch
 from quire.engine.block_pool import BlockPool
 from quire.engine.block_tables import BlockTables
-from quire.engine.engine import Engine
 from quire.engine.first_blocks import FirstBlocks
 from quire.engine.group_queues import GroupQueues
-from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.preemption import Preemption
-from quire.engine.schedule import Schedule
 from quire.engine.scheduler import Scheduler, SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.swap_space import SwapSpace
 from quire.engine.swapping import Swapping
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams, SamplingParams
+from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run
 
 BLOCK_SIZE = 4
 
@@ -136,7 +131,7 @@ def test_beams_advance_together() -> None:
     bench = Bench(budget=4)
     group = bench.add("beams", 4)
     group.prompt.params = SamplingParams(beam=BeamParams(3))
-    group.beam = object()  # type: ignore[assignment]
+    group.beam = BeamSearch(BeamParams(3), 8, frozenset())
     assert bench.step() == {"beams": 4}
     group.sequences += [bench.tables.fork(group.prompt, index) for index in (1, 2)]
     group.is_forked = True
@@ -149,21 +144,8 @@ def test_beams_advance_together() -> None:
     assert bench.scheduler.schedule().sequences == []
 
 
-def test_a_schedule_without_blocks_to_move_says_so() -> None:
-    assert not Schedule().moves_blocks
-    assert Schedule(copies=[(1, 2)]).moves_blocks
-    assert Schedule(swap_out=[(1, 2)], swap_in=[(3, 4), (5, 6)]).num_swapped_blocks == 3
-
-
 def test_the_second_of_two_equal_prompts_waits_for_the_first(load: Callable[[str], LoadedModel]) -> None:
-    model = load("llama")
-    memory = KvMemory(model.kv_shape(16), 512, torch.device("cpu"))
-    engine = Engine(model, memory, SchedulerConfig(16, 64, 64), block_hash)
-    prompt = Random(0).choices(range(2, 320), k=200)
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    first, second = (Sequence(name, prompt[:], 200, params, b"root") for name in ("first", "second"))
-    engine.add_request(first)
-    engine.add_request(second)
-    while not engine.is_idle:
-        engine.step()
+    engine = make_engine(load("llama"), max_num_batched_tokens=64)
+    first, second = (make_request(name, make_prompt(200)) for name in ("first", "second"))
+    run(engine, first, second)
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 192)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from quire.engine.model_loader import LoadedModel, load_model
@@ -37,7 +37,7 @@ def make_request(name: str, prompt: list[int], **params: Any) -> Sequence:
 @pytest.fixture(scope="module")
 def expected(tiny_model: Callable[[str], Path]) -> Expected:
     """Return a function from (architecture, prompt) to the tokens of transformers' generate."""
-    models: dict[str, torch.nn.Module] = {}
+    models: dict[str, PreTrainedModel] = {}
 
     def generate(architecture: str, prompt: list[int]) -> list[int]:
         if architecture not in models:
@@ -45,7 +45,7 @@ def expected(tiny_model: Callable[[str], Path]) -> Expected:
                 tiny_model(architecture), dtype=torch.float32, attn_implementation="eager"
             )
         ids = torch.tensor([prompt])
-        output = models[architecture].generate(  # type: ignore[operator]
+        output = models[architecture].generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,

@@ -134,7 +134,7 @@ def test_the_newest_gives_way_to_the_oldest(engine: Engine) -> None:
     assert not engine.groups
 
 
-def test_nobody_gives_way_while_another_request_will_give_blocks_back(engine: Engine) -> None:
+def test_no_transfer_gives_way_while_another_request_will_free_blocks(engine: Engine) -> None:
     engine.add_request(prompt("cache", 2, 3))
     run(engine)
     engine.add_request(prompt("running", 3, 4))

@@ -149,10 +149,10 @@ def test_large_scores_do_not_overflow() -> None:
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case([(100, 33), (5, 1), (0, 400)])
     ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
-    alone = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
+    one_thread = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    together = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
-    assert torch.equal(alone, together)
+    three_threads = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
+    assert torch.equal(one_thread, three_threads)
 
 
 def test_a_row_does_not_depend_on_the_other_sequences() -> None:
@@ -168,8 +168,8 @@ def test_a_row_does_not_depend_on_the_other_sequences() -> None:
             case.metadata.seq_lens[row : row + 1],
             case.metadata.slot_mapping[first:last],
         )
-        alone = ops.paged_attention(case.query[first:last], case.kv_layer, metadata, scale=0.2)
-        assert torch.equal(alone, batch[first:last])
+        single = ops.paged_attention(case.query[first:last], case.kv_layer, metadata, scale=0.2)
+        assert torch.equal(single, batch[first:last])
 
 
 def test_a_sequence_with_nan_does_not_spoil_another() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed: there are wheels for Linux alone")
+pytest.importorskip("triton", reason="Triton is not installed: there are wheels only for Linux")
 
 TESTS = Path(__file__).with_name("triton_kernels.py")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed: there are wheels for Linux alone")
+pytest.importorskip("triton", reason="Triton is not installed: there are wheels only for Linux")
 
 from quire.benchmarks import kernel_resources as resources
 from quire.benchmarks.kernel_resources import Resources, Variant

@@ -1,6 +1,6 @@
 """The Triton kernels against the reference: ``test_triton`` runs this, interpreted and on a GPU.
 
-Whatever nobody wrote holds NaN: slots that no token owns, scales of blocks that nobody uses, and fresh
+All memory that has not been written holds NaN: slots that no token owns, scales of unused blocks, and fresh
 outputs and scratch memory, which torch fills in its deterministic mode.
 """
 
@@ -306,9 +306,9 @@ def test_an_empty_step_has_an_empty_output() -> None:
 @pytest.mark.parametrize("sliding_window", [None, 50])
 def test_a_decoded_token_does_not_depend_on_its_batch(sliding_window: int | None) -> None:
     options = {"sliding_window": sliding_window, "find_config": short_splits}
-    alone = attend(write(make_case([(250, 1)])), **options)
+    single = attend(write(make_case([(250, 1)])), **options)
     among = write(make_case([(3, 1), (250, 1), (900, 1), (0, 9)], spare_entries=5, seed=3))
-    assert torch.equal(attend(among, **options)[1:2], alone)
+    assert torch.equal(attend(among, **options)[1:2], single)
 
 
 def test_a_prefilled_token_does_not_depend_on_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
