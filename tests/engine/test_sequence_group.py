@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from quire.engine.beam_search import BeamExtension, BeamSearch
+from quire.engine.block_pool import BlockPool
+from quire.engine.block_tables import BlockTables
 from quire.engine.model_loader import LoadedModel
-from quire.engine.request_errors import RequestTooLongError
-from tests.engine.tiny_engine import RecordingRunner, make_engine, make_prompt, make_request, run
+from quire.engine.sequence_group import SequenceGroup
+from quire.kvindex.block_hash import block_hash
+from quire.sampling.params import BeamParams
+from tests.engine.tiny_engine import BLOCK_SIZE, RecordingRunner, make_engine, make_prompt, make_request, run
 
 
 @pytest.mark.parametrize("length", [1, 16, 40])
@@ -36,10 +42,51 @@ def test_samples_share_the_prompt_and_copy_only_its_last_block(load: Callable[[s
     assert [len(schedule.copies) for schedule in engine.runner.schedules] == [7]
 
 
-def test_what_can_never_fit_is_refused_at_once(load: Callable[[str], LoadedModel]) -> None:
-    engine = make_engine(load("llama"), num_blocks=10)
-    with pytest.raises(RequestTooLongError, match="take 13 blocks; this worker has 10: ask for fewer"):
-        engine.add_request(make_request("r", make_prompt(20), n=4))
-    with pytest.raises(RequestTooLongError, match="8 sequences of one request; this worker runs at most 4"):
-        make_engine(load("llama"), max_num_seqs=4).add_request(make_request("r", make_prompt(20), n=8))
-    assert run(engine, make_request("r", make_prompt(20), n=2))
+# --- without an engine --------------------------------------------------------------------------------------
+
+
+def make_group(**params: Any) -> tuple[SequenceGroup, BlockTables]:
+    """Return a group whose prompt of three blocks is computed, and the tables that hold it."""
+    tables = BlockTables(BlockPool(16), BLOCK_SIZE, block_hash)
+    prompt = make_request("r", make_prompt(2 * BLOCK_SIZE + 1), **params)
+    tables.reserve(prompt)
+    prompt.num_computed_tokens = prompt.num_tokens
+    return SequenceGroup(prompt, [prompt]), tables
+
+
+def test_samples_are_forked_once_and_share_every_block() -> None:
+    group, tables = make_group(n=3)
+    assert group.num_slots == 3  # room for all samples is kept from the start
+    samples = group.fork_samples(tables)
+    assert group.fork_samples(tables) is samples
+    assert [each.index for each in samples] == [0, 1, 2]
+    assert [tables.pool.ref_cnt(block_id) for block_id in group.prompt.block_table] == [3, 3, 3]
+    tables.free(samples.pop())
+    assert group.num_slots == 2
+
+
+def test_beams_that_no_extension_goes_on_from_give_their_blocks_back() -> None:
+    group, tables = make_group(beam=BeamParams(2))
+    group.beam = BeamSearch(BeamParams(2), 8, frozenset())
+    group.extend_beams([BeamExtension(0, 7), BeamExtension(0, 8)], tables)
+    first, second = group.sequences
+    for beam in group.sequences:
+        tables.append(beam, 1)
+    assert tables.pool.counts.used == 3 + 1
+    group.extend_beams([BeamExtension(1, 9)], tables)
+    [beam] = group.sequences
+    assert beam.token_ids[-2:] == [8, 9]
+    assert first.block_table == second.block_table == []
+    assert tables.pool.counts.used == len(beam.block_table) == 3
+    # A search with few beams may have all of them again.
+    assert group.num_slots == 2
+
+
+def test_a_finished_prefill_is_not_preempted() -> None:
+    group, tables = make_group()
+    assert group.is_preemptible
+    group.prompt.stops_after_prefill = True
+    assert not group.is_preemptible
+    group.prompt.stops_after_prefill = False
+    tables.free(group.prompt)
+    assert not group.is_preemptible

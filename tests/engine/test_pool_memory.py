@@ -1,4 +1,4 @@
-"""How many blocks a worker allocates by default: the device here has a size and no memory."""
+"""How many blocks are allocated: the device here has a size and no memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.device import GPU_KV_SHARE
+from quire.engine.config import EngineConfig
+from quire.engine.device import CPU_KV_BYTES, GPU_KV_SHARE
 from quire.engine.model_loader import LoadedModel
-from quire.engine.pool_memory import allocate_pool
-from quire.services.worker.config import WorkerConfig
+from quire.engine.pool_memory import allocate_pool, allocate_swap_space
+from quire.settings.setting import SettingError
 
 META = torch.device("meta")
 TOTAL, FREE, RESERVED = 80 << 30, 76 << 30, 3 << 30
@@ -39,7 +40,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks(num_sharing: int = 1, draft: LoadedModel | None = None, num_blocks: int | None = None) -> int:
-    config = WorkerConfig(role="decode", num_sharing_gpu=num_sharing, num_blocks=num_blocks)
+    config = EngineConfig(num_blocks=num_blocks)
     return allocate_pool(config, model(32), draft, META, num_sharing).num_blocks
 
 
@@ -57,3 +58,27 @@ def test_the_draft_model_has_room_for_as_many_blocks() -> None:
 
 def test_what_is_asked_for_is_taken() -> None:
     assert blocks(num_sharing=2, draft=model(16), num_blocks=1000) == 1000
+
+
+def test_a_number_of_bytes_is_rounded_down_to_blocks() -> None:
+    config = EngineConfig(kv_memory_bytes=(7 << 20) + 5)
+    assert allocate_pool(config, model(32), None, META).num_blocks == 3  # 2 MiB each
+
+
+def test_on_the_cpu_the_pool_has_a_fixed_size() -> None:
+    memory = allocate_pool(EngineConfig(), model(1), None, torch.device("cpu"))
+    assert memory.num_blocks == CPU_KV_BYTES // memory.shape.block_bytes
+
+
+def test_a_pool_of_one_block_is_refused_with_the_setting_to_raise() -> None:
+    with pytest.raises(SettingError, match="at least two blocks of 2097152 bytes: raise kv_memory_bytes"):
+        allocate_pool(EngineConfig(kv_memory_bytes=3 << 20), model(32), None, META)
+
+
+def test_the_swap_space_is_in_host_memory_and_may_be_absent() -> None:
+    memory = allocate_pool(EngineConfig(num_blocks=2), model(1), None, META)
+    swap_memory = allocate_swap_space(EngineConfig(swap_space_bytes=5 * memory.shape.block_bytes), memory)
+    assert swap_memory is not None
+    assert (swap_memory.num_blocks, swap_memory.device.type) == (5, "cpu")
+    small = EngineConfig(swap_space_bytes=memory.shape.block_bytes - 1)
+    assert allocate_swap_space(small, memory) is None
