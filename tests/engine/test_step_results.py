@@ -186,4 +186,5 @@ def test_a_prompt_that_cannot_be_scored_fails_before_it_samples(step: Step) -> N
     [update] = step.process([ScheduledSequence(request, 6)], most_probable(5), prompt_logits).values()
     assert "not finite" in str(update.error)
     assert update.tokens == []
+    assert request.num_output_tokens == 0
     assert step.pool.counts.used == 0
