@@ -70,9 +70,9 @@ async def test_a_sweep_removes_the_invalid_entries_and_no_others(
     leases = {name: await setup.join(name) for name in "abc"}
     for name, index in published:
         await leases[name].publish([HASHES[index]])
+    setup.now += TTL_SECONDS / 2
     for name in rejoining:
         await setup.join(name)
-    setup.now += TTL_SECONDS / 2
     for name in set("abc") - expiring - rejoining:
         await leases[name].beat()
     setup.now += TTL_SECONDS / 2
