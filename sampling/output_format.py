@@ -27,6 +27,6 @@ def choice_format(choices: Iterable[str]) -> OutputFormat:
     The texts form one terminal, which the lexer follows in a single state. As alternatives of a rule, each
     text would be an item of the parser, and the number of items is limited.
     """
-    # Strings in a Lark grammar have the same escapes as strings in JSON.
-    texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    # Strings in a Lark grammar have the same escapes as strings in JSON, which leaves DEL as it is.
+    texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in choices)
     return OutputFormat("grammar", f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
