@@ -1,0 +1,79 @@
+"""The best of several answers: which they are, in which order, and that nothing of them is lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.protos import inference_pb2 as pb
+from quire.services.router.best_of import best_of
+from quire.services.router.output import OutputAssembler
+
+
+class Answer:
+    """An answer's index and its score."""
+
+    def __init__(self, index: int, score: float) -> None:
+        self.index = index
+        self.cumulative_logprob = score
+
+
+def answers(scores: list[float]) -> list[OutputAssembler]:
+    return cast("list[OutputAssembler]", [Answer(index, score) for index, score in enumerate(scores)])
+
+
+def piece(index: int, text: str) -> pb.GenerateStreamResponse:
+    return pb.GenerateStreamResponse(
+        index=index,
+        text=text,
+        token_ids=[ord(each) for each in text],
+        logprobs=[pb.TokenLogprobs(logprob=-ord(each)) for each in text],
+    )
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 3), st.text("abc", min_size=1, max_size=3)), max_size=12),
+    scores=st.lists(st.sampled_from([-3.0, -2.0, -1.0]), min_size=4, max_size=4),
+    num_best=st.integers(1, 4),
+)
+async def test_the_best_come_first_and_whole(
+    pieces: list[tuple[int, str]], scores: list[float], num_best: int
+) -> None:
+    async def responses() -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        for index, text in pieces:
+            yield piece(index, text)
+        for index in range(4):
+            yield pb.GenerateStreamResponse(index=index, finish_reason=pb.FINISH_REASON_LENGTH)
+
+    found = [each async for each in best_of(responses(), answers(scores), num_best)]
+    assert [each.index for each in found] == list(range(num_best))
+    # A stable sort leaves equals in the order of their seeds.
+    ranking = sorted(range(4), key=lambda index: -scores[index])[:num_best]
+    for index, whole in zip(ranking, found, strict=True):
+        text = "".join(each for at, each in pieces if at == index)
+        assert (whole.text, whole.score) == (text, scores[index])
+        assert list(whole.token_ids) == [ord(each) for each in text]
+        assert [each.logprob for each in whole.logprobs] == [-ord(each) for each in text]
+        assert whole.finish_reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_a_failure_yields_nothing_and_ends_the_stream() -> None:
+    is_closed = False
+
+    async def failing() -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        nonlocal is_closed
+        try:
+            yield piece(0, "a")
+            raise RuntimeError("scripted")
+        finally:
+            is_closed = True
+
+    found = []
+    with pytest.raises(RuntimeError, match="scripted"):
+        async for each in best_of(failing(), answers([-1.0, -2.0]), 1):
+            found.append(each)
+    assert (found, is_closed) == ([], True)

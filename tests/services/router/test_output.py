@@ -1,0 +1,104 @@
+"""The messages of one answer: their text, their tokens, and how the answer ends."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.protos import inference_pb2 as pb
+from quire.protos import worker_pb2
+from quire.sampling.params import ResponseOptions, SamplingParams
+from quire.services.requests.validation import ValidRequest
+from quire.services.router.output import OutputAssembler
+from quire.tokenization.tokenizer import Tokenizer
+
+EOS = 1
+STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
+UNFINISHED = pb.FINISH_REASON_UNSPECIFIED
+
+
+def assembler(tokenizer: Tokenizer, params: dict[str, Any] | None = None, **response: Any) -> OutputAssembler:
+    request = ValidRequest(
+        request_id="r",
+        prompt_field="text",
+        prompt_token_ids=[5],
+        params=SamplingParams(**{"max_tokens": 20, **(params or {})}),
+        num_best=None,
+        response=ResponseOptions(**response),
+        format=None,
+        cache_salt="",
+    )
+    return OutputAssembler(request, tokenizer)
+
+
+def output(token_ids: list[int], finish_reason: pb.FinishReason = UNFINISHED) -> worker_pb2.SequenceOutput:
+    tokens = [
+        worker_pb2.SampledToken(token_id=each, logprobs=pb.TokenLogprobs(logprob=-0.5)) for each in token_ids
+    ]
+    return worker_pb2.SequenceOutput(tokens=tokens, finish_reason=finish_reason)
+
+
+TEXT = "hello world, stop here and say the end"
+
+
+@given(cuts=st.lists(st.integers(0, 40), max_size=5), stop=st.sampled_from(["stop", "the", "none of it"]))
+async def test_the_messages_are_the_answer_however_the_worker_splits_it(
+    tokenizer: Tokenizer, cuts: list[int], stop: str
+) -> None:
+    token_ids = await tokenizer.encode(TEXT, add_special_tokens=False)
+    answer = assembler(tokenizer, stop_strings=(stop,), logprobs=0)
+    places = sorted({0, len(token_ids), *(min(cut, len(token_ids)) for cut in cuts)})
+    responses = []
+    for start, end in pairwise(places):
+        is_last = end == len(token_ids)
+        responses.append(answer.respond(output(token_ids[start:end], LENGTH if is_last else UNFINISHED)))
+        if answer.finish_reason:
+            break
+    expected, found, _ = TEXT.partition(stop)
+    assert "".join(each.text for each in responses) == expected
+    assert answer.finish_reason == responses[-1].finish_reason == (STOP if found else LENGTH)
+    sent = [token_id for each in responses for token_id in each.token_ids]
+    assert sent == answer.token_ids == token_ids[: len(sent)]
+    assert sum(len(each.logprobs) for each in responses) == len(sent)
+    assert answer.cumulative_logprob == -0.5 * len(sent)
+
+
+async def test_logprobs_are_sent_only_if_they_were_asked_for(tokenizer: Tokenizer) -> None:
+    answer = assembler(tokenizer)
+    assert len(answer.respond(output([5, 6])).logprobs) == 0
+    assert answer.cumulative_logprob == -1.0, "the best of several answers are ranked by it"
+
+
+def test_a_score_is_passed_on_even_if_it_is_zero(tokenizer: Tokenizer) -> None:
+    scored = output([5], STOP)
+    scored.score = 0.0
+    assert assembler(tokenizer).respond(scored).HasField("score")
+    assert not assembler(tokenizer).respond(output([5], STOP)).HasField("score")
+
+
+@pytest.mark.parametrize(
+    ("params", "token_ids", "reason"),
+    [
+        ({}, [], UNFINISHED),
+        ({}, [5], UNFINISHED),
+        ({}, [EOS], STOP),
+        ({"ignore_eos": True}, [EOS], UNFINISHED),
+        ({"ignore_eos": True, "stop_token_ids": frozenset({EOS})}, [EOS], STOP),
+        ({"stop_token_ids": frozenset({7})}, [5, 7], STOP),
+        ({"stop_token_ids": frozenset({7})}, [7, 5], UNFINISHED),
+        ({"min_tokens": 2}, [EOS], UNFINISHED),
+        ({"min_tokens": 2}, [5, EOS], STOP),
+        ({"max_tokens": 2}, [5, 6], LENGTH),
+        ({"max_tokens": 2}, [5, EOS], STOP),
+    ],
+)
+def test_the_tokens_say_whether_a_lost_answer_was_complete(
+    tokenizer: Tokenizer, params: dict[str, Any], token_ids: list[int], reason: pb.FinishReason
+) -> None:
+    answer = assembler(tokenizer, params)
+    answer.respond(output(token_ids))
+    assert answer.implied_finish_reason(frozenset({EOS})) == reason
