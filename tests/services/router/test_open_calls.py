@@ -1,0 +1,40 @@
+"""The calls that a router serves, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quire.services.router.open_calls import OpenCalls
+from quire.services.server.errors import Unavailable
+
+
+async def test_it_ends_with_the_last_call_and_takes_no_new_one() -> None:
+    calls = OpenCalls()
+    async with calls.entered():
+        async with calls.entered():
+            assert calls.number == 2
+            finishing = asyncio.create_task(calls.finish())
+            await asyncio.sleep(0)
+            with pytest.raises(Unavailable, match="stopping") as refused:
+                async with calls.entered():
+                    pass
+            assert (refused.value.reason, calls.number) == ("DRAINING", 2)
+            assert refused.value.retry_after_seconds is not None
+        await asyncio.sleep(0)
+        assert not finishing.done()
+    await asyncio.wait_for(finishing, 5)
+    assert calls.number == 0
+
+
+async def test_a_call_that_fails_is_no_longer_open() -> None:
+    calls = OpenCalls()
+    with pytest.raises(RuntimeError):
+        async with calls.entered():
+            raise RuntimeError("scripted")
+    assert calls.number == 0
+    calls.check()
+    await asyncio.wait_for(calls.finish(), 5)
+    with pytest.raises(Unavailable):
+        calls.check()

@@ -1,0 +1,173 @@
+"""What one request is said to have used, over all its attempts."""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+from typing import cast
+
+import grpc
+import grpc.aio
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quire.protos import inference_pb2 as pb
+from quire.protos import worker_pb2
+from quire.routing.planner import Placement, PlannedPrompt, Planner, PolicyConfig, WorkerState
+from quire.routing.policy import Blocks
+from quire.sampling.params import SamplingParams
+from quire.services.router.answer_group import AnswerGroup
+from quire.services.router.failures import WorkerCallFailed
+from quire.services.router.metrics import RouterMetrics
+from quire.services.router.request_account import RequestAccount
+from quire.services.router.workers import Worker, WorkerConnection
+
+BLOCK_SIZE = 16
+NUM_TOKENS = 160
+HASHES = [bytes([index]) * 16 for index in range(NUM_TOKENS // BLOCK_SIZE)]
+WORKER = Worker(
+    "d:1",
+    worker_pb2.GetWorkerInfoResponse(worker_id="d", role="decode"),
+    cast(WorkerConnection, None),
+)
+
+
+class Setup:
+    """The account of one request, and the metrics that it counts in."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.registry = CollectorRegistry()
+        clock = self.clock
+        self.planner = Planner(
+            PolicyConfig(local_prefill_tokens=0), Blocks(BLOCK_SIZE, 1024), clock, Random(0)
+        )
+        metrics = RouterMetrics(self.registry)
+        self.account = RequestAccount(metrics, self.planner, clock, "r", NUM_TOKENS)
+
+    def clock(self) -> float:
+        return self.now
+
+    def place(self) -> Placement:
+        """Place the prompt, of which the index says that P has 64 tokens."""
+        prompt = PlannedPrompt(NUM_TOKENS, HASHES, {"p": 64})
+        placement = self.planner.place(prompt, [WorkerState("p", 1000)], [WorkerState("d", 1000)])
+        assert placement is not None
+        return placement
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"quire_{name}", labels) or 0.0
+
+
+@pytest.fixture
+def setup() -> Setup:
+    return Setup()
+
+
+def group(attempt: int = 0, answer: int = 0) -> AnswerGroup:
+    return AnswerGroup(f"r-{answer}", [], SamplingParams(), [], attempt)
+
+
+def failure(code: grpc.StatusCode) -> WorkerCallFailed:
+    nothing = grpc.aio.Metadata()
+    return WorkerCallFailed(WORKER, grpc.aio.AioRpcError(code, nothing, nothing, "scripted", ""))
+
+
+def prefilled(num_cached_tokens: int, num_blocks: int = 0, num_bytes: int = 0) -> worker_pb2.PrefillResponse:
+    pulled = worker_pb2.PullSummary(num_blocks=num_blocks, num_bytes=num_bytes)
+    return worker_pb2.PrefillResponse(num_cached_tokens=num_cached_tokens, pulled=pulled)
+
+
+def pushed(num_blocks: int, num_bytes: int) -> worker_pb2.PrefillResponse:
+    return worker_pb2.PrefillResponse(
+        pushed=worker_pb2.PushSummary(num_blocks=num_blocks, num_bytes=num_bytes)
+    )
+
+
+def test_what_was_cached_is_that_of_the_first_attempt(setup: Setup) -> None:
+    setup.account.record_prefill(prefilled(32))
+    # The next attempt finds what the first one computed.
+    setup.account.record_prefill(prefilled(144))
+    assert setup.account.usage.cached_prompt_tokens == 32
+
+
+def test_no_more_is_cached_than_the_prompt_has(setup: Setup) -> None:
+    setup.account.record_prefill(prefilled(NUM_TOKENS + 5))
+    assert setup.account.usage.cached_prompt_tokens == NUM_TOKENS
+
+
+def test_what_was_moved_adds_up_over_the_attempts(setup: Setup) -> None:
+    for num_blocks, num_bytes in ((3, 300), (2, 200)):
+        setup.account.record_prefill(prefilled(0, num_blocks, num_bytes))
+        setup.account.record_prefill(pushed(num_blocks, num_bytes))
+    usage = setup.account.usage
+    assert (usage.blocks_pulled, usage.bytes_pulled) == (5, 500)
+    assert (usage.blocks_shipped, usage.bytes_shipped) == (5, 500)
+
+
+def test_a_push_leaves_the_logprobs_of_the_prompt(setup: Setup) -> None:
+    logprobs = [pb.TokenLogprobs(logprob=-1.0)]
+    setup.account.record_prefill(worker_pb2.PrefillResponse(prompt_logprobs=logprobs))
+    setup.account.record_prefill(pushed(1, 100))
+    assert list(setup.account.prompt_logprobs) == logprobs
+
+
+@pytest.mark.parametrize(("num_pulled", "num_reused"), [(0, 4), (3, 1), (5, 0)])
+def test_blocks_that_were_pulled_were_not_there_before(
+    setup: Setup, num_pulled: int, num_reused: int
+) -> None:
+    accepted = worker_pb2.Accepted(
+        num_cached_tokens=4 * BLOCK_SIZE + 3, pulled=worker_pb2.PullSummary(num_blocks=num_pulled)
+    )
+    message = worker_pb2.DecodeResponse(accepted=accepted)
+    setup.account.record_local_prefill(message, BLOCK_SIZE, setup.place(), setup.now)
+    assert setup.account.usage.blocks_reused_on_decode == num_reused
+
+
+def test_only_the_first_attempt_counts_what_the_index_had_promised(setup: Setup) -> None:
+    placement = setup.place()
+    assert placement.estimate.cached_tokens == 64
+    for attempt in range(3):
+        setup.account.record_placement(group(attempt), placement)
+    assert setup.metric("prompt_tokens_predicted_total") == 64
+    decisions = [
+        sample.value
+        for metric in setup.registry.collect()
+        for sample in metric.samples
+        if sample.name == "quire_router_decision_total" and sample.labels["role"] == "prefill"
+    ]
+    assert sum(decisions) == 3
+
+
+def test_expected_and_measured_times_are_of_the_same_request(setup: Setup) -> None:
+    placement = setup.place()
+    setup.now += 2.0
+    setup.account.record_times(placement, prefilled(48), start=setup.now - 0.5)
+    values = {
+        sample.labels["kind"]: sample.value
+        for metric in setup.registry.collect()
+        for sample in metric.samples
+        if sample.name == "quire_router_expected_seconds_total"
+    }
+    assert values == {"expected": pytest.approx(placement.estimate.seconds), "taken": 2.0}
+
+
+def test_answers_that_were_lost_together_are_one_retry(setup: Setup) -> None:
+    for answer in range(3):
+        setup.account.record_failure(group(0, answer), failure(grpc.StatusCode.ABORTED), 0, is_last=False)
+    assert setup.account.usage.retries == 1
+    setup.account.record_failure(group(1), failure(grpc.StatusCode.ABORTED), 0, is_last=False)
+    setup.account.record_failure(group(2), failure(grpc.StatusCode.ABORTED), 0, is_last=True)
+    assert setup.account.usage.retries == 2, "the last failure leads to no attempt"
+
+
+@pytest.mark.parametrize(
+    ("code", "level"),
+    [(grpc.StatusCode.UNAVAILABLE, logging.WARNING), (grpc.StatusCode.INVALID_ARGUMENT, logging.DEBUG)],
+)
+def test_an_operator_is_warned_of_what_is_not_the_clients_mistake(
+    setup: Setup, code: grpc.StatusCode, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "quire.router")
+    setup.account.record_failure(group(), failure(code), 4, is_last=True)
+    assert [(each.message, each.levelno) for each in caplog.records] == [("attempt_failed", level)]
