@@ -1,0 +1,138 @@
+"""Errors as OpenAI's clients read them: the status, the field as it was sent, and when to try again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from quire.services.router.http.errors import (
+    field_name,
+    from_service_error,
+    http_error,
+    in_anthropic_form,
+    invalid_body,
+)
+from quire.services.router.http.requests import ChatCompletionRequest, CompletionRequest
+from quire.services.server.errors import (
+    REQUEST_FAILED,
+    SUSPECTED,
+    Internal,
+    InvalidArgument,
+    ServiceError,
+    Unavailable,
+)
+
+
+def kinds(of: type[ServiceError] = ServiceError) -> set[type[ServiceError]]:
+    """Return a kind of errors with all those that are kinds of it."""
+    return {of}.union(*(kinds(each) for each in of.__subclasses__()))
+
+
+@pytest.mark.parametrize("kind", sorted(kinds() - {InvalidArgument}, key=str))
+def test_every_error_of_the_service_has_a_status(kind: type[ServiceError]) -> None:
+    error = from_service_error(kind("scripted"))
+    assert 400 <= error.status < 600
+    detail = error.body.error
+    assert (detail.message, detail.code) == ("scripted", kind.default_reason.lower())
+    is_servers = kind.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.OUT_OF_RANGE)
+    assert (error.status == 500) == is_servers
+    assert (detail.type == "server_error") == (error.status in (500, 501))
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("text", "prompt"),
+        ("token_ids.ids[3]", "prompt[3]"),
+        ("chat.messages", "messages"),
+        ("chat.tools", "tools"),
+        ("stopping.stop_strings[2]", "stop[2]"),
+        ("stopping.max_tokens", "max_tokens"),
+        ("sampling.logit_bias[7]", "logit_bias[7]"),
+        ("sampling.beam.width", "n"),
+        ("response.logprobs", "logprobs"),
+        ("format.regex", "structured_outputs.regex"),
+        ("request_id", "request_id"),
+    ],
+)
+def test_fields_have_the_names_that_clients_send(field: str, name: str) -> None:
+    assert field_name(field) == name
+    error = from_service_error(InvalidArgument(field, "must be more than stopping.min_tokens"))
+    assert error.body.error.param == name
+    assert error.body.error.message == f"{name}: must be more than min_tokens"
+    assert error.status == 400
+
+
+@given(seconds=st.floats(0, 1e4))
+def test_a_client_is_never_told_to_come_back_too_early(seconds: float) -> None:
+    headers = from_service_error(Unavailable("later", retry_after_seconds=seconds)).headers
+    assert int(headers["Retry-After"]) >= seconds > int(headers["Retry-After"]) - 1 or seconds == 0
+    assert abs(int(headers["Retry-After-Ms"]) - 1000 * seconds) <= 0.5
+
+
+def test_the_headers_say_how_to_go_on() -> None:
+    assert http_error(401, "who?").headers == {"WWW-Authenticate": "Bearer"}
+    assert http_error(500, "a defect").headers == {}
+    for reason in (REQUEST_FAILED, SUSPECTED):
+        error = from_service_error(Internal("again", reason=reason, retry_after_seconds=1.0))
+        assert error.headers == {"X-Should-Retry": "false"}, "OpenAI's clients would repeat a 500"
+
+
+@pytest.mark.parametrize(("status", "kind"), [(500, "api_error"), (400, "invalid_request_error")])
+def test_anthropics_form_has_its_own_name_for_a_servers_error(status: int, kind: str) -> None:
+    body = in_anthropic_form(http_error(status, "so"), "r")
+    assert (body.type, body.error.type, body.error.message, body.request_id) == ("error", kind, "so", "r")
+
+
+CHAT = '"messages":[{"role":"user","content":"x"}]'
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field", "problem"),
+    [
+        (CompletionRequest, "{", "body", "Invalid JSON"),
+        (CompletionRequest, "7", "body", "Input should be"),
+        (CompletionRequest, "{}", "prompt", "field required"),
+        (CompletionRequest, '{"prompt":"a","top_p":2}', "top_p", "should be less than or equal to 1"),
+        (CompletionRequest, '{"prompt":"a","best":2}', "best", "is not a field of this API"),
+        # The alternatives of a field: the one that fits best is what the client meant.
+        (CompletionRequest, '{"prompt":[1,-2]}', "prompt.1", "greater than or equal to 0"),
+        (CompletionRequest, '{"prompt":[[1],[2,"x"]]}', "prompt.1.1", "valid integer"),
+        (CompletionRequest, '{"prompt":[]}', "prompt", "at least 1 item"),
+        (CompletionRequest, '{"prompt":true}', "prompt", "; or "),
+        (CompletionRequest, '{"prompt":"a","stop":["a",""]}', "stop.1", "at least 1 character"),
+        (ChatCompletionRequest, "{" + CHAT + ',"logit_bias":{"x":1}}', "logit_bias.x", "valid integer"),
+        (
+            ChatCompletionRequest,
+            "{" + CHAT + ',"tool_choice":{"type":"function","function":{}}}',
+            "tool_choice.function.name",
+            "field required",
+        ),
+        (
+            ChatCompletionRequest,
+            '{"messages":[{"role":"user","content":[{"type":"image"}]}]}',
+            "messages.0.content.0.type",
+            "'text'",
+        ),
+    ],
+)
+def test_the_error_of_a_body_names_the_member_that_was_meant(
+    kind: Any, body: str, field: str, problem: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(body)
+    error = invalid_body(caught.value, body.encode())
+    assert error.field == field
+    assert problem in error.problem
+
+
+def test_a_long_name_is_cut() -> None:
+    body = f'{{"prompt":"a","{"x" * 5000}":1}}'
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate_json(body)
+    assert len(invalid_body(caught.value, body.encode()).field) == 100
