@@ -76,7 +76,7 @@ def _members(request: Any) -> dict[str, Any] | None:
         return None
     try:
         members: Any = json.loads(request.kv_transfer_params_json)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(FIELD, f"must be JSON: {error}") from error
     if not isinstance(members, dict):
         raise InvalidArgument(FIELD, "must be a JSON object")
