@@ -1,0 +1,152 @@
+"""The requests that a worker serves: each is counted, freed and ended exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quire.engine.engine_thread import EngineStoppedError
+from quire.engine.request_errors import KvBudgetError
+from quire.engine.sequence import Sequence
+from quire.protos import worker_pb2
+from quire.sampling.params import SamplingParams
+from quire.services.server.ended_calls import end_of
+from quire.services.server.errors import AlreadyExists, InvalidArgument, ServiceError, Unavailable
+from quire.services.server.phases import PROMPT_PHASES, PhaseMetrics
+from quire.services.server.tracing import NoTracer
+from quire.services.worker import running_requests
+from quire.services.worker.drain import Drain
+from quire.services.worker.running_requests import RunningRequests
+
+
+class Engine:
+    """An engine's thread that keeps what it subscribes and aborts."""
+
+    def __init__(self) -> None:
+        self.subscribed: set[str] = set()
+        self.aborted: list[str] = []
+        self.is_stopped = False
+
+    def is_subscribed(self, attempt_id: str) -> bool:
+        return attempt_id in self.subscribed
+
+    def subscribe(self, attempt_id: str) -> asyncio.Queue[Any]:
+        self.subscribed.add(attempt_id)
+        return asyncio.Queue()
+
+    def unsubscribe(self, attempt_id: str) -> None:
+        self.subscribed.discard(attempt_id)
+
+    def post(self, command: Any) -> None:
+        if self.is_stopped:
+            raise EngineStoppedError("stopped")
+        command(Mock(abort=self.aborted.append))
+
+
+class Setup:
+    """The requests of a worker, each in a task of its own."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        phases = PhaseMetrics(CollectorRegistry(), PROMPT_PHASES)
+        engine: Any = self.engine
+        self.requests = RunningRequests(engine, Drain(Mock()), phases, NoTracer())
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def serve(self, sequence_id: str, attempt: int = 0, error: Exception | None = None) -> None:
+        """Serve a request until it is cancelled, or fail."""
+        message = worker_pb2.Sequence(sequence_id=sequence_id, attempt=attempt)
+        sequence = Sequence(f"{sequence_id}#{attempt}", [5], 1, SamplingParams(), b"")
+        context = Mock(invocation_metadata=lambda: ())
+        with self.requests.run("decode", message, sequence, context):
+            if error is not None:
+                raise error
+            await asyncio.Event().wait()
+
+    async def start(self, sequence_id: str, attempt: int = 0) -> asyncio.Task[None]:
+        task = asyncio.create_task(self.serve(sequence_id, attempt))
+        self.tasks.append(task)
+        await asyncio.sleep(0)
+        return task
+
+
+@pytest.fixture
+async def setup() -> AsyncIterator[Setup]:
+    made = Setup()
+    yield made
+    for task in made.tasks:
+        task.cancel()
+    await asyncio.gather(*made.tasks, return_exceptions=True)
+
+
+def end_error(task: asyncio.Task[None]) -> ServiceError | None:
+    return end_of(task).error
+
+
+async def test_however_a_request_ends_the_engine_keeps_nothing_of_it(setup: Setup) -> None:
+    with pytest.raises(InvalidArgument, match="too small"):
+        await setup.serve("a", error=KvBudgetError("too small"))
+    task = await setup.start("b")
+    assert (len(setup.requests), setup.engine.subscribed) == (1, {"b#0"})
+    task.cancel()
+    await asyncio.wait([task])
+    assert (len(setup.requests), setup.engine.subscribed) == (0, set())
+    assert setup.engine.aborted == ["a#0", "b#0"]
+
+
+async def test_a_request_ends_even_if_the_engine_has_stopped(setup: Setup) -> None:
+    task = await setup.start("a")
+    setup.engine.is_stopped = True
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert len(setup.requests) == 0
+
+
+async def test_an_attempt_is_served_once(setup: Setup) -> None:
+    task = await setup.start("a", 1)
+    with pytest.raises(AlreadyExists, match="a#1"):
+        await setup.serve("a", 1)
+    assert setup.engine.subscribed == {"a#1"}, "the first one goes on"
+    assert not task.done()
+    await setup.start("a", 2)
+    assert len(setup.requests) == 2
+
+
+async def test_an_abort_ends_the_attempts_up_to_its_own(setup: Setup) -> None:
+    tasks = [await setup.start("a", attempt) for attempt in range(3)]
+    other = await setup.start("b", 0)
+    await asyncio.wait_for(setup.requests.abort(["a", "unknown"], 1), 5)
+    assert [task.done() for task in (*tasks, other)] == [True, True, False, False]
+    assert sorted(setup.engine.aborted) == ["a#0", "a#1"], "nothing is left when the abort returns"
+
+
+async def test_a_drain_waits_for_what_runs_and_refuses_what_comes(setup: Setup) -> None:
+    task = await setup.start("a")
+    draining = asyncio.create_task(setup.requests.drain())
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable) as refused:
+        await setup.serve("b")
+    assert refused.value.reason == "DRAINING"
+    assert not draining.done()
+    task.cancel()
+    await asyncio.wait_for(draining, 5)
+
+
+async def test_the_end_tells_each_caller_and_waits_only_for_a_while(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_requests, "END_SECONDS", 0.01)
+    ends, hangs = await setup.start("a"), await setup.start("b")
+    # The client of the second does not read the message that is being sent.
+    end_of(hangs).is_sending = True
+    await asyncio.wait_for(setup.requests.end(), 5)
+    assert (ends.done(), hangs.done()) == (True, False)
+    error = end_error(hangs)
+    assert isinstance(error, Unavailable)
+    assert error.reason == "DRAINING"

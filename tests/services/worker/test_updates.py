@@ -1,0 +1,59 @@
+"""The queue between the engine and a request: batches for a slow reader, and errors in their place."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quire.engine.engine_thread import EngineFailedError
+from quire.engine.request_errors import RequestFailedError
+from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
+from quire.sampling.params import SamplingParams
+from quire.services.worker.updates import MAX_BATCH, Updates, next_update, next_updates
+
+SEQUENCE = Sequence("r#0", [5], 1, SamplingParams(), b"")
+
+
+def update(number: int, error: RequestFailedError | None = None) -> SequenceUpdate:
+    return SequenceUpdate(SEQUENCE, number, [], SequenceStatus.DECODING, error=error)
+
+
+def queue(*items: SequenceUpdate | Exception) -> Updates:
+    updates: Updates = asyncio.Queue()
+    for item in items:
+        updates.put_nowait(item)
+    return updates
+
+
+async def test_a_slow_reader_gets_several_steps_at_once_and_none_is_lost() -> None:
+    updates = queue(*map(update, range(2 * MAX_BATCH + 3)))
+    batches = [await next_updates(updates) for _ in range(3)]
+    assert [len(batch) for batch in batches] == [MAX_BATCH, MAX_BATCH, 3]
+    numbers = [each.num_computed_tokens for batch in batches for each in batch]
+    assert numbers == list(range(2 * MAX_BATCH + 3))
+
+
+async def test_a_fast_reader_waits_for_one() -> None:
+    updates = queue()
+    reading = asyncio.create_task(next_updates(updates))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    updates.put_nowait(update(7))
+    assert [each.num_computed_tokens for each in await reading] == [7]
+
+
+@pytest.mark.parametrize(
+    ("last", "kind"),
+    [
+        (EngineFailedError("CUDA error"), EngineFailedError),
+        (update(1, RequestFailedError("not a number")), RequestFailedError),
+    ],
+)
+async def test_an_error_ends_the_request(last: SequenceUpdate | Exception, kind: type[Exception]) -> None:
+    updates = queue(update(0), last)
+    assert (await next_update(updates)).num_computed_tokens == 0
+    with pytest.raises(kind):
+        await next_update(updates)
+    with pytest.raises(kind):
+        await next_updates(queue(update(0), last))
