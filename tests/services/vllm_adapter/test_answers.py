@@ -80,6 +80,17 @@ async def test_tokens_after_a_stop_string_are_left_out(tokenizer: Tokenizer) -> 
     assert "here" not in text
 
 
+async def test_a_stop_string_may_be_complete_only_with_the_answer(tokenizer: Tokenizer) -> None:
+    # The rest of the character could still come, so its part is text only at the end.
+    [*_, part, _] = await tokenizer.encode("🎉", add_special_tokens=False)
+    answer = writer(tokenizer, stop_strings=("\ufffd",))
+    answer.add(tokens([part]), UNFINISHED)
+    assert not answer.is_finished
+    answer.add([], LENGTH)
+    whole = answer.complete().complete
+    assert (whole.finish_reason, whole.matched_stop_str) == ("stop", "\ufffd")
+
+
 @pytest.mark.parametrize(
     ("token_ids", "reason", "matched"),
     [([9, 7], STOP, 7), ([9, 1], STOP, None), ([9, 7], LENGTH, None), ([], STOP, None)],

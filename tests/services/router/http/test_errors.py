@@ -129,6 +129,7 @@ def test_the_error_of_a_body_names_the_member_that_was_meant(
     error = invalid_body(caught.value, body.encode())
     assert error.field == field
     assert problem in error.problem
+    assert ("; or " in error.problem) == (problem == "; or "), "alternatives that fit worse are not named"
 
 
 def test_a_long_name_is_cut() -> None:
