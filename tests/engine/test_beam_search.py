@@ -13,7 +13,7 @@ from quire.engine.beam_search import BeamSearch, answers, choose_extensions
 from quire.engine.model_loader import LoadedModel
 from quire.engine.request_errors import RequestFailedError
 from quire.engine.sequence import SequenceStatus
-from quire.sampling.params import BeamParams
+from quire.sampling.params import BeamParams, EarlyStopping
 from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run
 
 TinyModel = Callable[[str], Path]
@@ -27,7 +27,8 @@ def test_beam_search_equals_transformers(
     reference = AutoModelForCausalLM.from_pretrained(
         tiny_model(architecture), dtype=torch.float32, attn_implementation="eager"
     )
-    for length, penalty, early in ((1, 1.0, False), (33, 0.5, True), (64, 2.0, "never")):
+    cases: list[tuple[int, float, EarlyStopping]] = [(1, 1.0, False), (33, 0.5, True), (64, 2.0, "never")]
+    for length, penalty, early in cases:
         prompt = make_prompt(length)
         beam = BeamParams(width, penalty, early)
         request = make_request("r", prompt, beam=beam, max_tokens=24, ignore_eos=False)

@@ -13,6 +13,7 @@ import pytest
 
 from quire.engine.config import MAX_SPECULATIVE_TOKENS
 from quire.llm import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
+from quire.sampling.params import EarlyStopping
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 WORDS = "the code of the lantern is four hundred and seventeen as all of us know".split()  # noqa: SIM905
@@ -146,7 +147,7 @@ def test_without_a_seed_answers_differ(tiny: LLM) -> None:
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-def test_beam_search_equals_transformers(tiny: LLM, reference: Any, early_stopping: bool | str) -> None:
+def test_beam_search_equals_transformers(tiny: LLM, reference: Any, early_stopping: EarlyStopping) -> None:
     prompts = [prompt(length) for length in (5, 30, 70)]
     params = BeamSearchParams(beam_width=4, max_tokens=20, length_penalty=0.8, early_stopping=early_stopping)
     outputs = tiny.beam_search(prompts, params, use_tqdm=False)

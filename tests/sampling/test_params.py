@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,7 @@ from quire.sampling.params import (
     GREEDY_BELOW,
     MAX_SEQUENCES,
     BeamParams,
+    EarlyStopping,
     SamplingParams,
     StoppingParams,
     check_best_of,
@@ -87,10 +88,11 @@ def test_a_length_penalty_above_zero_prefers_the_longer_of_equal_answers(length:
 
 
 def test_early_stopping_has_three_values() -> None:
-    for value in (True, False, "never"):
+    for value in get_args(EarlyStopping):
         BeamParams(2, early_stopping=value)
+    wrong: Any = "always"
     with pytest.raises(ParameterError, match="must be True, False or 'never'; got 'always'"):
-        BeamParams(2, early_stopping="always")
+        BeamParams(2, early_stopping=wrong)
 
 
 def test_no_more_answers_are_returned_than_sampled() -> None:

@@ -11,17 +11,18 @@ from grpc_status import rpc_status
 
 from quire.protos import worker_pb2
 from quire.services.router.failures import (
-    RETRY_AFTER_SECONDS,
     WorkerCallFailed,
     deadline_exceeded,
     no_decode_worker,
     suspected,
     to_service_error,
 )
-from quire.services.router.workers import Worker, WorkerConnection, WorkerSet
+from quire.services.router.worker import Worker, WorkerConnection
+from quire.services.router.worker_set import WorkerSet
 from quire.services.server.errors import (
     ENGINE_FAILED,
     REQUEST_FAILED,
+    RETRY_AFTER_SECONDS,
     SUSPECTED,
     InvalidArgument,
     ServiceError,

@@ -45,7 +45,9 @@ def output(token_ids: list[int], finish_reason: pb.FinishReason = UNFINISHED) ->
 TEXT = "hello world, stop here and say the end"
 
 
-@given(cuts=st.lists(st.integers(0, 40), max_size=5), stop=st.sampled_from(["stop", "the", "none of it", "end."]))
+@given(
+    cuts=st.lists(st.integers(0, 40), max_size=5), stop=st.sampled_from(["stop", "the", "none of it", "end."])
+)
 async def test_the_messages_are_the_answer_however_the_worker_splits_it(
     tokenizer: Tokenizer, cuts: list[int], stop: str
 ) -> None:

@@ -20,7 +20,7 @@ from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.failures import WorkerCallFailed
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.request_account import RequestAccount
-from quire.services.router.workers import Worker, WorkerConnection
+from quire.services.router.worker import Worker, WorkerConnection
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 160

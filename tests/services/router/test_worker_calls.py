@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 
 from quire.protos import worker_pb2
+from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.worker_calls import QUEUE_SIZE, WorkerCalls
-from quire.services.router.workers import Worker, WorkerConnection
 
 WAIT_SECONDS = 5.0
 

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.protos import kvtransfer_pb2, worker_pb2
-from quire.services.router.workers import Worker, WorkerConnection
+from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.write_back import (
     MAX_UNDER_WAY,
     WAIT_SECONDS,

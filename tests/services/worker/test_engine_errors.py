@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from quire.engine.engine_thread import EngineFailedError, EngineStoppedError
+from quire.engine.grammar import FormatFailedError
 from quire.engine.request_errors import (
     KvBudgetError,
     NoTokenLeftError,
@@ -13,7 +14,6 @@ from quire.engine.request_errors import (
     RequestTooLongError,
 )
 from quire.engine.sequence import Sequence
-from quire.engine.structured_output import FormatFailedError
 from quire.kvtransfer.errors import PushFailedError
 from quire.sampling.params import BeamParams, SamplingParams
 from quire.services.server.errors import (

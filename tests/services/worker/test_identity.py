@@ -24,7 +24,6 @@ IDENTITY = WorkerIdentity(
     max_model_len=64,
     vocab_size=320,
     eos_token_ids=frozenset({5, 1}),
-    request_timeout_seconds=60.0,
     cluster_secret=b"very secret",
     index_stride=3,
 )

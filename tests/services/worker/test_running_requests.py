@@ -15,11 +15,9 @@ from quire.engine.request_errors import KvBudgetError
 from quire.engine.sequence import Sequence
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
-from quire.services.server.ended_calls import end_of
-from quire.services.server.errors import AlreadyExists, InvalidArgument, ServiceError, Unavailable
+from quire.services.server.errors import AlreadyExists, InvalidArgument
 from quire.services.server.phases import PROMPT_PHASES, PhaseMetrics
 from quire.services.server.tracing import NoTracer
-from quire.services.worker import running_requests
 from quire.services.worker.drain import Drain
 from quire.services.worker.running_requests import RunningRequests
 
@@ -84,10 +82,6 @@ async def setup() -> AsyncIterator[Setup]:
     await asyncio.gather(*made.tasks, return_exceptions=True)
 
 
-def end_error(task: asyncio.Task[None]) -> ServiceError | None:
-    return end_of(task).error
-
-
 async def test_however_a_request_ends_the_engine_keeps_nothing_of_it(setup: Setup) -> None:
     with pytest.raises(InvalidArgument, match="too small"):
         await setup.serve("a", error=KvBudgetError("too small"))
@@ -124,29 +118,3 @@ async def test_an_abort_ends_the_attempts_up_to_its_own(setup: Setup) -> None:
     await asyncio.wait_for(setup.requests.abort(["a", "unknown"], 1), 5)
     assert [task.done() for task in (*tasks, other)] == [True, True, False, False]
     assert sorted(setup.engine.aborted) == ["a#0", "a#1"], "nothing is left when the abort returns"
-
-
-async def test_a_drain_waits_for_what_runs_and_refuses_what_comes(setup: Setup) -> None:
-    task = await setup.start("a")
-    draining = asyncio.create_task(setup.requests.drain())
-    await asyncio.sleep(0)
-    with pytest.raises(Unavailable) as refused:
-        await setup.serve("b")
-    assert refused.value.reason == "DRAINING"
-    assert not draining.done()
-    task.cancel()
-    await asyncio.wait_for(draining, 5)
-
-
-async def test_the_end_tells_each_caller_and_waits_only_for_a_while(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running_requests, "END_SECONDS", 0.01)
-    ends, hangs = await setup.start("a"), await setup.start("b")
-    # The client of the second does not read the message that is being sent.
-    end_of(hangs).is_sending = True
-    await asyncio.wait_for(setup.requests.end(), 5)
-    assert (ends.done(), hangs.done()) == (True, False)
-    error = end_error(hangs)
-    assert isinstance(error, Unavailable)
-    assert error.reason == "DRAINING"

@@ -18,7 +18,7 @@ from quire.services.router.http import streams
 from quire.services.router.http.responses import Text
 from quire.services.router.http.streams import Tagged, run, send_events
 from quire.services.router.servicer import GenerationServicer
-from quire.services.router.tenants import Tenant
+from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.errors import InvalidArgument, Unavailable
 
 WAIT_SECONDS = 5.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
@@ -11,8 +13,10 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.services.decode.calls import DecodeCalls
 from quire.services.prefill.calls import PrefillCalls
+from quire.services.server.ended_calls import end_of
 from quire.services.server.errors import Unavailable
-from quire.services.worker.drain import Drain, DrainState
+from quire.services.worker import drain as drain_module
+from quire.services.worker.drain import Drain, DrainState, drain_before_exit
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.servicer import WorkerServicer
 
@@ -63,3 +67,42 @@ def test_a_worker_that_stops_is_not_taken_back(is_draining: bool) -> None:
     assert drain.state is DrainState.STOPPING
     assert (drain.is_draining, drain.is_stopping) == (True, True)
     announce.assert_not_called()
+
+
+def start_request() -> asyncio.Task[Any]:
+    """Return the task of a request that runs until it is cancelled."""
+    return asyncio.create_task(asyncio.Event().wait())
+
+
+async def test_a_process_that_stops_waits_for_what_runs() -> None:
+    drain, request = Drain(Mock()), start_request()
+    waiting = asyncio.create_task(
+        drain_before_exit(drain, lambda: [] if request.done() else [request], None, 0.0)
+    )
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable) as refused:
+        drain.check_not_stopping()
+    assert refused.value.reason == "DRAINING"
+    assert not waiting.done()
+    request.cancel()
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_the_end_tells_each_caller_and_waits_only_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_module, "END_SECONDS", 0.01)
+    ends, hangs = start_request(), start_request()
+    # The client of the second does not read the message that is being sent.
+    end_of(hangs).is_sending = True
+    waiting = asyncio.create_task(
+        drain_before_exit(
+            Drain(Mock()), lambda: [each for each in (ends, hangs) if not each.done()], None, 0.0
+        )
+    )
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting], timeout=5)
+    assert (ends.done(), hangs.done()) == (True, False)
+    error = end_of(hangs).error
+    assert isinstance(error, Unavailable)
+    assert error.reason == "DRAINING"
+    hangs.cancel()
