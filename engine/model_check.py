@@ -9,7 +9,7 @@ model without paging.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,12 +21,15 @@ from quire.engine import attention
 from quire.engine.attention import PagedStep
 from quire.engine.kv_memory import KvMemory, dtype_name
 from quire.engine.mask_check import MaskObserver, mask_problem
+from quire.engine.step_tensors import StepTensors
 from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
 
 _OBSERVER = "quire_observer"
 _BLOCK_SIZE = 16
 _FIRST_CHUNK, _PROMPT, _OTHER_PROMPT = 23, 40, 20
+_MOST_POSITIONS = 8192
+"""Positions up to which a model's rotations are compared."""
 _TOLERANCE = {torch.float32: 0.01}
 _HALF_TOLERANCE = 0.1
 """Largest relative error of logits for 16-bit dtypes. A model that is run wrongly has an error of about 1."""
@@ -36,17 +39,34 @@ class UnsupportedModelError(Exception):
     """The model cannot be served; the message says which of its features paging does not cover."""
 
 
-class KvHeads(NamedTuple):
-    """The shape of the keys and values of a token in each layer, and the window of each layer.
+class AttentionCall(NamedTuple):
+    """What a layer passes to attention in addition to queries, keys and values.
 
     Attributes:
-        windows: for each layer, how many tokens a token attends to; None means all.
+        window: how many tokens a token attends to; None means all.
+        scale: factor of the dot products.
+        softcap: cap of the scores; None if there is none.
+        sinks: a logit for each head that has no value; None if there is none.
     """
+
+    window: int | None
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class KvHeads(NamedTuple):
+    """The shape of the keys and values of a token in each layer, and how each layer calls attention."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    windows: tuple[int | None, ...]
+    calls: tuple[AttentionCall, ...]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many tokens a token attends to; None means all."""
+        return tuple(call.window for call in self.calls)
 
 
 def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) -> KvHeads:
@@ -62,7 +82,7 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
             or the mask of a layer is not its causal window.
     """
     seen: list[tuple[int, torch.Size, torch.Size]] = []
-    windows: list[int | None] = []
+    calls: list[AttentionCall] = []
     masks: list[object] = []
     observer = MaskObserver()
 
@@ -73,10 +93,14 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         value: torch.Tensor,
         attention_mask: object = None,
         *_: Any,
+        scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
-        windows.append(sliding_window)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        calls.append(AttentionCall(sliding_window, scale, softcap, s_aux))
         masks.append(attention_mask)
         seen.append((getattr(layer, "layer_idx", -1), key.shape, value.shape))
         return query.new_zeros((*query.shape[:1], *query.shape[2:0:-1], value.shape[-1])), None
@@ -100,11 +124,12 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         raise UnsupportedModelError(f"keys and values differ in shape, within or between layers: {shapes}")
     with _refusing("has attention masks that cannot be checked"):
         functions = [observer.function_of(mask) for mask in masks]
+        windows = [call.window for call in calls]
         problem = mask_problem(windows, functions, getattr(config, "layer_types", None), num_positions)
     if problem is not None:
         raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
     _, num_kv_heads, _, head_dim = seen[0][1]
-    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(windows))
+    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(calls))
 
 
 def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> None:
@@ -116,12 +141,12 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> No
     device, dtype = _device(module), next(module.parameters()).dtype
     tokens = torch.arange(1, _PROMPT + _OTHER_PROMPT + 1, device=device) * 7919 % vocab_size
     prompt, other = tokens[:_PROMPT], tokens[_PROMPT:]
-    shape = KvShape(*heads[:2], _BLOCK_SIZE, heads.head_dim, dtype_name(dtype))
-    memory = KvMemory(shape, 6, device)
+    memory = _memory(heads, dtype, device)
     with torch.inference_mode():
         with _attention(module, attention.IMPLEMENTATION), _refusing("cannot run over paged blocks"):
-            first = _run_chunks(module, memory, [(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])])
-            rest = _run_chunks(module, memory, [(_FIRST_CHUNK, prompt[_FIRST_CHUNK:], [4, 1, 2])])
+            forward = _forward(module, memory)
+            first = forward(_chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])]))
+            rest = forward(_chunks([(_FIRST_CHUNK, prompt[_FIRST_CHUNK:], [4, 1, 2])]))
         with _attention(module, "eager"), _refusing("cannot run with eager attention, to be compared with"):
             whole, beside = (
                 module(input_ids=each[None], use_cache=False).logits[0] for each in (prompt, other)
@@ -141,38 +166,86 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> No
             )
 
 
-def _run_chunks(
-    module: torch.nn.Module, memory: KvMemory, chunks: list[tuple[int, torch.Tensor, list[int]]]
-) -> torch.Tensor:
-    """Run chunks, given as (first position, tokens, block table), in one step.
+Forward = Callable[[StepTensors], torch.Tensor]
+"""Function that returns the logits of a step."""
 
-    Returns:
-        The logits of all tokens, packed: ``[num_tokens, vocab_size]``.
+
+@torch.inference_mode()
+def runs_alike(
+    module: torch.nn.Module,
+    heads: KvHeads,
+    vocab_size: int,
+    num_positions: int,
+    other: Callable[[KvMemory], Forward],
+) -> bool:
+    """Return whether another way to run a model over some memory gives the same bits as its modules.
+
+    The steps have a chunk of a prompt, the rest of it beside another prompt at the last positions, and
+    single tokens.
     """
-    device = memory.blocks.device
+    device, dtype = _device(module), next(module.parameters()).dtype
+    tokens = torch.arange(1, _PROMPT + _OTHER_PROMPT + 1, device=device) * 7919 % vocab_size
+    prompt, second = tokens[:_PROMPT], tokens[_PROMPT:]
+    shift = max(0, min(num_positions, _MOST_POSITIONS) - _OTHER_PROMPT)
+    last = _OTHER_PROMPT - 1
+    steps = [
+        _chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2])]),
+        _chunks([(_FIRST_CHUNK, prompt[_FIRST_CHUNK:-1], [4, 1, 2]), (0, second[:-1], [5, 3])], [0, shift]),
+        _chunks([(_PROMPT - 1, prompt[-1:], [4, 1, 2]), (last, second[-1:], [5, 3])], [0, shift]),
+    ]
+    memory, others_memory = (_memory(heads, dtype, device) for _ in range(2))
+    forward, others_forward = _forward(module, memory), other(others_memory)
+    return all(torch.equal(forward(each), others_forward(each).to(dtype)) for each in steps)
+
+
+def _forward(module: torch.nn.Module, memory: KvMemory) -> Forward:
+    def forward(step: StepTensors) -> torch.Tensor:
+        output = module(
+            input_ids=step.input_ids[None],
+            position_ids=step.positions[None],
+            paged_step=PagedStep(step.metadata, memory.layers, memory.scales),
+            use_cache=False,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    return forward
+
+
+def _memory(heads: KvHeads, dtype: torch.dtype, device: torch.device) -> KvMemory:
+    shape = KvShape(heads.num_layers, heads.num_kv_heads, _BLOCK_SIZE, heads.head_dim, dtype_name(dtype))
+    return KvMemory(shape, 6, device)
+
+
+def _chunks(
+    chunks: list[tuple[int, torch.Tensor, list[int]]], shifts: list[int] | None = None
+) -> StepTensors:
+    """Return a step of chunks, given as (first index, tokens, block table), with logits for all tokens.
+
+    Args:
+        chunks: the chunks.
+        shifts: what to add to the indices of each chunk's tokens to get their positions.
+    """
+    device = chunks[0][1].device
     tables = torch.zeros((len(chunks), max(len(table) for _, _, table in chunks)), dtype=torch.int32)
     for row, (_, _, table) in enumerate(chunks):
         tables[row, : len(table)] = torch.tensor(table)
     lengths = [len(tokens) for _, tokens, _ in chunks]
-    positions = [torch.arange(first, first + len(tokens)) for first, tokens, _ in chunks]
+    indices = [torch.arange(first, first + len(tokens)) for first, tokens, _ in chunks]
+    positions = [each + shift for each, shift in zip(indices, shifts or [0] * len(chunks), strict=True)]
     slots = [
         tables[row][each // _BLOCK_SIZE] * _BLOCK_SIZE + each % _BLOCK_SIZE
-        for row, each in enumerate(positions)
+        for row, each in enumerate(indices)
     ]
     metadata = AttentionMetadata(
-        block_tables=tables.to(device),
-        query_starts=torch.tensor([0, *lengths], device=device).cumsum(0).int(),
-        seq_lens=torch.tensor([int(each[-1]) + 1 for each in positions], dtype=torch.int32, device=device),
-        slot_mapping=torch.cat(slots).long().to(device),
+        block_tables=tables,
+        query_starts=torch.tensor([0, *lengths]).cumsum(0).int(),
+        seq_lens=torch.tensor([int(each[-1]) + 1 for each in indices], dtype=torch.int32),
+        slot_mapping=torch.cat(slots).long(),
     )
-    output = module(
-        input_ids=torch.cat([tokens for _, tokens, _ in chunks])[None],
-        position_ids=torch.cat(positions).to(device)[None],
-        paged_step=PagedStep(metadata, memory.layers, memory.scales),
-        use_cache=False,
-    )
-    logits: torch.Tensor = output.logits[0]
-    return logits
+    tokens = torch.cat([tokens for _, tokens, _ in chunks])
+    step = StepTensors(tokens, torch.cat(positions), torch.arange(len(tokens)), metadata)
+    return step.to(device)
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

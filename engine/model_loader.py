@@ -11,11 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from quire.engine import attention
+from quire.engine.compiled_step import find_recipe
 from quire.engine.kv_memory import dtype_name
-from quire.engine.model_check import UnsupportedModelError, check_paging, observe_attention
+from quire.engine.model_check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model_digest import model_digest
 from quire.engine.packed_linear import pack_linear_layers
-from quire.engine.row_activations import make_batch_invariant
+from quire.engine.row_layers import make_batch_invariant
+from quire.engine.step_recipe import StepRecipe
 from quire.kvindex.kv_layout import KvShape
 from quire.models.source import find_model
 
@@ -42,8 +44,14 @@ class LoadedModel:
     max_position_embeddings: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    windows: tuple[int | None, ...]
-    """For each layer, how many tokens a token attends to; None means all."""
+    heads: KvHeads
+    recipe: StepRecipe | None
+    """How to run the model as one program; None if it runs module by module, as on a GPU."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many tokens a token attends to; None means all."""
+        return self.heads.windows
 
     @property
     def window(self) -> int | None:
@@ -86,6 +94,9 @@ def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:
         check_paging(module, heads, text_config.vocab_size)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{config.model_type}: {error}") from error
+    recipe = None
+    if device.type == "cpu":
+        recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings)
     return LoadedModel(
         module=module,
         folder=folder,
@@ -97,7 +108,8 @@ def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:
         max_position_embeddings=max_position_embeddings,
         vocab_size=text_config.vocab_size,
         eos_token_ids=_eos_token_ids(folder, text_config),
-        windows=heads.windows,
+        heads=heads,
+        recipe=recipe,
     )
 
 
@@ -133,8 +145,8 @@ def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
 def _prepare_module(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Move a model to its device and replace layers whose rows would depend on the other rows."""
     module = module.to(device).eval().requires_grad_(False)
-    pack_linear_layers(module)
     if device.type == "cpu":
+        pack_linear_layers(module)
         make_batch_invariant(module)
     return module
 

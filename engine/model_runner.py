@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from quire.engine.attention import PagedStep
+from quire.engine.compiled_step import CompiledStep
 from quire.engine.decode_graphs import Capture, DecodeGraphs
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
@@ -32,6 +33,9 @@ class ModelRunner:
         self.memory = memory
         self._swap_memory = swap_memory
         self._graphs: DecodeGraphs | None = None
+        self._compiled: CompiledStep | None = None
+        if model.recipe is not None:
+            self._compiled = CompiledStep(model.recipe, model.heads, memory, model.vocab_size)
         self._blocks_summed_together = ops.blocks_summed_together(memory.device, memory.shape.block_size)
 
     def move_blocks(self, schedule: Schedule) -> None:
@@ -128,6 +132,8 @@ class ModelRunner:
         For each sequence there is a row after its last token, followed by one row after each of its draft
         tokens. After the rows of all sequences come those of ``Sequence.positions_to_score``.
         """
+        if self._compiled is not None:
+            return self._compiled.run(step)
         if self._graphs is not None and self._graphs.fits(step):
             logits = self._graphs.run(step)
         else:

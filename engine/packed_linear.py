@@ -1,63 +1,95 @@
-"""Linear layers on the CPU through oneDNN, with weights that are packed once for its kernels.
-
-torch's own linear layer calls MKL for float32, which does not use AVX-512 on CPUs other than Intel's. For
-bfloat16 it packs the weight again in each call. Measured on Zen 5 with one thread, from 768 to 3072 features:
-64 rows of float32 take 1.4 ms instead of 3.5 ms, and one row of bfloat16 takes 0.07 ms instead of 0.15 ms.
-Also, the bits of a row of the result do not depend on the number of rows.
-"""
+"""Linear layers and tied embeddings on the CPU, with weights that are packed once."""
 
 from __future__ import annotations
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
-_UNDIVIDED = 1024
-"""Most features for which a single row runs as one row.
+from quire.kernels.cpu.linear import UNIT, PackedWeight, linear, pack
 
-For more features, oneDNN splits the sums of a single row into parts, but not those of two rows. So a single
-row then runs as two equal rows. This takes up to 15 % longer in wide layers, but a request gets the same
-tokens whether or not it runs in a batch with others.
-"""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer with a packed weight, for inference."""
+    """A linear layer with a packed weight, for inference.
+
+    Attributes:
+        packed: the weight.
+        bias: float32, padded to the packed weight's columns; None if there is none.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        self._bias = bias
+        self.packed = pack(weight.detach())
         self.out_features, self.in_features = weight.shape
+        self.bias: torch.Tensor | None = None
+        if bias is not None:
+            self.bias = torch.zeros(self.packed.num_units * UNIT)
+            self.bias[: self.out_features] = bias.detach()
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight ``[out_features, in_features]``, which is unpacked on each access."""
-        weight: torch.Tensor = self._packed.to_dense()
-        return weight
+        return self.packed.unpack()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``inputs @ weight.T + bias``."""
-        is_alone = inputs.numel() == self.in_features
-        if is_alone and self.in_features > _UNDIVIDED:
-            inputs = inputs.expand(*inputs.shape[:-2], 2, self.in_features)
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            inputs, self._packed, self._bias, "none", [], ""
-        )
-        return output[..., :1, :] if is_alone else output
+        return linear(inputs, self.packed, self.bias)
+
+
+class PackedEmbedding(torch.nn.Module):
+    """An embedding that reads the packed weight of the output layer, with which it is tied.
+
+    Attributes:
+        packed: the weight.
+        scale: factor of the embedding.
+    """
+
+    def __init__(self, packed: PackedWeight, scale: float) -> None:
+        super().__init__()
+        self.packed = packed
+        self.scale = scale
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return ``[*token_ids.shape, hidden_size]``."""
+        vectors = self.packed.rows(token_ids)
+        return vectors if self.scale == 1.0 else vectors * self.scale
 
 
 def pack_linear_layers(model: torch.nn.Module) -> None:
-    """Replace a model's linear layers on the CPU if oneDNN has kernels for their dtype."""
-    if not torch.backends.mkldnn.is_available():
-        return
-    dtypes = {torch.float32}
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        dtypes.add(torch.bfloat16)
+    """Replace a model's linear layers on the CPU, and embeddings that share their weight with one."""
+    embeddings = _find_embeddings(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = _weight(child)
-            if weight is not None and weight.is_cpu and weight.dtype in dtypes:
-                setattr(parent, name, PackedLinear(weight, dict(child.named_parameters()).get("bias")))
+            if weight is None or not weight.is_cpu or weight.dtype not in _DTYPES:
+                continue
+            packed = PackedLinear(weight, dict(child.named_parameters()).get("bias"))
+            setattr(parent, name, packed)
+            if weight.data_ptr() in embeddings:
+                owner, its_name, scale = embeddings[weight.data_ptr()]
+                setattr(owner, its_name, PackedEmbedding(packed.packed, scale))
+
+
+def _find_embeddings(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, str, float]]:
+    """Return the parent, name and scale of each embedding, by the address of its weight."""
+    found = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, torch.nn.Embedding) and child.max_norm is None:
+                is_scaled = type(child).__name__.endswith("ScaledWordEmbedding")
+                if type(child) is torch.nn.Embedding or is_scaled:
+                    found[child.weight.data_ptr()] = (parent, name, embedding_scale(child))
+    return found
+
+
+def embedding_scale(embedding: torch.nn.Module) -> float:
+    """Return the factor of an embedding, rounded to its dtype as its module does."""
+    scale = getattr(embedding, "embed_scale", None)
+    if scale is None:
+        return 1.0
+    weight = embedding.get_parameter("weight")
+    return float(torch.as_tensor(scale).to(weight.dtype))
 
 
 def _weight(module: torch.nn.Module) -> torch.Tensor | None:

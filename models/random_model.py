@@ -25,7 +25,12 @@ _GROUPED = {**_COMMON, "num_key_value_heads": 2, "head_dim": 32}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED),
+    "qwen2": ("Qwen2Config", _GROUPED),
     "qwen3": ("Qwen3Config", _GROUPED),
+    "smollm3": ("SmolLM3Config", _GROUPED),
+    "phi3": ("Phi3Config", {**_GROUPED, "intermediate_size": 128}),
+    "granite": ("GraniteConfig", {**_GROUPED, "residual_multiplier": 0.5, "logits_scaling": 0.25}),
+    "arcee": ("ArceeConfig", _GROUPED),
     "mistral": ("MistralConfig", {**_GROUPED, "sliding_window": 24}),
     "gemma2": ("Gemma2Config", {**_GROUPED, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3TextConfig", {**_GROUPED, "sliding_window": 24, "num_hidden_layers": 7}),

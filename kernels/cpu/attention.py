@@ -42,17 +42,9 @@ from quire.kernels.cpu.intrinsics import (
     transpose,
     widen,
 )
+from quire.kernels.cpu.storage import STORAGE
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-STORAGE: dict[torch.dtype, Any] = {
-    torch.float32: np.float32,
-    torch.bfloat16: np.uint16,
-    torch.float16: np.int16,
-    torch.int8: np.int8,
-    torch.float8_e4m3fn: np.uint8,
-}
-"""NumPy type that represents each dtype in Numba; ``widen`` converts from these types."""
 
 _SPAN = 64
 """Keys per span, or one block if that is more; the running softmax is updated once per span."""
@@ -89,11 +81,12 @@ _INTEGERS = (
     "scale_value_offset",
     "window",
 )
-_ARGUMENTS = np.dtype(
+ARGUMENTS = np.dtype(
     [(name, np.int64) for name in _ADDRESSES + _INTEGERS] + [("scale", np.float32), ("softcap", np.float32)],
     align=True,
 )
-_ARGUMENTS_TYPE = from_dtype(_ARGUMENTS)
+"""Arguments of the kernel; query and output are float32."""
+_ARGUMENTS_TYPE = from_dtype(ARGUMENTS)
 
 
 def paged_attention(
@@ -116,7 +109,7 @@ def paged_attention(
     _, _, num_kv_heads, block_size, _ = kv_layer.shape
     group = num_heads // num_kv_heads
     num_new = np.diff(query_starts.numpy())
-    tiles = _tiles(query_starts.numpy(), num_new, _tile_tokens(group))
+    tiles = make_tiles(query_starts.numpy(), num_new, tile_tokens(group))
     query32 = query.float().contiguous()
     output = torch.empty((num_tokens, num_heads, head_dim))
     sink_logits = np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.float().numpy()
@@ -149,8 +142,8 @@ def paged_attention(
         scale_value_offset,
         sliding_window or 0,
     )
-    arguments = np.array([(*addresses, *integers, scale, logit_softcap or 0.0)], dtype=_ARGUMENTS)
-    kernel = _kernel(head_dim, block_size, group, STORAGE[kv_layer.dtype])
+    arguments = np.array([(*addresses, *integers, scale, logit_softcap or 0.0)], dtype=ARGUMENTS)
+    kernel = kernel_for(head_dim, block_size, group, STORAGE[kv_layer.dtype])
     work = int(num_new @ seq_lens.numpy()) * num_heads * head_dim
     num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
     threads.run(kernel.address, arguments.ctypes.data, num_threads)
@@ -162,7 +155,7 @@ def span_blocks(block_size: int) -> int:
     return max(1, _SPAN // block_size)
 
 
-def _tiles(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
+def make_tiles(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
     """Split the new tokens into tiles of one sequence each.
 
     Returns:
@@ -178,7 +171,8 @@ def _tiles(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
     return tiles
 
 
-def _tile_tokens(group: int) -> int:
+def tile_tokens(group: int) -> int:
+    """Return how many tokens a tile has if each KV head has ``group`` query heads."""
     return max(1, _MAX_ROWS // group)
 
 
@@ -396,13 +390,13 @@ def _running_softmax(
 
 
 @cache
-def _kernel(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
+def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
     """Compile the function that each thread runs: it takes the next program until none is left."""
     blocks_per_span = span_blocks(block_size)
     span = blocks_per_span * block_size
     score_columns = -(-span // TILE_COLUMNS) * TILE_COLUMNS
     value_columns = min(head_dim & -head_dim, TILE_COLUMNS)
-    max_rows = -(-_tile_tokens(group) * group // TILE_ROWS) * TILE_ROWS
+    max_rows = -(-tile_tokens(group) * group // TILE_ROWS) * TILE_ROWS
     item_bytes = np.dtype(storage).itemsize
     is_scaled = item_bytes == 1
     square = math.gcd(block_size, head_dim, 16)

@@ -33,7 +33,7 @@ def write_kv(
     for index, vectors in enumerate((key, value)):
         _quantize(
             vectors.float().numpy(),
-            _bits(kv_layer)[:, index],
+            kv_layer.view(torch.uint8).numpy()[:, index],
             kv_scales.numpy()[:, index],
             slots,
             per_magnitude,
@@ -92,24 +92,33 @@ def _quantize(
             continue
         block, offset = slot_mapping[token] // block_size, slot_mapping[token] % block_size
         for head in range(stored.shape[1]):
-            scale = _scale(vectors[token, head], scales, block, head, offset, per_magnitude)
-            for d in range(stored.shape[3]):
-                x = np.float32(vectors[token, head, d] / scale)
-                stored[block, head, offset, d] = _int8(x) if is_integer else _e4m3(x)
+            scale = scales[block, head : head + 1]
+            target = stored[block, head, offset]
+            quantize_vector(vectors[token, head], target, scale, offset, per_magnitude, is_integer)
 
 
 @njit(cache=True, nogil=True)
-def _scale(
-    vector: Array, scales: Array, block: int, head: int, offset: int, per_magnitude: np.float32
-) -> np.float32:
-    """Return the scale of a block and head; first set it if ``vector`` belongs into slot 0."""
+def quantize_vector(
+    vector: Array, stored: Array, scale: Array, offset: int, per_magnitude: np.float32, is_integer: bool
+) -> None:
+    """Write one token of one head into an 8-bit block; the token in slot 0 sets the block's scale.
+
+    Args:
+        vector: float32 ``[head_dim]``.
+        stored: uint8 ``[head_dim]``, the bits of int8 or e4m3 numbers.
+        scale: float32 ``[1]``, the scale of the block and head.
+        offset: the token's slot.
+        per_magnitude: the scale of a block whose first token has a magnitude of 1.
+        is_integer: whether the numbers are int8.
+    """
     if offset == 0:
         magnitude = np.float32(0.0)
         for d in range(vector.shape[0]):
             magnitude = max(magnitude, abs(vector[d]))
-        scales[block, head] = max(magnitude, _LOWEST) * per_magnitude
-    scale: np.float32 = scales[block, head]
-    return scale
+        scale[0] = max(magnitude, _LOWEST) * per_magnitude
+    for d in range(vector.shape[0]):
+        x = np.float32(vector[d] / scale[0])
+        stored[d] = np.uint8(_int8(x)) if is_integer else _e4m3(x)
 
 
 @njit(cache=True, nogil=True)

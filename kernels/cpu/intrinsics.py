@@ -16,6 +16,9 @@ _INT16 = ir.IntType(16)
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
 _CACHE_LINE = 64
+_SUM_LANES = 16
+_AHEAD = 4096
+"""Bytes by which a product with few rows prefetches weights; a single row reads several streams instead."""
 _SCALED = (types.int8, types.uint8)
 """Stored types that have a scale."""
 
@@ -50,6 +53,63 @@ def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return signature, codegen
+
+
+@_instruction
+def keep_apart(typingctx: Any) -> Any:
+    """Keep LLVM from inlining the function that contains this; inlining large functions takes minutes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.none(), codegen
+
+
+@_instruction
+def call(typingctx: Any, function: Any, argument: Any) -> Any:
+    """Call ``void function(void *argument)``; both are addresses."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function_type = ir.FunctionType(ir.VoidType(), [_INT64])
+        builder.call(builder.inttoptr(arguments[0], function_type.as_pointer()), [arguments[1]])
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), codegen
+
+
+@_instruction
+def call_for_int(typingctx: Any, function: Any) -> Any:
+    """Call ``int function(void)`` at an address, and return its result."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function_type = ir.FunctionType(_INT32, [])
+        result = builder.call(builder.inttoptr(arguments[0], function_type.as_pointer()), [])
+        return builder.sext(result, _INT64)
+
+    return types.int64(types.int64), codegen
+
+
+@_instruction
+def arrive(typingctx: Any, address: Any) -> Any:
+    """Add 1 to an int64 counter that threads share; what this thread wrote becomes visible before that."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        counter = builder.inttoptr(arguments[0], _INT64.as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(_INT64, 1), "acq_rel")
+
+    return types.int64(types.int64), codegen
+
+
+@_instruction
+def read_shared(typingctx: Any, address: Any) -> Any:
+    """Return an int64 counter that threads share; what they wrote before ``arrive`` is visible then."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        counter = builder.inttoptr(arguments[0], _INT64.as_pointer())
+        return builder.load_atomic(counter, "acquire", 8)
+
+    return types.int64(types.int64), codegen
 
 
 @_instruction
@@ -114,6 +174,103 @@ def _widened(builder: Any, stored: Any, value: Any, lanes: int = 0) -> Any:
         half = builder.fpext(builder.bitcast(builder.or_(sign, rest), wide(ir.HalfType())), wide(_FLOAT))
         return builder.fmul(half, constant(_FLOAT, 256.0))
     return value
+
+
+@_instruction
+def encode(typingctx: Any, value: Any, stored: Any) -> Any:
+    """Round a float32 to a stored type of at least 16 bits, half to even; the inverse of ``widen``."""
+    stored_type = stored.dtype
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x = arguments[0]
+        if stored_type == types.int16:
+            return builder.bitcast(builder.fptrunc(x, ir.HalfType()), _INT16)
+        if stored_type != types.uint16:
+            return x
+        bits = builder.bitcast(x, _INT32)
+        last_kept_bit = builder.and_(builder.lshr(bits, ir.Constant(_INT32, 16)), ir.Constant(_INT32, 1))
+        rounded = builder.add(bits, builder.add(last_kept_bit, ir.Constant(_INT32, 0x7FFF)))
+        # A NaN must not overflow into another number.
+        is_nan = builder.fcmp_unordered("uno", x, x)
+        rounded = builder.select(is_nan, ir.Constant(_INT32, 0x7FC00000), rounded)
+        return builder.trunc(builder.lshr(rounded, ir.Constant(_INT32, 16)), _INT16)
+
+    return stored_type(types.float32, stored), codegen
+
+
+@_instruction
+def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any) -> Any:
+    """Return the sum of ``(values[i] - shift) ** power`` in one order, whatever the width of vectors.
+
+    Each of 16 lanes sums every 16th value, with fused multiplications. The lanes are then added in pairs.
+
+    Args:
+        values: address of float32 values.
+        length: number of values; the last ``length % 16`` are added to the first lanes.
+        shift: float32.
+        power: 1 or 2, a literal.
+    """
+    if not isinstance(power, types.IntegerLiteral):
+        return None
+    is_squared = power.literal_value == 2
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, count, offset, _ = arguments
+        vector = ir.VectorType(_FLOAT, _SUM_LANES)
+        base = builder.inttoptr(address, _FLOAT.as_pointer())
+        offsets = _splat(builder, offset, _SUM_LANES)
+        num_whole = builder.and_(count, ir.Constant(_INT64, -_SUM_LANES))
+        sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * _SUM_LANES))
+
+        def add(x: Any) -> None:
+            difference = builder.fsub(x, offsets)
+            total = builder.load(sums)
+            if is_squared:
+                builder.store(fused(builder, difference, difference, total), sums)
+            else:
+                builder.store(builder.fadd(total, difference), sums)
+
+        with cgutils.for_range_slice(
+            builder, ir.Constant(_INT64, 0), num_whole, ir.Constant(_INT64, _SUM_LANES), _INT64
+        ) as (index, _):
+            whole = builder.bitcast(builder.gep(base, [index]), vector.as_pointer())
+            add(builder.load(whole, align=4))
+        with builder.if_then(builder.icmp_signed("<", num_whole, count)):
+            # Lanes without a value get the shift, so that they add nothing.
+            rest = cgutils.alloca_once_value(builder, offsets)
+            lanes = builder.bitcast(rest, _FLOAT.as_pointer())
+            with cgutils.for_range_slice(builder, num_whole, count, ir.Constant(_INT64, 1), _INT64) as (
+                index,
+                _,
+            ):
+                value = builder.load(builder.gep(base, [index]))
+                builder.store(value, builder.gep(lanes, [builder.sub(index, num_whole)]))
+            add(builder.load(rest))
+        total = builder.load(sums)
+        width = _SUM_LANES
+        while width > 1:
+            width //= 2
+            undefined = ir.Constant(total.type, ir.Undefined)
+            low, high = (
+                builder.shuffle_vector(
+                    total, undefined, ir.Constant(ir.VectorType(_INT32, width), list(half))
+                )
+                for half in (range(width), range(width, 2 * width))
+            )
+            total = builder.fadd(low, high)
+        return builder.extract_element(total, ir.Constant(_INT32, 0))
+
+    return types.float32(types.int64, types.int64, types.float32, power), codegen
+
+
+def fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
+    """Emit ``left * right + addend`` of float vectors, rounded once."""
+    vector = addend.type
+    function_type = ir.FunctionType(vector, [vector] * 3)
+    name = f"llvm.fma.v{vector.count}f32"
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, function_type, name), [left, right, addend]
+    )
 
 
 @_instruction
@@ -302,8 +459,7 @@ def add_product(
         results = []
         for row in range(num_rows):
             scalar = builder.load(builder.gep(lefts[row], [k]), align=4)
-            product = builder.fmul(_splat(builder, scalar, columns), right_values, flags=("contract",))
-            results.append(builder.fadd(sums[row], product, flags=("contract",)))
+            results.append(fused(builder, _splat(builder, scalar, columns), right_values, sums[row]))
         next_k = builder.add(k, ir.Constant(_INT64, 1))
         builder.cbranch(builder.icmp_signed("<", next_k, depth_value), loop, after)
         k.add_incoming(ir.Constant(_INT64, 0), before)
@@ -318,4 +474,94 @@ def add_product(
 
     addresses = (types.int64,) * 3
     signature = types.none(*addresses, types.int64, strides, types.float32, coming, rows, width, stored, step)
+    return signature, codegen
+
+
+@_instruction
+def add_rows_product(
+    typingctx: Any,
+    total: Any,
+    left: Any,
+    right: Any,
+    depth: Any,
+    strides: Any,
+    rows: Any,
+    panels: Any,
+    width: Any,
+    stored: Any,
+) -> Any:
+    """Add the product of some rows with packed weights to ``total``, with all sums in registers.
+
+    ``total[r, p * width + c] += sum over k < depth of left[r, k] * widen(right[p, k, c])``, where each sum
+    runs over k in order with fused multiplications, so that its bits do not depend on the tile's size.
+
+    Args:
+        total, left, right: addresses; total and left are float32.
+        depth: number of products in a sum.
+        strides: elements from one row of total to the next, of left, and from one panel of right to the next.
+        rows, panels, width: size of the tile, literals.
+        stored: the NumPy type of right.
+    """
+    if not all(isinstance(each, types.IntegerLiteral) for each in (rows, panels, width)):
+        return None
+    num_rows, num_panels, columns = rows.literal_value, panels.literal_value, width.literal_value
+    stored_type = stored.dtype
+    vector = ir.VectorType(_FLOAT, columns)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        element = context.get_value_type(stored_type)
+        total_at, left_at, right_at = (
+            builder.inttoptr(address, kind.as_pointer())
+            for address, kind in zip(arguments[:3], (_FLOAT, _FLOAT, element), strict=True)
+        )
+        total_stride, left_stride, panel_stride = cgutils.unpack_tuple(builder, arguments[4])
+
+        def moved(base: Any, stride: Any, index: int, offset: int = 0) -> Any:
+            distance = builder.mul(stride, ir.Constant(_INT64, index))
+            return builder.gep(base, [builder.add(distance, ir.Constant(_INT64, offset))])
+
+        tile = [(row, panel) for row in range(num_rows) for panel in range(num_panels)]
+        totals = {
+            (row, panel): builder.bitcast(
+                moved(total_at, total_stride, row, panel * columns), vector.as_pointer()
+            )
+            for row, panel in tile
+        }
+        lefts = [moved(left_at, left_stride, row) for row in range(num_rows)]
+        rights = [moved(right_at, panel_stride, panel) for panel in range(num_panels)]
+        starts = {each: builder.load(totals[each], align=4) for each in tile}
+        before = builder.block
+        loop, after = builder.append_basic_block("product"), builder.append_basic_block("sums")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        k = builder.phi(_INT64)
+        sums = {each: builder.phi(vector) for each in tile}
+        offset = builder.mul(k, ir.Constant(_INT64, columns))
+        weights = []
+        if num_rows > 1:
+            ahead = builder.gep(rights[0], [builder.add(offset, ir.Constant(_INT64, _AHEAD // 4))])
+            _emit_prefetch(builder, builder.ptrtoint(ahead, _INT64))
+        for right_row in rights:
+            packed = builder.bitcast(
+                builder.gep(right_row, [offset]), ir.VectorType(element, columns).as_pointer()
+            )
+            weights.append(_widened_vector(builder, stored_type, builder.load(packed, align=1)))
+        results = {}
+        for row in range(num_rows):
+            scalars = _splat(builder, builder.load(builder.gep(lefts[row], [k]), align=4), columns)
+            for panel in range(num_panels):
+                results[row, panel] = fused(builder, scalars, weights[panel], sums[row, panel])
+        next_k = builder.add(k, ir.Constant(_INT64, 1))
+        builder.cbranch(builder.icmp_signed("<", next_k, arguments[3]), loop, after)
+        k.add_incoming(ir.Constant(_INT64, 0), before)
+        k.add_incoming(next_k, loop)
+        for each in tile:
+            sums[each].add_incoming(starts[each], before)
+            sums[each].add_incoming(results[each], loop)
+        builder.position_at_end(after)
+        for each in tile:
+            builder.store(results[each], totals[each], align=4)
+        return context.get_dummy_value()
+
+    signature = types.none(*(types.int64,) * 4, strides, rows, panels, width, stored)
     return signature, codegen

@@ -31,16 +31,43 @@ def run(kernel_address: int, arguments_address: int, num_threads: int) -> None:
 
 
 @cache
+def team_size_address() -> int:
+    """Return the address of ``int f(void)``, the number of threads that run a kernel.
+
+    It is 0 if only one can.
+    """
+    library = _gomp()
+    if library is None:
+        return 0
+    return ctypes.cast(library.omp_get_num_threads, ctypes.c_void_p).value or 0
+
+
+@cache
+def yield_address() -> int:
+    """Return the address of ``int f(void)``, with which a thread offers its core to others."""
+    return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+
+
+@cache
 def _gomp_parallel() -> _ParallelCall | None:
-    """Return ``GOMP_parallel`` of the library that torch has loaded, which may not be the system's.
+    """Return ``GOMP_parallel``; None if torch was built without GNU OpenMP."""
+    library = _gomp()
+    if library is None:
+        return None
+    function = library.GOMP_parallel
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    function.restype = None
+    parallel: _ParallelCall = function
+    return parallel
+
+
+@cache
+def _gomp() -> ctypes.CDLL | None:
+    """Return the OpenMP library that torch has loaded, which may not be the system's.
 
     Returns None if torch has no such library.
     """
     folder = Path(torch.__file__).parent
     for library in (*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")):
-        function = ctypes.CDLL(str(library)).GOMP_parallel
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        function.restype = None
-        parallel: _ParallelCall = function
-        return parallel
+        return ctypes.CDLL(str(library))
     return None

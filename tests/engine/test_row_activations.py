@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from quire.engine.packed_linear import pack_linear_layers
-from quire.engine.row_activations import RowActivation, make_batch_invariant
+from quire.engine.row_layers import RowActivation, make_batch_invariant
 
 
 @pytest.fixture(params=[1, 3, 4])

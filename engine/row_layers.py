@@ -1,0 +1,170 @@
+"""Batch-invariant norms and activation functions on the CPU: a token gets the same bits in any batch.
+
+The usual ones are kernels that compute each row alike. The others are torch's:
+
+torch splits a tensor into pieces, one per thread, and computes each piece in vectors. The values that are
+left at the end of a piece are computed one by one, with another exponential that differs in the last bit. So
+a token's keys would depend on how many tokens a step has, and rounding to 8 bits makes the difference
+visible. Here each piece is a multiple of the vector length, so no values are left.
+"""
+
+from __future__ import annotations
+
+import inspect
+from math import lcm
+
+import torch
+from transformers.activations import ACT2CLS
+
+from quire.kernels.cpu import rows
+from quire.kernels.cpu.rows import Activation, Norm
+
+_UNDIVIDED = 1 << 14
+"""Most values that torch never divides among threads."""
+_PIECE = 1 << 15
+"""Values per thread above which most functions use another thread; GELU always uses all threads."""
+_STRIDE_BYTES = 128
+"""Bytes that torch's loops process at a time: two vectors of at most 64 bytes each."""
+
+_KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
+
+_KERNELS = {
+    "SiLUActivation": Activation.SILU,
+    "SiLU": Activation.SILU,
+    "GELUTanh": Activation.GELU_TANH,
+    "NewGELUActivation": Activation.GELU_TANH,
+    "GELUActivation": Activation.GELU,
+    "ReLU": Activation.RELU,
+    "ReLUSquaredActivation": Activation.RELU_SQUARED,
+}
+"""The kernel that computes what a module of a class computes."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_RMS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Largest error of a kernel's norm, relative to the largest value."""
+
+
+class KernelActivation(torch.nn.Module):
+    """An activation function that a kernel computes."""
+
+    def __init__(self, kind: Activation) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the function's value for each value."""
+        return rows.activation(inputs, self.kind)
+
+
+class RowNorm(torch.nn.Module):
+    """A norm that a kernel computes.
+
+    Attributes:
+        kind: which norm it is.
+        weight: in the model's dtype, to which the results are rounded.
+        weight32, bias32: float32 ``[length]``; only layer norms have a bias.
+        epsilon: added to the variance.
+    """
+
+    def __init__(
+        self,
+        kind: Norm,
+        weight: torch.Tensor,
+        weight32: torch.Tensor,
+        bias32: torch.Tensor | None,
+        epsilon: float,
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+        self.weight32 = weight32.detach().float().contiguous()
+        self.bias32 = None if bias32 is None else bias32.detach().float().contiguous()
+        self.epsilon = epsilon
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Normalize each row of ``[..., length]``."""
+        return rows.norm(inputs, self.kind, self.weight32, self.bias32, self.epsilon)
+
+
+class RowActivation(torch.nn.Module):
+    """Applies an elementwise function, in pieces of whole vectors."""
+
+    def __init__(self, function: torch.nn.Module) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the function's value for each value of ``[..., num_features]``, in the same shape."""
+        stride = _STRIDE_BYTES // inputs.itemsize
+        num_features = inputs.shape[-1]
+        if num_features % stride:
+            padded = torch.nn.functional.pad(inputs, (0, -num_features % stride))
+            return self.forward(padded)[..., :num_features]
+        num_even = _most_even(inputs.numel(), stride)
+        if num_even == inputs.numel():
+            output: torch.Tensor = self._function(inputs)
+            return output
+        values = inputs.reshape(-1)
+        parts = [values[:num_even], *torch.split(values[num_even:], _UNDIVIDED)]
+        return torch.cat([self._function(part) for part in parts]).view(inputs.shape)
+
+
+def _most_even(num_values: int, stride: int) -> int:
+    """Return how many leading values can be divided among threads so that each gets whole strides."""
+    num_threads = torch.get_num_threads()
+    while num_values > _UNDIVIDED:
+        num_pieces = min(num_threads, -(-num_values // _PIECE))
+        excess = num_values % (stride * lcm(num_pieces, num_threads))
+        if not excess:
+            break
+        num_values -= excess
+    return num_values
+
+
+def make_batch_invariant(model: torch.nn.Module) -> None:
+    """Replace the norms and activation functions of a model on the CPU."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if (norm := _row_norm(child)) is not None:
+                setattr(parent, name, norm)
+            elif type(child).__name__ in _KERNELS and type(child) in _KINDS:
+                setattr(parent, name, KernelActivation(_KERNELS[type(child).__name__]))
+            elif type(child) in _KINDS:
+                setattr(parent, name, RowActivation(child))
+
+
+def _row_norm(module: torch.nn.Module) -> RowNorm | None:
+    """Return a kernel's norm that computes what a module computes; None if there is none."""
+    weight = getattr(module, "weight", None)
+    if type(module) is torch.nn.LayerNorm and len(module.normalized_shape) == 1:
+        length = module.normalized_shape[0]
+        ones = torch.ones(length) if module.weight is None else module.weight
+        zeros = torch.zeros(length) if module.bias is None else module.bias
+        return RowNorm(Norm.LAYER, ones, ones, zeros, module.eps)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.nn.Parameter):
+        return None
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    takes_one_input = len(inspect.signature(module.forward).parameters) == 1
+    if epsilon is None or not takes_one_input or weight.dim() != 1 or weight.dtype not in _DTYPES:
+        return None
+    return _like_rms_norm(module, weight, epsilon)
+
+
+def _like_rms_norm(module: torch.nn.Module, weight: torch.Tensor, epsilon: float) -> RowNorm | None:
+    """Return the RMS norm that agrees best with a module; None if none agrees.
+
+    Models differ in whether they round before they multiply by the weight, and in whether the weight is
+    stored as its difference from 1.
+    """
+    generator = torch.Generator().manual_seed(1)
+    inputs = (torch.randn((8, len(weight)), generator=generator) * 3).to(weight.dtype)
+    with torch.inference_mode():
+        expected = module(inputs).float()
+        errors = {}
+        for kind in (Norm.RMS, Norm.RMS_IN_FLOAT32):
+            for shift in (0.0, 1.0):
+                norm = RowNorm(kind, weight, weight.float() + shift, None, epsilon)
+                errors[norm] = float((norm(inputs).float() - expected).abs().sum())
+    best = min(errors, key=lambda norm: errors[norm])
+    difference = (best(inputs).float() - expected).abs().max()
+    is_alike = difference <= _RMS_TOLERANCE[weight.dtype] * expected.abs().max()
+    return best if is_alike else None

@@ -1,0 +1,219 @@
+"""Norms and activation functions, row by row, on the CPU.
+
+Each value has the same bits whatever else a step computes: sums run in one order, and exponentials are
+written out, since libraries compute the last values of an array differently than the others.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, from_dtype, njit, types  # type: ignore[attr-defined]
+
+from quire.kernels.cpu import threads
+from quire.kernels.cpu.intrinsics import (
+    encode,
+    exp,
+    fetch_and_increment,
+    keep_apart,
+    pointer,
+    sum_powers,
+    widen,
+)
+from quire.kernels.cpu.storage import STORAGE
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_MIN_THREADED_VALUES = 1 << 15
+"""Values below which waking up threads costs more time than it saves."""
+
+
+class Norm(IntEnum):
+    """How a row is normalized: by its root mean square (RMS), or by its mean and variance (LAYER)."""
+
+    NONE = 0
+    RMS = 1
+    """The row is rounded to the model's dtype before it is multiplied by the weight."""
+    RMS_IN_FLOAT32 = 2
+    """The row is multiplied by the weight first."""
+    LAYER = 3
+
+
+class Activation(IntEnum):
+    """An elementwise function."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+    GELU = 3
+    RELU = 4
+    RELU_SQUARED = 5
+
+
+@njit
+def narrow(x: np.float32, storage: Any) -> np.float32:
+    """Round a float32 to a stored type and back."""
+    rounded: np.float32 = widen(encode(x, storage))
+    return rounded
+
+
+@njit
+def normalize(
+    kind: int,
+    inputs: int,
+    weight: int,
+    bias: int,
+    epsilon: float,
+    outputs: int,
+    length: int,
+    storage: Any,
+) -> None:
+    """Normalize one row of ``length`` values; all but ``kind`` and ``epsilon`` are addresses of float32.
+
+    Args:
+        kind: a ``Norm``.
+        inputs, outputs: the row, which may be the same.
+        weight, bias: factors and addends; the bias is used only by ``Norm.LAYER``.
+        epsilon: float32, added to the variance.
+        storage: NumPy type to which the result is rounded.
+    """
+    keep_apart()
+    x = carray(pointer(inputs, np.float32), (length,))
+    y = carray(pointer(outputs, np.float32), (length,))
+    w = carray(pointer(weight, np.float32), (length,))
+    one, count = np.float32(1.0), np.float32(length)
+    if kind == 3:
+        b = carray(pointer(bias, np.float32), (length,))
+        mean = sum_powers(np.int64(inputs), np.int64(length), np.float32(0.0), 1) / count
+        variance = sum_powers(np.int64(inputs), np.int64(length), mean, 2) / count
+        factor = one / np.sqrt(variance + np.float32(epsilon))
+        for i in range(length):
+            y[i] = narrow((x[i] - mean) * factor * w[i] + b[i], storage)
+        return
+    square = sum_powers(np.int64(inputs), np.int64(length), np.float32(0.0), 2) / count
+    factor = one / np.sqrt(square + np.float32(epsilon))
+    if kind == 1:
+        for i in range(length):
+            y[i] = narrow(narrow(x[i] * factor, storage) * w[i], storage)
+    else:
+        for i in range(length):
+            y[i] = narrow(x[i] * factor * w[i], storage)
+
+
+@njit
+def _tanh(x: np.float32) -> np.float32:
+    one, two = np.float32(1.0), np.float32(2.0)
+    size = two / (one + exp(-two * abs(x))) - one
+    return size if x >= np.float32(0.0) else -size
+
+
+@njit
+def _erf(x: np.float32) -> np.float32:
+    """Return the error function within 1.5e-7 (Abramowitz and Stegun, 1964, 7.1.26)."""
+    one = np.float32(1.0)
+    size = abs(x)
+    t = one / (one + np.float32(0.3275911) * size)
+    p = np.float32(1.061405429)
+    p = p * t + np.float32(-1.453152027)
+    p = p * t + np.float32(1.421413741)
+    p = p * t + np.float32(-0.284496736)
+    p = p * t + np.float32(0.254829592)
+    result = one - p * t * exp(-size * size)
+    return result if x >= np.float32(0.0) else -result
+
+
+@njit
+def activate(kind: int, values: int, length: int, storage: Any) -> None:
+    """Apply an ``Activation`` to ``length`` float32 values at an address, rounded to a stored type."""
+    keep_apart()
+    x = carray(pointer(values, np.float32), (length,))
+    zero, half, one = np.float32(0.0), np.float32(0.5), np.float32(1.0)
+    if kind == 1:
+        for i in range(length):
+            small = exp(-abs(x[i]))
+            x[i] = narrow(x[i] * (one if x[i] >= zero else small) / (one + small), storage)
+    elif kind == 2:
+        for i in range(length):
+            inner = np.float32(0.7978845608028654) * (x[i] + np.float32(0.044715) * x[i] * x[i] * x[i])
+            x[i] = narrow(half * x[i] * (one + _tanh(inner)), storage)
+    elif kind == 3:
+        for i in range(length):
+            x[i] = narrow(half * x[i] * (one + _erf(x[i] * np.float32(0.7071067811865476))), storage)
+    elif kind == 4:
+        for i in range(length):
+            x[i] = max(x[i], zero)
+    elif kind == 5:
+        for i in range(length):
+            positive = max(x[i], zero)
+            x[i] = narrow(positive * positive, storage)
+
+
+_FIELDS = ("rows", "weight", "bias", "next_row", "num_rows", "length", "norm", "activation")
+_ARGUMENTS = np.dtype([*((name, np.int64) for name in _FIELDS), ("epsilon", np.float64)])
+
+
+def norm(
+    inputs: torch.Tensor, kind: Norm, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
+    """Normalize each row of ``[..., length]``; the weight and the bias ``[length]`` are float32."""
+    rows = inputs.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    bias_at = 0 if bias is None else bias.data_ptr()
+    _run(rows, inputs.dtype, weight.data_ptr(), bias_at, kind, Activation.NONE, epsilon)
+    return rows.to(inputs.dtype)
+
+
+def activation(inputs: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """Apply an elementwise function to a tensor."""
+    rows = inputs.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    _run(rows, inputs.dtype, 0, 0, Norm.NONE, kind, 0.0)
+    return rows.to(inputs.dtype)
+
+
+def _run(
+    rows: torch.Tensor,
+    dtype: torch.dtype,
+    weight: int,
+    bias: int,
+    kind: Norm,
+    function: Activation,
+    epsilon: float,
+) -> None:
+    length = rows.shape[-1]
+    counter = np.zeros(1, np.int64)
+    num_rows = rows.numel() // max(length, 1)
+    fields = (rows.data_ptr(), weight, bias, counter.ctypes.data, num_rows, length, kind, function, epsilon)
+    arguments = np.array([fields], dtype=_ARGUMENTS)
+    num_threads = torch.get_num_threads() if rows.numel() >= _MIN_THREADED_VALUES else 1
+    threads.run(_kernel(STORAGE[dtype]).address, arguments.ctypes.data, num_threads)
+
+
+@cache
+def _kernel(storage: Any) -> Any:
+    """Compile the function that each thread runs: it takes the next row until none is left."""
+
+    def kernel(arguments: Any) -> None:
+        args = carray(arguments, 1)[0]
+        while True:
+            row = np.int64(fetch_and_increment(args.next_row))
+            if row >= args.num_rows:
+                break
+            values = args.rows + 4 * row * args.length
+            if args.norm != 0:
+                normalize(
+                    args.norm,
+                    values,
+                    args.weight,
+                    args.bias,
+                    args.epsilon,
+                    values,
+                    args.length,
+                    storage,
+                )
+            activate(args.activation, values, args.length, storage)
+
+    signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
+    return cfunc(signature, error_model="numpy", cache=True)(kernel)

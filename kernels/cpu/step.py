@@ -1,0 +1,537 @@
+"""A whole step of a transformer as one program, which all threads run together.
+
+Calling a model's modules costs more time than a small model computes. Here each thread enters the program
+once per step. It takes work from counters that the threads share, and waits at a barrier between phases.
+
+All values between operations are float32, rounded to the model's dtype wherever its modules would store them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, cfunc, from_dtype, njit, types  # type: ignore[attr-defined]
+
+from quire.kernels.cpu.blocks import quantize_vector
+from quire.kernels.cpu.intrinsics import (
+    TILE_COLUMNS,
+    arrive,
+    call,
+    call_for_int,
+    encode,
+    fetch_and_increment,
+    keep_apart,
+    pointer,
+    read_shared,
+    widen,
+)
+from quire.kernels.cpu.linear import ROWS, UNIT, multiply_unit
+from quire.kernels.cpu.rows import activate, narrow, normalize
+
+_SPINS = 20_000
+"""How often a waiting thread looks at the barrier before it offers its core to others."""
+
+NORM = np.dtype([("weight", np.int64), ("bias", np.int64), ("kind", np.int64), ("epsilon", np.float64)])
+"""A norm: addresses of float32 values, and a ``rows.Norm``."""
+
+LINEAR = np.dtype([(name, np.int64) for name in ("weight", "bias", "in_features", "num_units")])
+"""A linear layer: addresses of packed weights and of the float32 bias or 0; 0 units if there is none."""
+
+LAYER = np.dtype(
+    [
+        *((name, NORM) for name in ("attention_norm", "query_norm", "key_norm", "after_attention_norm")),
+        *((name, LINEAR) for name in ("query", "key", "value", "output")),
+        *((name, NORM) for name in ("mlp_norm", "after_mlp_norm")),
+        *((name, LINEAR) for name in ("gate", "up", "down")),
+        ("activation", np.int64),
+        ("query_scale", np.float64),
+        ("cosines", np.int64),
+        ("sines", np.int64),
+        ("kv", np.int64),
+        ("kv_scales", np.int64),
+        ("attention", np.int64),
+    ]
+)
+"""A layer.
+
+Up to three linear layers give the queries, keys and values: "query" may give all of them. Without "up" there
+is no gate, and "gate" is the only linear layer before the activation.
+"""
+
+_ADDRESSES = (
+    "token_ids",
+    "positions",
+    "slots",
+    "logit_rows",
+    "embedding",
+    "position_embedding",
+    "layers",
+    "hidden",
+    "normed",
+    "qkv",
+    "queries",
+    "attended",
+    "update",
+    "mlp",
+    "logits",
+    "counters",
+    "next_thread",
+    "arrivals",
+    "team_size",
+    "yield_core",
+    "attend",
+)
+_INTEGERS = (
+    "num_tokens",
+    "num_logits",
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "rotary_dim",
+    "key_column",
+    "value_column",
+    "qkv_stride",
+    "update_stride",
+    "mlp_stride",
+    "logits_stride",
+    "attention_bytes",
+    "is_embedding_packed",
+    "position_offset",
+    "block_size",
+    "block_stride",
+    "value_offset",
+    "head_stride",
+    "scale_block_stride",
+    "scale_value_offset",
+    "kv_format",
+)
+STEP = np.dtype(
+    [
+        *((name, np.int64) for name in _ADDRESSES + _INTEGERS),
+        ("embedding_scale", np.float64),
+        ("residual_scale", np.float64),
+        ("scale_per_magnitude", np.float64),
+        ("final_norm", NORM),
+        ("no_norm", NORM),
+        ("head", LINEAR),
+        ("no_linear", LINEAR),
+    ]
+)
+"""A step: the model, its buffers, and the step's tokens. ``kv_format`` is 0 if blocks have the model's dtype,
+1 for int8 and 2 for e4m3."""
+
+COUNTERS_PER_LAYER = 4
+
+
+@njit
+def _wait(args: Any, num_threads: int, phase: int) -> int:
+    """Wait until all threads have ended a phase; return the next phase."""
+    arrive(args.arrivals)
+    target, spins = num_threads * (phase + 1), 0
+    while read_shared(args.arrivals) < target:
+        spins += 1
+        if spins > _SPINS:
+            call_for_int(args.yield_core)
+    return phase + 1
+
+
+@njit
+def _normalize(norm: Any, inputs: int, outputs: int, length: int, storage: Any) -> None:
+    normalize(norm.kind, inputs, norm.weight, norm.bias, norm.epsilon, outputs, length, storage)
+
+
+@njit
+def _embed(args: Any, first: int, end: int, storage: Any, item_bytes: int) -> None:
+    keep_apart()
+    size = args.hidden_size
+    token_ids = carray(pointer(args.token_ids, np.int64), (args.num_tokens,))
+    positions = carray(pointer(args.positions, np.int64), (args.num_tokens,))
+    for token in range(first, end):
+        x = carray(pointer(args.hidden + 4 * token * size, np.float32), (size,))
+        token_id = token_ids[token]
+        if args.is_embedding_packed:
+            panel_at = args.embedding + item_bytes * (token_id // TILE_COLUMNS) * TILE_COLUMNS * size
+            panel = carray(pointer(panel_at, storage), (size, TILE_COLUMNS))
+            for i in range(size):
+                x[i] = widen(panel[i, token_id % TILE_COLUMNS])
+        else:
+            vector = carray(pointer(args.embedding + item_bytes * token_id * size, storage), (size,))
+            for i in range(size):
+                x[i] = widen(vector[i])
+        if args.embedding_scale != 1.0:
+            for i in range(size):
+                x[i] = narrow(x[i] * np.float32(args.embedding_scale), storage)
+        if args.position_embedding:
+            row = positions[token] + args.position_offset
+            added = carray(pointer(args.position_embedding + item_bytes * row * size, storage), (size,))
+            for i in range(size):
+                x[i] = narrow(x[i] + widen(added[i]), storage)
+
+
+@njit
+def _normalize_rows(norm: Any, args: Any, first: int, end: int, storage: Any) -> None:
+    for row in range(first, end):
+        at = 4 * row * args.hidden_size
+        _normalize(norm, args.hidden + at, args.normed + at, args.hidden_size, storage)
+
+
+@njit
+def _add_update(args: Any, after_norm: Any, next_norm: Any, first: int, end: int, storage: Any) -> None:
+    """Add what a layer computed to the residual stream, and normalize the sum for what comes next."""
+    keep_apart()
+    size, stride = args.hidden_size, args.update_stride
+    for row in range(first, end):
+        update_at = args.update + 4 * row * stride
+        if after_norm.kind != 0:
+            _normalize(after_norm, update_at, update_at, size, storage)
+        x = carray(pointer(args.hidden + 4 * row * size, np.float32), (size,))
+        update = carray(pointer(update_at, np.float32), (size,))
+        if args.residual_scale != 1.0:
+            for i in range(size):
+                update[i] = narrow(update[i] * np.float32(args.residual_scale), storage)
+        for i in range(size):
+            x[i] = narrow(x[i] + update[i], storage)
+    if next_norm.kind != 0:
+        _normalize_rows(next_norm, args, first, end, storage)
+
+
+@njit
+def _multiply(
+    linear: Any,
+    unit: int,
+    inputs: int,
+    input_stride: int,
+    output: int,
+    output_stride: int,
+    num_rows: int,
+    storage: Any,
+    item_bytes: int,
+) -> None:
+    """Compute one unit of columns of a linear layer, rounded to the model's dtype."""
+    keep_apart()
+    multiply_unit(
+        inputs,
+        input_stride,
+        linear.weight + item_bytes * unit * UNIT * linear.in_features,
+        linear.in_features,
+        linear.bias + 4 * unit * UNIT if linear.bias else 0,
+        output,
+        output_stride,
+        num_rows,
+        storage,
+        item_bytes,
+    )
+    if item_bytes < 4:
+        outputs = carray(pointer(output, np.float32), (num_rows, output_stride))
+        for row in range(num_rows):
+            for column in range(UNIT):
+                outputs[row, column] = narrow(outputs[row, column], storage)
+
+
+@njit
+def _run_linear(
+    one: Any,
+    two: Any,
+    three: Any,
+    counter: int,
+    inputs: int,
+    input_stride: int,
+    output: int,
+    output_stride: int,
+    num_rows: int,
+    storage: Any,
+    item_bytes: int,
+) -> None:
+    """Compute up to three linear layers of the same inputs; their outputs lie side by side."""
+    keep_apart()
+    num_units = one.num_units + two.num_units + three.num_units
+    while True:
+        program = np.int64(fetch_and_increment(counter))
+        if program >= num_units * -(-num_rows // ROWS):
+            break
+        unit, first = program % num_units, program // num_units * ROWS
+        linear, own_unit = one, unit
+        if unit >= one.num_units:
+            linear, own_unit = two, unit - one.num_units
+            if own_unit >= two.num_units:
+                linear, own_unit = three, own_unit - two.num_units
+        _multiply(
+            linear,
+            own_unit,
+            inputs + 4 * first * input_stride,
+            input_stride,
+            output + 4 * (first * output_stride + unit * UNIT),
+            output_stride,
+            min(ROWS, num_rows - first),
+            storage,
+            item_bytes,
+        )
+
+
+@njit
+def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int) -> None:
+    """Compute the first half of the MLP: ``activation(gate) * up``, or ``activation(gate)`` without up."""
+    keep_apart()
+    gates = np.empty((ROWS, UNIT), np.float32)
+    stride, size = args.mlp_stride, args.hidden_size
+    while True:
+        program = np.int64(fetch_and_increment(counter))
+        if program >= layer.gate.num_units * -(-args.num_tokens // ROWS):
+            break
+        unit, first = program % layer.gate.num_units, program // layer.gate.num_units * ROWS
+        num_rows = min(ROWS, args.num_tokens - first)
+        inputs = args.normed + 4 * first * size
+        gates_at = np.int64(gates.ctypes.data)
+        _multiply(layer.gate, unit, inputs, size, gates_at, UNIT, num_rows, storage, item_bytes)
+        activate(layer.activation, gates_at, num_rows * UNIT, storage)
+        output = args.mlp + 4 * (first * stride + unit * UNIT)
+        outputs = carray(pointer(output, np.float32), (num_rows, stride))
+        if layer.up.num_units:
+            _multiply(layer.up, unit, inputs, size, output, stride, num_rows, storage, item_bytes)
+            for row in range(num_rows):
+                for column in range(UNIT):
+                    outputs[row, column] = narrow(gates[row, column] * outputs[row, column], storage)
+        else:
+            for row in range(num_rows):
+                for column in range(UNIT):
+                    outputs[row, column] = gates[row, column]
+
+
+@njit
+def _rotate(args: Any, layer: Any, inputs: int, outputs: int, position: int, norm: Any, storage: Any) -> None:
+    """Normalize a query or key if the layer does so, and rotate it by its position."""
+    keep_apart()
+    if norm.kind != 0:
+        _normalize(norm, inputs, outputs, args.head_dim, storage)
+        inputs = outputs
+    x = carray(pointer(inputs, np.float32), (args.head_dim,))
+    y = carray(pointer(outputs, np.float32), (args.head_dim,))
+    rotary_dim = args.rotary_dim if layer.cosines else 0
+    half = rotary_dim // 2
+    at = 4 * position * rotary_dim
+    cosines = carray(pointer(layer.cosines + at, np.float32), (rotary_dim,))
+    sines = carray(pointer(layer.sines + at, np.float32), (rotary_dim,))
+    for i in range(half):
+        low, high = x[i], x[half + i]
+        y[i] = narrow(narrow(low * cosines[i], storage) + narrow(-high * sines[i], storage), storage)
+        y[half + i] = narrow(
+            narrow(high * cosines[half + i], storage) + narrow(low * sines[half + i], storage), storage
+        )
+    for i in range(rotary_dim, args.head_dim):
+        y[i] = x[i]
+
+
+@njit
+def _place_tokens(args: Any, layer: Any, first: int, end: int, storage: Any, item_bytes: int) -> None:
+    """Rotate queries and keys; write keys and values into their blocks unless these have 8 bits."""
+    keep_apart()
+    positions = carray(pointer(args.positions, np.int64), (args.num_tokens,))
+    slots = carray(pointer(args.slots, np.int64), (args.num_tokens,))
+    dim = args.head_dim
+    for token in range(first, end):
+        row = args.qkv + 4 * token * args.qkv_stride
+        queries = args.queries + 4 * token * args.num_heads * dim
+        for head in range(args.num_heads):
+            at = 4 * head * dim
+            if layer.query_scale != 1.0:
+                query = carray(pointer(row + at, np.float32), (dim,))
+                for d in range(dim):
+                    query[d] = narrow(query[d] * np.float32(layer.query_scale), storage)
+            _rotate(args, layer, row + at, queries + at, positions[token], layer.query_norm, storage)
+        for head in range(args.num_kv_heads):
+            at = row + 4 * (args.key_column + head * dim)
+            _rotate(args, layer, at, at, positions[token], layer.key_norm, storage)
+        if args.kv_format != 0 or slots[token] < 0:
+            continue
+        block, offset = slots[token] // args.block_size, slots[token] % args.block_size
+        for head in range(args.num_kv_heads):
+            key_at = layer.kv + item_bytes * (
+                block * args.block_stride + head * args.head_stride + offset * dim
+            )
+            value_at = key_at + item_bytes * args.value_offset
+            stored_key = carray(pointer(key_at, storage), (dim,))
+            stored_value = carray(pointer(value_at, storage), (dim,))
+            key = carray(pointer(row + 4 * (args.key_column + head * dim), np.float32), (dim,))
+            value = carray(pointer(row + 4 * (args.value_column + head * dim), np.float32), (dim,))
+            for d in range(dim):
+                stored_key[d] = encode(key[d], storage)
+                stored_value[d] = encode(value[d], storage)
+
+
+@njit
+def _quantize_tokens(args: Any, layer: Any, thread: int, num_threads: int) -> None:
+    """Write keys and values into 8-bit blocks: a thread writes all tokens of a head, in order."""
+    keep_apart()
+    slots = carray(pointer(args.slots, np.int64), (args.num_tokens,))
+    dim = args.head_dim
+    for part in range(thread, 2 * args.num_kv_heads, num_threads):
+        is_value, head = part // args.num_kv_heads, part % args.num_kv_heads
+        column = (args.value_column if is_value else args.key_column) + head * dim
+        for token in range(args.num_tokens):
+            if slots[token] < 0:
+                continue
+            block, offset = slots[token] // args.block_size, slots[token] % args.block_size
+            stored = layer.kv + (
+                block * args.block_stride
+                + is_value * args.value_offset
+                + head * args.head_stride
+                + offset * dim
+            )
+            scale = layer.kv_scales + 4 * (
+                block * args.scale_block_stride + is_value * args.scale_value_offset + head
+            )
+            quantize_vector(
+                carray(pointer(args.qkv + 4 * (token * args.qkv_stride + column), np.float32), (dim,)),
+                carray(pointer(stored, np.uint8), (dim,)),
+                carray(pointer(scale, np.float32), (1,)),
+                offset,
+                np.float32(args.scale_per_magnitude),
+                args.kv_format == 1,
+            )
+
+
+@njit
+def _narrow_rows(values: int, length: int, first: int, end: int, storage: Any) -> None:
+    x = carray(pointer(values, np.float32), (end * length,))
+    for i in range(first * length, end * length):
+        x[i] = narrow(x[i], storage)
+
+
+@njit
+def _compute_logits(args: Any, thread: int, num_threads: int, phase: int, storage: Any, item: int) -> None:
+    """Compute the logits after the step's chosen rows."""
+    keep_apart()
+    rows = carray(pointer(args.logit_rows, np.int64), (args.num_logits,))
+    size = args.hidden_size
+    for index in range(thread, args.num_logits, num_threads):
+        row_at, output_at = args.hidden + 4 * rows[index] * size, args.normed + 4 * index * size
+        if args.final_norm.kind != 0:
+            _normalize(args.final_norm, row_at, output_at, size, storage)
+        else:
+            source = carray(pointer(row_at, np.float32), (size,))
+            target = carray(pointer(output_at, np.float32), (size,))
+            for i in range(size):
+                target[i] = source[i]
+    _wait(args, num_threads, phase)
+    _run_linear(
+        args.head,
+        args.no_linear,
+        args.no_linear,
+        args.counters + 8 * COUNTERS_PER_LAYER * args.num_layers,
+        args.normed,
+        size,
+        args.logits,
+        args.logits_stride,
+        args.num_logits,
+        storage,
+        item,
+    )
+
+
+@njit
+def _attend(
+    args: Any, layer: Any, thread: int, num_threads: int, phase: int, storage: Any, item_bytes: int
+) -> int:
+    """Write the step's keys and values, and attend over all blocks; return the next phase."""
+    keep_apart()
+    first = args.num_tokens * thread // num_threads
+    end = args.num_tokens * (thread + 1) // num_threads
+    _place_tokens(args, layer, first, end, storage, item_bytes)
+    phase = _wait(args, num_threads, phase)
+    if args.kv_format != 0:
+        _quantize_tokens(args, layer, thread, num_threads)
+        phase = _wait(args, num_threads, phase)
+    call(args.attend, layer.attention)
+    phase = _wait(args, num_threads, phase)
+    if item_bytes < 4:
+        size = args.num_heads * args.head_dim
+        x = carray(pointer(args.attended, np.float32), (args.num_tokens * size,))
+        for i in range(first * size, end * size):
+            x[i] = narrow(x[i], storage)
+        phase = _wait(args, num_threads, phase)
+    return phase
+
+
+@njit
+def _run_step(args: Any, storage: Any, item_bytes: int) -> None:
+    num_threads = call_for_int(args.team_size) if args.team_size else np.int64(1)
+    thread = np.int64(fetch_and_increment(args.next_thread))
+    first = args.num_tokens * thread // num_threads
+    end = args.num_tokens * (thread + 1) // num_threads
+    layers = carray(pointer(args.layers, LAYER), (args.num_layers,))
+    size, attended_size, num_tokens = args.hidden_size, args.num_heads * args.head_dim, args.num_tokens
+    none = args.no_linear
+    _embed(args, first, end, storage, item_bytes)
+    _normalize_rows(layers[0].attention_norm, args, first, end, storage)
+    phase = _wait(args, num_threads, np.int64(0))
+    for index in range(args.num_layers):
+        layer = layers[index]
+        counters = args.counters + 8 * COUNTERS_PER_LAYER * index
+        _run_linear(
+            layer.query,
+            layer.key,
+            layer.value,
+            counters,
+            args.normed,
+            size,
+            args.qkv,
+            args.qkv_stride,
+            num_tokens,
+            storage,
+            item_bytes,
+        )
+        phase = _wait(args, num_threads, phase)
+        phase = _attend(args, layer, thread, num_threads, phase, storage, item_bytes)
+        _run_linear(
+            layer.output,
+            none,
+            none,
+            counters + 8,
+            args.attended,
+            attended_size,
+            args.update,
+            args.update_stride,
+            num_tokens,
+            storage,
+            item_bytes,
+        )
+        phase = _wait(args, num_threads, phase)
+        _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage)
+        phase = _wait(args, num_threads, phase)
+        _run_gate(args, layer, counters + 16, storage, item_bytes)
+        phase = _wait(args, num_threads, phase)
+        _run_linear(
+            layer.down,
+            none,
+            none,
+            counters + 24,
+            args.mlp,
+            args.mlp_stride,
+            args.update,
+            args.update_stride,
+            num_tokens,
+            storage,
+            item_bytes,
+        )
+        phase = _wait(args, num_threads, phase)
+        is_last = index == args.num_layers - 1
+        next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
+        _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage)
+        phase = _wait(args, num_threads, phase)
+    _compute_logits(args, thread, num_threads, phase, storage, item_bytes)
+
+
+@cache
+def program(storage: Any) -> Any:
+    """Compile the function ``void step(STEP *)`` that each thread runs, for one dtype of weights."""
+    item_bytes = np.dtype(storage).itemsize
+
+    def step(arguments: Any) -> None:
+        _run_step(carray(arguments, 1)[0], storage, item_bytes)
+
+    signature = types.void(types.CPointer(from_dtype(STEP)))
+    return cfunc(signature, error_model="numpy", cache=True)(step)

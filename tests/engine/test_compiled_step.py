@@ -1,0 +1,137 @@
+"""A step as one program gives the same bits as the model's modules, or is not used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from quire.engine.compiled_step import find_recipe
+from quire.engine.engine import Engine
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import Sequence
+from quire.engine.step_recipe import NoRecipeError, read_recipe
+from quire.kvindex.block_hash import block_hash
+from quire.models.random_model import make_random_model
+from quire.sampling.params import SamplingParams
+
+COVERED = [
+    *("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "arcee", "gemma2", "gemma3"),
+    *("gpt2", "opt"),
+]
+CPU = torch.device("cpu")
+
+
+def run(model: LoadedModel, kv_cache_dtype: str, block_size: int = 16) -> list[object]:
+    """Return the tokens and logprobs of some requests that share steps, and of their prompts."""
+    memory = KvMemory(model.kv_shape(block_size, kv_cache_dtype), 256, CPU)
+    limits = SchedulerConfig(block_size, max_num_seqs=16, max_num_batched_tokens=37)
+    engine = Engine(model, memory, limits, block_hash)
+    params = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, num_logprobs=3, num_prompt_logprobs=2
+    )
+    sequences = []
+    for index, length in enumerate((1, 16, 50, 90)):
+        prompt = Random(index).choices(range(2, 320), k=length)
+        sequences.append(Sequence(f"request-{index}", prompt, length, params, b"root"))
+        engine.add_request(sequences[-1])
+    sampled: list[object] = []
+    while not engine.is_idle:
+        sampled += [(update.sequence.attempt_id, update.tokens) for update in engine.step()]
+    return [*sampled, *(sequence.prompt_logprobs for sequence in sequences)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", COVERED)
+def test_a_program_gives_the_bits_of_the_modules(
+    tiny_model: Callable[[str], Path], architecture: str, dtype: str
+) -> None:
+    model = load_model(str(tiny_model(architecture)), dtype, CPU)
+    assert model.recipe is not None
+    assert run(model, "auto") == run(replace(model, recipe=None), "auto")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_blocks_of_8_bits_get_the_same_bits(tiny_model: Callable[[str], Path], kv_cache_dtype: str) -> None:
+    for architecture in ("llama", "gemma3"):
+        model = load_model(str(tiny_model(architecture)), "bfloat16", CPU)
+        assert run(model, kv_cache_dtype) == run(replace(model, recipe=None), kv_cache_dtype)
+
+
+def test_float16_has_a_program_too(tiny_model: Callable[[str], Path]) -> None:
+    model = load_model(str(tiny_model("llama")), "float16", CPU)
+    assert model.recipe is not None
+    assert run(model, "auto", block_size=8) == run(replace(model, recipe=None), "auto", block_size=8)
+
+
+def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
+    folder = make_random_model("llama", tmp_path, tie_word_embeddings=True)
+    model = load_model(str(folder), "float32", CPU)
+    assert model.recipe is not None
+    sizes = [parameter.numel() for parameter in model.module.parameters()]
+    assert max(sizes) == model.module.config.hidden_size
+    assert run(model, "auto") == run(replace(model, recipe=None), "auto")
+
+
+def test_threads_do_not_change_the_bits(tiny_model: Callable[[str], Path]) -> None:
+    model = load_model(str(make_wide(tiny_model)), "float32", CPU)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = run(model, "auto")
+        for num_threads in (2, 3):
+            torch.set_num_threads(num_threads)
+            assert run(model, "auto") == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def make_wide(tiny_model: Callable[[str], Path]) -> Path:
+    """Return the folder of a model with enough work in a step for several threads."""
+    folder = tiny_model("llama").parent / "wide-llama"
+    return make_random_model("llama", folder, hidden_size=256, intermediate_size=704)
+
+
+def test_a_model_of_another_shape_runs_by_its_modules(
+    tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert load_model(str(tiny_model("gpt_neox")), "float32", CPU).recipe is None
+    assert "gpt_neox runs module by module: GPTNeoXForCausalLM has another shape" in caplog.text
+
+
+def test_a_module_without_a_place_is_not_ignored(tiny_model: Callable[[str], Path]) -> None:
+    module = load_model(str(tiny_model("llama")), "float32", CPU).module
+    module.model.layers[1].mlp.extra = torch.nn.Linear(3, 3)
+    with pytest.raises(NoRecipeError, match=r"layers\.1\.mlp\.extra \(Linear\) has no place"):
+        read_recipe(module)
+
+
+def test_arithmetic_that_modules_hide_is_noticed(
+    tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(str(tiny_model("llama")), "float32", CPU)
+    model.module.model.layers[2].mlp.register_forward_hook(lambda _, __, output: output * 1.0001)
+    with caplog.at_level(logging.INFO):
+        assert find_recipe(model.module, model.heads, model.vocab_size, 512) is None
+    assert "as one program it would give other bits" in caplog.text
+
+
+def test_positions_far_from_the_prompts_are_compared(tiny_model: Callable[[str], Path]) -> None:
+    model = load_model(str(tiny_model("llama")), "float32", CPU)
+    rotary = model.module.model.rotary_emb
+    forward = rotary.forward
+
+    def other_at_the_end(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        is_short = position_ids.shape[-1] < 512
+        return forward(x, torch.where((position_ids > 480) & is_short, 0, position_ids))  # type: ignore[no-any-return]
+
+    rotary.forward = other_at_the_end
+    assert find_recipe(model.module, model.heads, model.vocab_size, 512) is None

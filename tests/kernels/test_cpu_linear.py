@@ -1,0 +1,100 @@
+"""Packed linear layers on the CPU: right sums, in one order for any number of rows and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels.cpu.linear import ROWS, UNIT, PackedWeight, linear, pack
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random_layer(
+    dtype: torch.dtype, out_features: int, in_features: int, seed: int
+) -> tuple[torch.Tensor, PackedWeight, torch.Tensor]:
+    """Return a weight, the same one packed, and its padded bias."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn((out_features, in_features), generator=generator).to(dtype)
+    packed = pack(weight)
+    bias = torch.zeros(packed.num_units * UNIT)
+    bias[:out_features] = torch.randn(out_features, generator=generator)
+    return weight, packed, bias
+
+
+@settings(max_examples=40)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    out_features=st.integers(1, 200),
+    in_features=st.integers(1, 600),
+    num_rows=st.integers(1, 2 * ROWS + 1),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_it_multiplies(
+    dtype: torch.dtype, out_features: int, in_features: int, num_rows: int, has_bias: bool, seed: int
+) -> None:
+    weight, packed, bias = random_layer(dtype, out_features, in_features, seed)
+    inputs = torch.randn((num_rows, in_features), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    output = linear(inputs, packed, bias if has_bias else None)
+
+    expected = inputs.double() @ weight.double().T
+    if has_bias:
+        expected += bias[:out_features].double()
+    assert output.dtype == dtype
+    largest = float(expected.abs().max())
+    error = float((output.double() - expected).abs().max())
+    assert error <= max(largest, 1.0) * torch.finfo(dtype).eps * (1 if dtype != torch.float32 else 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (320, 96), (192, 1024)])
+def test_bits_do_not_depend_on_other_rows_or_on_threads(
+    dtype: torch.dtype, out_features: int, in_features: int
+) -> None:
+    _, packed, bias = random_layer(dtype, out_features, in_features, seed=2)
+    inputs = torch.randn((ROWS + 40, in_features), generator=torch.Generator().manual_seed(3)).to(dtype)
+    expected = linear(inputs, packed, bias)
+    for num_threads in (1, 2, 4):
+        torch.set_num_threads(num_threads)
+        for num_rows in (*range(1, 20), ROWS, ROWS + 1, ROWS + 40):
+            assert torch.equal(linear(inputs[:num_rows], packed, bias), expected[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packing_loses_nothing(dtype: torch.dtype) -> None:
+    weight, packed, _ = random_layer(dtype, 130, 77, seed=4)
+    rows = torch.tensor([[0, 129], [64, 3]])
+    assert torch.equal(packed.unpack(), weight)
+    assert torch.equal(packed.rows(rows), weight[rows])
+
+
+def test_the_padding_does_not_reach_the_output() -> None:
+    weight, packed, bias = random_layer(torch.float32, 70, 33, seed=5)
+    inputs = torch.ones((7, 33))
+    expected = linear(inputs, packed, bias)
+    packed.panels.view(-1)[weight.numel() :].masked_fill_(
+        packed.panels.view(-1)[weight.numel() :] == 0, torch.nan
+    )
+    bias[70:] = torch.nan
+    assert torch.equal(linear(inputs, packed, bias), expected)
+
+
+def test_leading_dimensions_are_kept() -> None:
+    weight, packed, _ = random_layer(torch.float32, 64, 32, seed=6)
+    inputs = torch.ones((2, 3, 32))
+    assert linear(inputs, packed, None).shape == (2, 3, 64)
+    assert linear(inputs[:, :0], packed, None).shape == (2, 0, 64)
+    assert torch.allclose(linear(inputs, packed, None), inputs @ weight.T, atol=1e-4)
