@@ -174,8 +174,9 @@ class CompiledStep:
         first = recipe.layers[0]
         shape = memory.shape
         key_column, value_column, stride = _columns(first, self._num_heads, heads)
-        is_packed = isinstance(recipe.embedding, PackedEmbedding)
-        table = recipe.embedding.packed.panels if is_packed else recipe.embedding  # type: ignore[union-attr]
+        table, is_packed = recipe.embedding, False
+        if isinstance(table, PackedEmbedding):
+            table, is_packed = table.packed.panels, True
         kv_dtype = memory.layers[0].dtype
         kernel = attention.kernel_for(
             heads.head_dim, shape.block_size, self._num_heads // heads.num_kv_heads, STORAGE[kv_dtype]

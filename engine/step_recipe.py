@@ -1,9 +1,10 @@
 """Reads from a model's modules what it computes, so that a program can compute it without them.
 
 A recipe covers decoders of Llama's shape and GPT-2's: a layer has a norm, attention, another norm and an MLP,
-and adds the results of attention and of the MLP to the residual stream. Every module that has weights must have its place in the recipe; a
-model with any other is refused. What modules compute beyond their weights cannot be read, so the program's
-logits are compared with the modules' before it is used (see ``compiled_step``).
+and adds the results of attention and of the MLP to the residual stream. Every module that has weights must
+have its place in the recipe; a model with any other is refused. What modules compute beyond their weights
+cannot be read, so the program's logits are compared with the modules' before it is used (see
+``compiled_step``).
 """
 
 from __future__ import annotations

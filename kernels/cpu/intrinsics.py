@@ -44,6 +44,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return part
 
 
+def exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a part of a kernel whose sums keep the order in which they are written."""
+    part: Callable[..., Any] = njit(error_model="numpy")(function)
+    return part
+
+
 @_instruction
 def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
     """Convert an address to a pointer to a NumPy type."""

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, from_dtype, njit, types  # type: ignore[attr-defined]
+from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
     TILE_COLUMNS,
     add_rows_product,
+    exact,
     fetch_and_increment,
     keep_apart,
     pointer,
@@ -125,7 +126,7 @@ def linear(inputs: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
     return result.reshape(*inputs.shape[:-1], weight.out_features)
 
 
-@njit
+@exact
 def multiply_unit(
     inputs: int,
     input_stride: int,
@@ -174,7 +175,7 @@ def multiply_unit(
                 outputs[row, column] += addends[column]
 
 
-@njit
+@exact
 def _add_rows(
     inputs: int,
     input_stride: int,

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, from_dtype, njit, types  # type: ignore[attr-defined]
+from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
     encode,
+    exact,
     exp,
     fetch_and_increment,
     keep_apart,
@@ -54,14 +55,14 @@ class Activation(IntEnum):
     RELU_SQUARED = 5
 
 
-@njit
+@exact
 def narrow(x: np.float32, storage: Any) -> np.float32:
     """Round a float32 to a stored type and back."""
     rounded: np.float32 = widen(encode(x, storage))
     return rounded
 
 
-@njit
+@exact
 def normalize(
     kind: int,
     inputs: int,
@@ -104,14 +105,15 @@ def normalize(
             y[i] = narrow(x[i] * factor * w[i], storage)
 
 
-@njit
+@exact
 def _tanh(x: np.float32) -> np.float32:
     one, two = np.float32(1.0), np.float32(2.0)
     size = two / (one + exp(-two * abs(x))) - one
-    return size if x >= np.float32(0.0) else -size
+    result: np.float32 = size if x >= np.float32(0.0) else -size
+    return result
 
 
-@njit
+@exact
 def _erf(x: np.float32) -> np.float32:
     """Return the error function within 1.5e-7 (Abramowitz and Stegun, 1964, 7.1.26)."""
     one = np.float32(1.0)
@@ -122,11 +124,12 @@ def _erf(x: np.float32) -> np.float32:
     p = p * t + np.float32(1.421413741)
     p = p * t + np.float32(-0.284496736)
     p = p * t + np.float32(0.254829592)
-    result = one - p * t * exp(-size * size)
-    return result if x >= np.float32(0.0) else -result
+    size = one - p * t * exp(-size * size)
+    result: np.float32 = size if x >= np.float32(0.0) else -size
+    return result
 
 
-@njit
+@exact
 def activate(kind: int, values: int, length: int, storage: Any) -> None:
     """Apply an ``Activation`` to ``length`` float32 values at an address, rounded to a stored type."""
     keep_apart()

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, from_dtype, njit, types  # type: ignore[attr-defined]
+from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.blocks import quantize_vector
 from quire.kernels.cpu.intrinsics import (
@@ -21,6 +21,7 @@ from quire.kernels.cpu.intrinsics import (
     call,
     call_for_int,
     encode,
+    exact,
     fetch_and_increment,
     keep_apart,
     pointer,
@@ -127,7 +128,7 @@ STEP = np.dtype(
 COUNTERS_PER_LAYER = 4
 
 
-@njit
+@exact
 def _wait(args: Any, num_threads: int, phase: int) -> int:
     """Wait until all threads have ended a phase; return the next phase."""
     arrive(args.arrivals)
@@ -139,12 +140,12 @@ def _wait(args: Any, num_threads: int, phase: int) -> int:
     return phase + 1
 
 
-@njit
+@exact
 def _normalize(norm: Any, inputs: int, outputs: int, length: int, storage: Any) -> None:
     normalize(norm.kind, inputs, norm.weight, norm.bias, norm.epsilon, outputs, length, storage)
 
 
-@njit
+@exact
 def _embed(args: Any, first: int, end: int, storage: Any, item_bytes: int) -> None:
     keep_apart()
     size = args.hidden_size
@@ -172,14 +173,14 @@ def _embed(args: Any, first: int, end: int, storage: Any, item_bytes: int) -> No
                 x[i] = narrow(x[i] + widen(added[i]), storage)
 
 
-@njit
+@exact
 def _normalize_rows(norm: Any, args: Any, first: int, end: int, storage: Any) -> None:
     for row in range(first, end):
         at = 4 * row * args.hidden_size
         _normalize(norm, args.hidden + at, args.normed + at, args.hidden_size, storage)
 
 
-@njit
+@exact
 def _add_update(args: Any, after_norm: Any, next_norm: Any, first: int, end: int, storage: Any) -> None:
     """Add what a layer computed to the residual stream, and normalize the sum for what comes next."""
     keep_apart()
@@ -199,7 +200,7 @@ def _add_update(args: Any, after_norm: Any, next_norm: Any, first: int, end: int
         _normalize_rows(next_norm, args, first, end, storage)
 
 
-@njit
+@exact
 def _multiply(
     linear: Any,
     unit: int,
@@ -232,7 +233,7 @@ def _multiply(
                 outputs[row, column] = narrow(outputs[row, column], storage)
 
 
-@njit
+@exact
 def _run_linear(
     one: Any,
     two: Any,
@@ -272,7 +273,7 @@ def _run_linear(
         )
 
 
-@njit
+@exact
 def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int) -> None:
     """Compute the first half of the MLP: ``activation(gate) * up``, or ``activation(gate)`` without up."""
     keep_apart()
@@ -301,7 +302,7 @@ def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int
                     outputs[row, column] = gates[row, column]
 
 
-@njit
+@exact
 def _rotate(args: Any, layer: Any, inputs: int, outputs: int, position: int, norm: Any, storage: Any) -> None:
     """Normalize a query or key if the layer does so, and rotate it by its position."""
     keep_apart()
@@ -325,7 +326,7 @@ def _rotate(args: Any, layer: Any, inputs: int, outputs: int, position: int, nor
         y[i] = x[i]
 
 
-@njit
+@exact
 def _place_tokens(args: Any, layer: Any, first: int, end: int, storage: Any, item_bytes: int) -> None:
     """Rotate queries and keys; write keys and values into their blocks unless these have 8 bits."""
     keep_apart()
@@ -362,7 +363,7 @@ def _place_tokens(args: Any, layer: Any, first: int, end: int, storage: Any, ite
                 stored_value[d] = encode(value[d], storage)
 
 
-@njit
+@exact
 def _quantize_tokens(args: Any, layer: Any, thread: int, num_threads: int) -> None:
     """Write keys and values into 8-bit blocks: a thread writes all tokens of a head, in order."""
     keep_apart()
@@ -394,14 +395,14 @@ def _quantize_tokens(args: Any, layer: Any, thread: int, num_threads: int) -> No
             )
 
 
-@njit
+@exact
 def _narrow_rows(values: int, length: int, first: int, end: int, storage: Any) -> None:
     x = carray(pointer(values, np.float32), (end * length,))
     for i in range(first * length, end * length):
         x[i] = narrow(x[i], storage)
 
 
-@njit
+@exact
 def _compute_logits(args: Any, thread: int, num_threads: int, phase: int, storage: Any, item: int) -> None:
     """Compute the logits after the step's chosen rows."""
     keep_apart()
@@ -432,7 +433,7 @@ def _compute_logits(args: Any, thread: int, num_threads: int, phase: int, storag
     )
 
 
-@njit
+@exact
 def _attend(
     args: Any, layer: Any, thread: int, num_threads: int, phase: int, storage: Any, item_bytes: int
 ) -> int:
@@ -456,7 +457,7 @@ def _attend(
     return phase
 
 
-@njit
+@exact
 def _run_step(args: Any, storage: Any, item_bytes: int) -> None:
     num_threads = call_for_int(args.team_size) if args.team_size else np.int64(1)
     thread = np.int64(fetch_and_increment(args.next_thread))

@@ -9,6 +9,7 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.device import CPU_KV_BYTES, GPU_KV_SHARE
+from quire.engine.model_check import AttentionCall, KvHeads
 from quire.engine.model_loader import LoadedModel
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.settings.setting import SettingError
@@ -29,7 +30,8 @@ def model(num_layers: int) -> LoadedModel:
         max_position_embeddings=8192,
         vocab_size=320,
         eos_token_ids=frozenset(),
-        windows=(None,) * num_layers,
+        heads=KvHeads(num_layers, 8, 128, (AttentionCall(None, 1.0, None, None),) * num_layers),
+        recipe=None,
     )
 
 
