@@ -25,7 +25,7 @@ def hashes(count: int) -> list[bytes]:
 
 
 class Pool:
-    """A source of which the first ``num_present`` blocks are present."""
+    """A source whose first ``num_present`` blocks are present."""
 
     def __init__(self) -> None:
         self.layout = LAYOUT

@@ -49,7 +49,7 @@ class Setup:
         return self.now
 
     def place(self) -> Placement:
-        """Place the prompt, of which the index says that P has 64 tokens."""
+        """Place the prompt; the index says that P has 64 of its tokens."""
         prompt = PlannedPrompt(NUM_TOKENS, HASHES, {"p": 64})
         placement = self.planner.place(prompt, [WorkerState("p", 1000)], [WorkerState("d", 1000)])
         assert placement is not None
