@@ -94,7 +94,9 @@ class MeasuringRunner:
 
 def measure_engine(requests: list[Request], num_slots: int, block_size: int) -> Load:
     """Run requests that all wait from the start through the engine."""
-    model: Any = SimpleNamespace(max_position_embeddings=MAX_LENGTH, eos_token_ids=frozenset(), window=None)
+    model: Any = SimpleNamespace(
+        max_position_embeddings=MAX_LENGTH, eos_token_ids=frozenset(), window=None, recipe=None
+    )
     shape = KvShape(num_layers=1, num_kv_heads=1, block_size=block_size, head_dim=1, dtype="float16")
     limits = SchedulerConfig(block_size, max_num_seqs=1024, max_num_batched_tokens=MAX_LENGTH)
     memory = KvMemory(shape, num_slots // block_size, torch.device("cpu"))

@@ -32,6 +32,7 @@ from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
     FAST_MATH,
+    SQUARE,
     TILE_COLUMNS,
     TILE_ROWS,
     add_product,
@@ -399,7 +400,7 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
     max_rows = -(-tile_tokens(group) * group // TILE_ROWS) * TILE_ROWS
     item_bytes = np.dtype(storage).itemsize
     is_scaled = item_bytes == 1
-    square = math.gcd(block_size, head_dim, 16)
+    square = math.gcd(block_size, head_dim, SQUARE)
     block_columns = min(block_size & -block_size, TILE_COLUMNS)
     step = block_size * item_bytes
     block_shape = (block_size, head_dim)

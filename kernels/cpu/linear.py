@@ -35,7 +35,7 @@ _PAIR = min(2, _PANELS)
 ROWS = 96
 """Most rows that a thread computes at a time, so that they stay in its cache."""
 _MOST_TILE_ROWS = 6
-_DEPTH = 256
+_DEPTH = 2048
 """Inputs after which a thread turns to the next rows, so that the tile's weights stay in its cache."""
 _MIN_THREADED_WORK = 1 << 19
 """Multiplications below which waking up threads costs more time than it saves."""

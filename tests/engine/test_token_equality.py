@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,8 @@ def test_decode_steps_in_fixed_memory(
         return run_graph(graphs, step)
 
     monkeypatch.setattr(DecodeGraphs, "run", recorded)
-    engine = make_engine(load_model(str(tiny_model(architecture)), "float32", torch.device(device)))
+    model = load_model(str(tiny_model(architecture)), "float32", torch.device(device))
+    engine = make_engine(replace(model, recipe=None))
     if has_graphs:
         capture: Capture = CudaCapture() if device == "cuda" else lambda function: function
         engine.runner.capture_decode_steps(capture, 12, engine.max_model_len)

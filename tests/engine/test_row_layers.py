@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from quire.engine.packed_linear import pack_linear_layers
-from quire.engine.row_layers import RowActivation, make_batch_invariant
+from quire.engine.row_layers import KernelActivation, RowActivation, RowNorm, make_batch_invariant
 
 
 @pytest.fixture(params=[1, 3, 4])
@@ -22,7 +23,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu_fast", "mish"])
 @pytest.mark.parametrize("num_features", [176, 512, 2752])
 def test_a_row_does_not_depend_on_the_other_rows(
     num_features: int, activation: str, dtype: torch.dtype, threads: int
@@ -32,7 +33,8 @@ def test_a_row_does_not_depend_on_the_other_rows(
     expected = mlp.act_fn
     pack_linear_layers(mlp)
     make_batch_invariant(mlp)
-    assert isinstance(mlp.act_fn, RowActivation)
+    is_kernel = activation in ("silu", "gelu_pytorch_tanh")
+    assert isinstance(mlp.act_fn, KernelActivation if is_kernel else RowActivation)
     generator = torch.Generator().manual_seed(num_features)
     for num_rows in (2, 3, 5, 7, 17, 200):
         values = torch.randn(1, num_rows, num_features, generator=generator).to(dtype) * 3
@@ -43,3 +45,26 @@ def test_a_row_does_not_depend_on_the_other_rows(
             assert torch.equal(whole[:, row : row + 1], mlp.act_fn(values[:, row : row + 1].clone()))
     hidden = torch.randn(1, 17, 64, generator=generator).to(dtype) * 30
     assert torch.equal(mlp(hidden)[:, 5:6], mlp(hidden[:, 5:6].clone()))
+
+
+class DoubledRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
+    """A norm that does more than its name says."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return twice the norm."""
+        return super().forward(hidden_states) * 2  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_recognized_by_what_it_computes(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    norms = [Gemma3RMSNorm(100), LlamaRMSNorm(100), torch.nn.LayerNorm(100), DoubledRMSNorm(100)]
+    for norm in norms:
+        norm.weight.data.add_(torch.randn(100, generator=generator))
+    model = torch.nn.Sequential(*norms).to(dtype).requires_grad_(False)
+    expected = list(model)
+    make_batch_invariant(model)
+    assert [isinstance(norm, RowNorm) for norm in model] == [True, True, True, False]
+    inputs = torch.randn((9, 100), generator=generator).to(dtype)
+    for norm, original in zip(model, expected, strict=True):
+        torch.testing.assert_close(norm(inputs), original(inputs))
