@@ -1,0 +1,136 @@
+"""The CPU time that a step takes around the model and the sampler, for batches that decode.
+
+    python -m quire.benchmarks.step_overhead [--batches 1x50,64x100,256x512,16x131072] [--steps 200]
+
+The engine is a real one, with prepared tensors, but its model computes nothing and always prefers the same
+token. Times are those of the engine's thread, so other programs on the machine hardly change them. ``process``
+is everything after the forward pass, without the sampler's own calls. ``host`` is everything in ``Engine.step``
+except for the forward pass and the sampler. ``worst`` is the longest such time of one step, and ``prompts`` that
+of a step that computes prompts. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from random import Random
+from statistics import mean
+from time import thread_time
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from quire.engine import sampling_step
+from quire.engine.engine import Engine, EngineParts
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_runner import ModelRunner
+from quire.engine.scheduler import SchedulerConfig
+from quire.engine.sequence import Sequence
+from quire.engine.step_tensors import StepTensors
+from quire.kvindex.block_hash import block_hash
+from quire.kvindex.kv_layout import KvShape
+from quire.sampling.params import SamplingParams
+
+BLOCK_SIZE = 16
+BUDGET = 8192
+"""Most tokens of a step."""
+VOCAB_SIZE, TOKEN, EOS = 300, 5, 1
+
+
+class StepTime(NamedTuple):
+    """Seconds of the engine's thread that a step took around the model and the sampler."""
+
+    schedule: float
+    prepare: float
+    process: float
+    host: float
+
+
+class Timed:
+    """Calls a function, and adds up the seconds that this takes the thread."""
+
+    def __init__(self, function: Any) -> None:
+        self.seconds = 0.0
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        started_at = thread_time()
+        result = self._function(*arguments)
+        self.seconds += thread_time() - started_at
+        return result
+
+
+class FixedLogits(ModelRunner):
+    """Prepares steps as usual and computes nothing: the same token is always the most probable."""
+
+    def forward(self, step: StepTensors) -> torch.Tensor:
+        tokens = torch.full_like(step.logit_rows, TOKEN)
+        return torch.nn.functional.one_hot(tokens, VOCAB_SIZE).float()
+
+
+def make_engine(batch: int, context: int, num_steps: int) -> Engine:
+    """Return an engine with room for ``batch`` prompts of ``context`` tokens and their answers."""
+    # While prompts are computed, those that came first get tokens already.
+    most_tokens = context + num_steps + -(-batch * context // BUDGET) + BLOCK_SIZE
+    num_blocks = -(-most_tokens // BLOCK_SIZE) * batch
+    device = torch.device("cpu")
+    memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), num_blocks + num_blocks // 50 + 1, device)
+    model: Any = SimpleNamespace(
+        recipe=None, window=None, eos_token_ids=frozenset({EOS}), max_position_embeddings=most_tokens
+    )
+    config = SchedulerConfig(BLOCK_SIZE, max_num_seqs=batch, max_num_batched_tokens=BUDGET)
+    parts = EngineParts(runner=FixedLogits(model, memory), clock=thread_time)
+    return Engine(model, memory, config, block_hash, parts=parts)
+
+
+def time_steps(engine: Engine, batch: int, context: int, num_steps: int) -> Iterator[tuple[bool, StepTime]]:
+    """Decode until there have been ``num_steps`` steps with a full batch; yield whether each was such a step."""
+    params = SamplingParams(temperature=0.0, max_tokens=engine.max_model_len, ignore_eos=True)
+    for index in range(batch):
+        prompt = Random(index).choices(range(2, VOCAB_SIZE), k=context)
+        engine.add_request(Sequence(str(index), prompt, context, params, b"root"))
+    timed = Timed(sampling_step.sample)
+    with patch.object(sampling_step, "sample", timed):
+        while num_steps:
+            timed.seconds, started_at = 0.0, thread_time()
+            engine.step()
+            whole, phases = thread_time() - started_at, engine.step_seconds
+            only_decodes = engine.num_step_tokens == engine.num_stepped == batch
+            num_steps -= only_decodes
+            process = phases.sample + phases.process - timed.seconds
+            host = whole - phases.forward - timed.seconds
+            yield only_decodes, StepTime(phases.schedule, phases.prepare, process, host)
+
+
+def measure(batches: Iterable[tuple[int, int]], num_steps: int) -> Iterator[dict[str, Any]]:
+    """Yield the microseconds of each batch; print the same."""
+    for batch, context in batches:
+        steps = list(time_steps(make_engine(batch, context, num_steps), batch, context, num_steps))
+        decodes = [step for is_decode, step in steps if is_decode][1:]  # the first one grows arrays
+        means = StepTime(*map(mean, zip(*decodes, strict=True)))
+        times = {name: round(seconds * 1e6, 1) for name, seconds in means._asdict().items()}
+        times["worst"] = round(max(step.host for step in decodes) * 1e6, 1)
+        times["prompts"] = round(max(step.host for is_decode, step in steps if not is_decode) * 1e6, 1)
+        columns = "  ".join(f"{name} {value:8.1f}" for name, value in times.items())
+        print(f"step overhead {batch:4} x {context:<6}  {columns} us", flush=True)
+        yield {"batch": batch, "context": context, **{f"{name}_us": value for name, value in times.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batches", default="1x50,64x100,256x512,16x131072")
+    parser.add_argument("--steps", type=int, default=200, help="steps of a full batch")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    batches = [tuple(map(int, each.split("x"))) for each in arguments.batches.split(",")]
+    rows = list(measure(((batch, context) for batch, context in batches), arguments.steps))
+    print(json.dumps({"benchmark": "step_overhead", "steps": arguments.steps, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
