@@ -5,17 +5,18 @@
 The engine is a real one, with prepared tensors, but its model computes nothing and always prefers the same
 token. Times are those of the engine's thread, so other programs on the machine hardly change them. ``process``
 is everything after the forward pass, without the sampler's own calls. ``host`` is everything in ``Engine.step``
-except for the forward pass and the sampler. ``worst`` is the longest such time of one step, and ``prompts`` that
-of a step that computes prompts. The last line is JSON.
+except for the forward pass and the sampler. These are medians over the steps. ``worst`` is the longest
+``host`` of a step, and ``prompts`` that of a step with prompts. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Iterable, Iterator
 from random import Random
-from statistics import mean
+from statistics import median
 from time import thread_time
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ import torch
 from quire.engine import sampling_step
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel
 from quire.engine.model_runner import ModelRunner
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
@@ -37,7 +39,7 @@ from quire.sampling.params import SamplingParams
 BLOCK_SIZE = 16
 BUDGET = 8192
 """Most tokens of a step."""
-VOCAB_SIZE, TOKEN, EOS = 300, 5, 1
+VOCAB_SIZE, TOKEN, EOS = 8, 5, 1
 
 
 class StepTime(NamedTuple):
@@ -66,9 +68,12 @@ class Timed:
 class FixedLogits(ModelRunner):
     """Prepares steps as usual and computes nothing: the same token is always the most probable."""
 
+    def __init__(self, model: LoadedModel, memory: KvMemory) -> None:
+        super().__init__(model, memory)
+        self._logits = torch.nn.functional.one_hot(torch.full((BUDGET,), TOKEN), VOCAB_SIZE).float()
+
     def forward(self, step: StepTensors) -> torch.Tensor:
-        tokens = torch.full_like(step.logit_rows, TOKEN)
-        return torch.nn.functional.one_hot(tokens, VOCAB_SIZE).float()
+        return self._logits[: step.logit_rows.shape[0]]
 
 
 def make_engine(batch: int, context: int, num_steps: int) -> Engine:
@@ -90,8 +95,10 @@ def time_steps(engine: Engine, batch: int, context: int, num_steps: int) -> Iter
     """Decode until there have been ``num_steps`` steps with a full batch; yield whether each was such a step."""
     params = SamplingParams(temperature=0.0, max_tokens=engine.max_model_len, ignore_eos=True)
     for index in range(batch):
-        prompt = Random(index).choices(range(2, VOCAB_SIZE), k=context)
-        engine.add_request(Sequence(str(index), prompt, context, params, b"root"))
+        # The lengths differ, so that the sequences do not all fill a block in the same step.
+        length = context - index % BLOCK_SIZE
+        prompt = Random(index).choices(range(2, 30000), k=length)
+        engine.add_request(Sequence(str(index), prompt, length, params, b"root"))
     timed = Timed(sampling_step.sample)
     with patch.object(sampling_step, "sample", timed):
         while num_steps:
@@ -110,8 +117,8 @@ def measure(batches: Iterable[tuple[int, int]], num_steps: int) -> Iterator[dict
     for batch, context in batches:
         steps = list(time_steps(make_engine(batch, context, num_steps), batch, context, num_steps))
         decodes = [step for is_decode, step in steps if is_decode][1:]  # the first one grows arrays
-        means = StepTime(*map(mean, zip(*decodes, strict=True)))
-        times = {name: round(seconds * 1e6, 1) for name, seconds in means._asdict().items()}
+        medians = StepTime(*map(median, zip(*decodes, strict=True)))
+        times = {name: round(seconds * 1e6, 1) for name, seconds in medians._asdict().items()}
         times["worst"] = round(max(step.host for step in decodes) * 1e6, 1)
         times["prompts"] = round(max(step.host for is_decode, step in steps if not is_decode) * 1e6, 1)
         columns = "  ".join(f"{name} {value:8.1f}" for name, value in times.items())
@@ -127,6 +134,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of a full batch")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # as a worker does
     batches = [tuple(map(int, each.split("x"))) for each in arguments.batches.split(",")]
     rows = list(measure(((batch, context) for batch, context in batches), arguments.steps))
     print(json.dumps({"benchmark": "step_overhead", "steps": arguments.steps, "rows": rows}))

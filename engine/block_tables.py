@@ -63,9 +63,9 @@ class BlockTables:
         block_ids = self.pool.look_up(sequence.block_hashes[: max_tokens // self.block_size])
         self.pool.share(block_ids)
         self._block_tokens.remember(sequence, 0, len(block_ids), self.block_size)
-        sequence.block_table = block_ids
+        self.replace(sequence, block_ids)
         sequence.num_sealed_blocks = len(block_ids)
-        sequence.num_computed_tokens = sequence.num_dropped_blocks = 0
+        sequence.num_computed_tokens = 0
         self.count_cached(sequence, len(block_ids) * self.block_size)
         self.drop_unseen(sequence, sequence.num_computed_tokens)
 
@@ -112,6 +112,7 @@ class BlockTables:
             [own] = self.pool.allocate(1)
             self.pool.free([shared])
             sequence.block_table[sequence.num_computed_tokens // self.block_size] = own
+            sequence.num_table_edits += 1
             copy = shared, own
         num_needed = self.blocks_for(sequence.num_computed_tokens + num_tokens)
         if num_needed > len(sequence.block_table):
@@ -133,6 +134,12 @@ class BlockTables:
         writers = Counter(shared_blocks)
         return num_new + sum(min(count, self.pool.ref_cnt(block) - 1) for block, count in writers.items())
 
+    def can_write_in_place(self, sequence: Sequence) -> bool:
+        """Return whether the sequence's next token goes into a block that only this sequence holds."""
+        index = sequence.num_computed_tokens // self.block_size
+        table = sequence.block_table
+        return index < len(table) and self.pool.ref_cnt(table[index]) == 1
+
     def _shared_block(self, sequence: Sequence) -> int | None:
         """Return the block that the sequence writes next if others read it too, else None."""
         index = sequence.num_computed_tokens // self.block_size
@@ -140,6 +147,12 @@ class BlockTables:
             return None
         block_id = sequence.block_table[index]
         return block_id if self.pool.ref_cnt(block_id) > 1 else None
+
+    def replace(self, sequence: Sequence, block_ids: list[int]) -> None:
+        """Give a sequence another table, whose blocks the caller has taken from the pool."""
+        sequence.block_table = block_ids
+        sequence.num_dropped_blocks = block_ids.count(NO_BLOCK)
+        sequence.num_table_edits += 1
 
     def reserve(self, sequence: Sequence) -> None:
         """Extend the table to hold every token of the sequence.
@@ -155,6 +168,8 @@ class BlockTables:
 
     def seal(self, sequence: Sequence) -> None:
         """Make the blocks that became full reusable by any sequence."""
+        if sequence.num_computed_tokens // self.block_size == sequence.num_sealed_blocks:
+            return
         num_full = min(sequence.num_computed_tokens, sequence.num_exact_tokens) // self.block_size
         if num_full == sequence.num_sealed_blocks:
             return
@@ -166,7 +181,10 @@ class BlockTables:
         for index in range(sequence.num_sealed_blocks, num_full):
             if (block_id := sequence.block_table[index]) != NO_BLOCK:
                 block_hash, parent = sequence.block_hashes[index], sequence.parent_hash(index)
-                sequence.block_table[index] = self.pool.seal(block_id, block_hash, parent if index else None)
+                sealed = self.pool.seal(block_id, block_hash, parent if index else None)
+                if sealed != block_id:
+                    sequence.block_table[index] = sealed
+                    sequence.num_table_edits += 1
         self._block_tokens.remember(sequence, sequence.num_sealed_blocks, num_full, self.block_size)
         sequence.num_sealed_blocks = num_full
 
@@ -175,13 +193,15 @@ class BlockTables:
     def free(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back to the pool, where full ones stay cached."""
         self.pool.free(sequence.held_blocks)
-        sequence.block_table.clear()
+        self.replace(sequence, [])
 
     def trim(self, sequence: Sequence) -> None:
         """Free the blocks that hold only rejected draft tokens."""
         num_needed = self.blocks_for(sequence.num_computed_tokens)
-        self.pool.free(sequence.block_table[num_needed:])
-        del sequence.block_table[num_needed:]
+        if num_needed < len(sequence.block_table):
+            self.pool.free(sequence.block_table[num_needed:])
+            del sequence.block_table[num_needed:]
+            sequence.num_table_edits += 1
 
     def drop_unseen(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Free the blocks that no token after the computed ones attends to.
@@ -195,14 +215,18 @@ class BlockTables:
             self.pool.free(sequence.block_table[first:last])
             sequence.block_table[first:last] = [NO_BLOCK] * (last - first)
             sequence.num_dropped_blocks = last
+            sequence.num_table_edits += 1
 
     def drop(self, sequence: Sequence, indices: list[int]) -> None:
         """Free the blocks at some indices of a table."""
+        if not indices:
+            return
         table = sequence.block_table
         self.pool.free([table[index] for index in sorted(indices)])
         for index in indices:
             table[index] = NO_BLOCK
         sequence.num_dropped_blocks += len(indices)
+        sequence.num_table_edits += 1
 
     # --- bounds -------------------------------------------------------------------------------------------
 

@@ -279,15 +279,15 @@ class Engine:
         self.step_seconds.prepare = self._step_clock.lap()
         logits = self.runner.forward(arguments)
         self.step_seconds.forward = self._step_clock.lap()
-        self.num_step_tokens = sum(s.num_scheduled_tokens for s in scheduled)
+        self.num_step_tokens = arguments.input_ids.shape[0]
         self._swap_cost.record_forward(self.num_step_tokens, self.step_seconds.forward)
-        num_rows = sum(s.num_sampled_rows for s in scheduled)
+        num_rows = sum(1 + len(s.sequence.draft_token_ids) for s in scheduled)
         return StepLogits(logits[:num_rows], logits[num_rows:])
 
     def _process(self, scheduled: list[ScheduledSequence], logits: StepLogits) -> list[SequenceUpdate]:
         """Sample tokens, advance beam searches, and end what has ended or failed."""
         results = self._results
-        has_only_decodes = all(s.num_scheduled_tokens == s.num_sampled_rows for s in scheduled)
+        num_rows = logits.to_sample.shape[0]
         updates = results.record_computed_tokens(scheduled, logits.of_prompts)
         sampled = results.sample(scheduled, logits.to_sample)
         self.step_seconds.sample = self._step_clock.lap()
@@ -295,7 +295,7 @@ class Engine:
         updates += results.record_sampled_tokens(sampled)
         updates = results.end_failed_requests(updates)
         self.step_seconds.process = self._step_clock.lap()
-        if has_only_decodes:
+        if self.num_step_tokens == num_rows:  # every sequence decoded
             self._record_decode_step(sampled)
         return updates
 

@@ -60,7 +60,7 @@ class FirstBlocks:
         group.lack = Lack(num_missing + num_revived, self._next_hash(sequence)) if is_lacking else None
         if is_lacking or self._is_being_computed(sequence):
             self._tables.free(sequence)
-            sequence.num_computed_tokens = sequence.num_sealed_blocks = sequence.num_dropped_blocks = 0
+            sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
             return False
         self._allocate(sequence, num_missing, schedule)
         return True

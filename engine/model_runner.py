@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -12,11 +14,12 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.schedule import Schedule, ScheduledSequence
 from quire.engine.sequence import Sequence
+from quire.engine.step_tables import Int32s, StepTables
 from quire.engine.step_tensors import StepTensors
 from quire.kernels import ops
 from quire.kernels.metadata import AttentionMetadata
 
-Tables = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+Int64s = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class ModelRunner:
@@ -36,7 +39,9 @@ class ModelRunner:
         self._compiled: CompiledStep | None = None
         if model.recipe is not None:
             self._compiled = CompiledStep(model.recipe, model.heads, memory, model.vocab_size)
-        self._blocks_summed_together = ops.blocks_summed_together(memory.device, memory.shape.block_size)
+        block_size = memory.shape.block_size
+        alignment = 1 if model.window is None else ops.blocks_summed_together(memory.device, block_size)
+        self._tables = StepTables(block_size, alignment)
 
     def move_blocks(self, schedule: Schedule) -> None:
         """Copy blocks to and from host memory, then copy shared blocks that are about to be written."""
@@ -48,66 +53,27 @@ class ModelRunner:
     def prepare(self, scheduled: list[ScheduledSequence]) -> StepTensors:
         """Return the new tokens of all sequences, packed into tensors on the host."""
         block_size = self.memory.shape.block_size
-        num_new = np.array([s.num_scheduled_tokens for s in scheduled], dtype=np.int32)
-        computed = np.array([s.sequence.num_computed_tokens for s in scheduled], dtype=np.int32)
-        starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
-        np.cumsum(num_new, out=starts[1:])
-        # Position of each packed token: its sequence's computed tokens, plus its index among the new ones.
-        owner = np.repeat(np.arange(len(scheduled)), num_new)
-        positions = np.arange(starts[-1], dtype=np.int64) + (computed - starts[:-1])[owner]
-        tables, num_left_out = self._held_tables([s.sequence for s in scheduled])
-        # Logits are needed after each sequence's last token and after each of its draft tokens.
-        num_sampled_rows = np.array([s.num_sampled_rows for s in scheduled], dtype=np.int64)
-        ends = np.cumsum(num_sampled_rows)
-        rows_to_sample = np.arange(ends[-1]) + np.repeat(starts[1:] - ends, num_sampled_rows)
-        token_ids: list[int] = []
-        rows_to_score: list[np.ndarray] = []
-        for row, (sequence, num_tokens) in enumerate(scheduled):
-            first = sequence.num_computed_tokens
-            token_ids += sequence.token_ids[first : first + num_tokens] + sequence.draft_token_ids
-            if scored := sequence.positions_to_score(num_tokens):
-                rows_to_score.append(starts[row] + np.arange(scored.start - first, scored.stop - first))
-        indices = positions - num_left_out[owner]
-        slots = tables[owner, indices // block_size].astype(np.int64) * block_size + indices % block_size
+        sequences = [each.sequence for each in scheduled]
+        num_new = [each.num_scheduled_tokens for each in scheduled]
+        computed = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int32)
+        max_new_tokens = max(num_new)
+        packed = _one_token_each(sequences, computed) if max_new_tokens == 1 else _pack(scheduled, computed)
+        tables, num_left_out = self._tables.of(sequences)
+        indices = packed.positions - num_left_out[packed.owners]
+        slots = tables[packed.owners, indices // block_size] * np.int64(block_size) + indices % block_size
         metadata = AttentionMetadata(
             block_tables=torch.from_numpy(tables),
-            query_starts=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(computed + num_new - num_left_out),
+            query_starts=torch.from_numpy(packed.starts),
+            seq_lens=torch.from_numpy(computed + np.array(num_new, dtype=np.int32) - num_left_out),
             slot_mapping=torch.from_numpy(slots),
-            max_new_tokens=int(num_new.max()),
+            max_new_tokens=max_new_tokens,
         )
-        logit_rows = np.concatenate([rows_to_sample, *rows_to_score], dtype=np.int64)
         return StepTensors(
-            torch.tensor(token_ids), torch.from_numpy(positions), torch.from_numpy(logit_rows), metadata
+            torch.from_numpy(packed.token_ids),
+            torch.from_numpy(packed.positions),
+            torch.from_numpy(_logit_rows(scheduled, packed)),
+            metadata,
         )
-
-    def _held_tables(self, sequences: list[Sequence]) -> tuple[Tables, Tables]:
-        """Return the tables of the blocks that the sequences hold, and how many tokens they leave out.
-
-        Freed blocks are left out, since attention with a window depends only on distances. What the kernels
-        call a sequence's length is thus the number of tokens in its remaining blocks.
-
-        Returns:
-            Block tables ``[num_sequences, max_blocks]``, padded with 0, and numbers of tokens
-            ``[num_sequences]``.
-        """
-        num_hidden = [self._num_hidden_blocks(s) for s in sequences]
-        held = [[0] * n + s.held_blocks for n, s in zip(num_hidden, sequences, strict=True)]
-        tables = np.zeros((len(sequences), max(map(len, held))), dtype=np.int32)
-        for row, block_ids in enumerate(held):
-            tables[row, : len(block_ids)] = block_ids
-        num_dropped = np.array([s.num_dropped_blocks for s in sequences], dtype=np.int32)
-        return tables, (num_dropped - np.array(num_hidden, dtype=np.int32)) * self.memory.shape.block_size
-
-    def _num_hidden_blocks(self, sequence: Sequence) -> int:
-        """Return how many dummy blocks to list before the first held one.
-
-        They align the table, so that the kernel's sums begin at the same blocks as if no block had been
-        freed. The window hides them, so their content is never used.
-        """
-        if self.model.window is None:
-            return 0
-        return sequence.num_dropped_blocks % self._blocks_summed_together
 
     @torch.inference_mode()
     def capture_decode_steps(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
@@ -153,3 +119,62 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+class _PackedTokens(NamedTuple):
+    """The new tokens of a step.
+
+    Attributes:
+        starts: ``[num_sequences + 1]``, the index of each sequence's first token, and ``num_tokens`` last.
+        token_ids: ``[num_tokens]``.
+        owners: ``[num_tokens]``, the index of each token's sequence.
+        positions: ``[num_tokens]``, in the sequences.
+        rows_to_sample: the indices of the last token of each sequence and of each draft token.
+    """
+
+    starts: Int32s
+    token_ids: Int64s
+    owners: Int64s
+    positions: Int64s
+    rows_to_sample: Int64s
+
+
+def _one_token_each(sequences: list[Sequence], computed: Int32s) -> _PackedTokens:
+    """Pack a step in which every sequence has one new token, so that there are no draft tokens."""
+    token_ids = [sequence.token_ids[sequence.num_computed_tokens] for sequence in sequences]
+    owners = np.arange(len(sequences))
+    starts = np.arange(len(sequences) + 1, dtype=np.int32)
+    return _PackedTokens(
+        starts, np.array(token_ids, dtype=np.int64), owners, computed.astype(np.int64), owners
+    )
+
+
+def _pack(scheduled: list[ScheduledSequence], computed: Int32s) -> _PackedTokens:
+    """Pack any step; ``computed`` has the number of computed tokens of each sequence."""
+    token_ids: list[int] = []
+    for sequence, num_tokens in scheduled:
+        first = sequence.num_computed_tokens
+        token_ids += sequence.token_ids[first : first + num_tokens]
+        token_ids += sequence.draft_token_ids
+    # Position of each packed token: its sequence's computed tokens, plus its index among the new ones.
+    num_new = [each.num_scheduled_tokens for each in scheduled]
+    starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
+    np.cumsum(num_new, out=starts[1:])
+    owners = np.repeat(np.arange(len(scheduled)), num_new)
+    positions = np.arange(starts[-1], dtype=np.int64) + (computed - starts[:-1])[owners]
+    num_sampled_rows = np.array([each.num_sampled_rows for each in scheduled], dtype=np.int64)
+    ends = np.cumsum(num_sampled_rows)
+    rows_to_sample = np.arange(ends[-1]) + np.repeat(starts[1:] - ends, num_sampled_rows)
+    return _PackedTokens(starts, np.array(token_ids, dtype=np.int64), owners, positions, rows_to_sample)
+
+
+def _logit_rows(scheduled: list[ScheduledSequence], packed: _PackedTokens) -> Int64s:
+    """Return the rows to sample, followed by those that give logprobs of prompts."""
+    to_score = [
+        packed.starts[row] + np.arange(scored.start, scored.stop) - sequence.num_computed_tokens
+        for row, (sequence, num_tokens) in enumerate(scheduled)
+        if sequence.params.num_prompt_logprobs is not None
+        and (scored := sequence.positions_to_score(num_tokens))
+    ]
+    rows_to_sample = packed.rows_to_sample
+    return np.concatenate([rows_to_sample, *to_score], dtype=np.int64) if to_score else rows_to_sample

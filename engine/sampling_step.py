@@ -61,16 +61,17 @@ def sample_tokens(
         if rows != list(range(len(logits))):
             chosen = logits[torch.tensor(rows, device=logits.device)]
         sampled = sample(chosen, [each.sequence for each in sequences], eos_token_ids)
+        errors = sampled.errors
         for row, each in enumerate(sequences):
-            if row in sampled.errors:
-                each.sequence.status = SequenceStatus.FINISHED_FAILED
-                failed[each.sequence.attempt_id] = sampled.errors[row]
+            sequence, token_id = each.sequence, sampled.token_ids[row]
+            if row in errors:
+                sequence.status = SequenceStatus.FINISHED_FAILED
+                failed[sequence.attempt_id] = errors[row]
                 continue
-            token_id, logprobs = sampled.token_ids[row], sampled.logprobs[row]
-            each.tokens.append(GeneratedToken(token_id, logprobs))
-            each.sequence.token_ids.append(token_id)
-            each.sequence.status = status_after_token(each.sequence)
-        sequences = [each for each in sequences if each.goes_on]
+            each.tokens.append(GeneratedToken(token_id, sampled.logprobs[row]))
+            sequence.token_ids.append(token_id)
+            sequence.status = status_after_token(sequence)
+        sequences = [each for each in sequences if each.sequence.draft_token_ids and each.goes_on]
     return failed
 
 
@@ -86,6 +87,8 @@ def score_prompts(
     """
     start = 0
     for sequence, num_tokens in scheduled:
+        if sequence.params.num_prompt_logprobs is None:
+            continue
         if positions := sequence.positions_to_score(num_tokens):
             rows = logits[start : start + len(positions)].float()
             start += len(positions)
@@ -102,4 +105,4 @@ def first_rows(scheduled: list[ScheduledSequence]) -> Iterator[int]:
     row = 0
     for each in scheduled:
         yield row
-        row += each.num_sampled_rows
+        row += 1 + len(each.sequence.draft_token_ids)

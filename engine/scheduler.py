@@ -120,20 +120,30 @@ class Scheduler:
         if self._preemption.num_preempted == num_preempted or not queues.running:
             self._admit_waiting(schedule, budget)
             # If nothing runs, waiting groups that hold blocks would never release them.
-            for group in [group for group in reversed(queues.waiting) if group.is_preemptible]:
-                if queues.running:
-                    break
-                self._preemption.preempt(group, schedule)
-                self._admit_waiting(schedule, budget)
+            if not queues.running:
+                self._free_waiting(schedule, budget)
         return schedule
+
+    def _free_waiting(self, schedule: Schedule, budget: _Budget) -> None:
+        """Take the blocks of waiting groups, the newest first, until a group runs."""
+        for group in [group for group in reversed(self._queues.waiting) if group.is_preemptible]:
+            self._preemption.preempt(group, schedule)
+            self._admit_waiting(schedule, budget)
+            if self._queues.running:
+                return
 
     # --- running groups -----------------------------------------------------------------------------------
 
     def _continue_running(self, schedule: Schedule, budget: _Budget) -> None:
         """Schedule the running groups, the oldest first; preempt the newest if there are too few blocks."""
+        num_preempted = self._preemption.num_preempted
         for group in self._queues.running[:]:
+            if (sequence := self._next_in_place(group)) is not None and budget.num_tokens:
+                schedule.sequences.append(ScheduledSequence(sequence, 1))
+                budget.num_tokens -= 1
+                continue
             # A victim of a preemption is newer than the group that needs blocks, so it was not scheduled yet.
-            if group not in self._queues.running:
+            if self._preemption.num_preempted != num_preempted and group not in self._queues.running:
                 continue
             chosen = self._choose_tokens(group, budget)
             if group.num_draft_tokens and not self._has_room(chosen):
@@ -143,6 +153,18 @@ class Scheduler:
                 self._append(chosen, schedule)
                 schedule.sequences += chosen
                 budget.spend(chosen)
+
+    def _next_in_place(self, group: SequenceGroup) -> Sequence | None:
+        """Return a group's only sequence if it lacks one token, for which its last block has room.
+
+        Nothing else has to be decided for it. Most sequences of most steps are like this.
+        """
+        if len(group.sequences) > 1:
+            return None
+        [sequence] = group.sequences
+        if len(sequence.token_ids) - sequence.num_computed_tokens > 1 or sequence.draft_token_ids:
+            return None
+        return sequence if self._tables.can_write_in_place(sequence) else None
 
     def _choose_tokens(self, group: SequenceGroup, budget: _Budget) -> list[ScheduledSequence]:
         """Return which sequences of a group to compute in this step, and how many tokens of each.
@@ -212,6 +234,8 @@ class Scheduler:
     def _admit_waiting(self, schedule: Schedule, budget: _Budget) -> None:
         """Admit groups in the order of arrival; a group with blocks may pass a group without."""
         queues = self._queues
+        if not queues.waiting:
+            return
         num_slots = sum(group.num_slots for group in queues.running)
         oldest_transfer = next((group.arrival for group in queues.transfers), math.inf)
         is_blocked = False

@@ -83,6 +83,8 @@ class Sequence:
     num_sealed_blocks: int = 0
     num_dropped_blocks: int = 0
     """Number of entries of the block table that are ``NO_BLOCK``."""
+    num_table_edits: int = 0
+    """How often the block table was changed in any way but by blocks added at its end."""
     logits_rules: LogitsRules | None = None
     """Changes to the logits that ``params`` asks for; None if there are none."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -116,6 +118,10 @@ class Sequence:
         """Block ids of the table in order, without ``NO_BLOCK``."""
         if not self.num_dropped_blocks:
             return self.block_table
+        # A window drops the first blocks, so the rest usually has no gaps.
+        rest = self.block_table[self.num_dropped_blocks :]
+        if NO_BLOCK not in rest:
+            return rest
         return [block_id for block_id in self.block_table if block_id != NO_BLOCK]
 
     @property

@@ -54,13 +54,14 @@ class StepResults:
         """
         self._failures = RequestFailures()
         score_prompts(scheduled, prompt_logits, self._failures)
-        updates = []
+        updates, tables = [], self._tables
         for sequence, num_tokens in scheduled:
             sequence.num_computed_tokens += num_tokens - len(sequence.draft_token_ids)
-            self._tables.seal(sequence)
-            self._tables.drop_unseen(sequence, sequence.num_computed_tokens)
-            self._evict(sequence)
-            is_done = sequence.num_computed_tokens == sequence.num_tokens
+            tables.seal(sequence)
+            tables.drop_unseen(sequence, sequence.num_computed_tokens)
+            if sequence.params.kv_budget_tokens is not None:
+                self._evict(sequence)
+            is_done = sequence.num_computed_tokens == len(sequence.token_ids)
             if is_done and sequence.samples_tokens:
                 continue
             if is_done:
@@ -70,8 +71,6 @@ class StepResults:
 
     def _evict(self, sequence: Sequence) -> None:
         """Free the blocks that exceed a sequence's KV budget."""
-        if sequence.kv_budget is None:
-            return
         excess: list[int] = []
         with self._failures.catch(sequence.attempt_id):
             excess = self._eviction.choose(sequence)
@@ -88,16 +87,19 @@ class StepResults:
     def _sequences_to_sample(self, scheduled: list[ScheduledSequence]) -> list[SampledSequence]:
         """Return the sequences that were computed to their end; fork the samples of new prompts first."""
         to_sample = []
+        groups, errors = self._requests.groups, self._failures.errors
         for (sequence, _), row in zip(scheduled, first_rows(scheduled), strict=True):
-            group = self._requests.groups[sequence.attempt_id]
-            is_computed = sequence.num_computed_tokens == sequence.num_tokens
-            if not is_computed or not sequence.samples_tokens or group.beam is not None:
+            if sequence.num_computed_tokens != len(sequence.token_ids) or not sequence.samples_tokens:
                 continue
-            if group.attempt_id in self._failures:
+            group = groups[sequence.attempt_id]
+            if group.beam is not None or sequence.attempt_id in errors:
                 continue
-            # The prompt's last row gives the first token of every sample.
-            sequences = [sequence] if group.is_forked else group.fork_samples(self._tables)
-            to_sample += [SampledSequence(each, row, []) for each in sequences]
+            if group.is_forked:
+                to_sample.append(SampledSequence(sequence, row, []))
+            else:
+                # The prompt's last row gives the first token of every sample.
+                forked = group.fork_samples(self._tables)
+                to_sample += [SampledSequence(each, row, []) for each in forked]
         return to_sample
 
     def advance_beam_searches(
@@ -127,7 +129,7 @@ class StepResults:
 
     def _computed_beam_searches(self, scheduled: list[ScheduledSequence]) -> list[SequenceGroup]:
         groups = self._requests.groups
-        names = dict.fromkeys(sequence.attempt_id for sequence, _ in scheduled)
+        names = dict.fromkeys(s.attempt_id for s, _ in scheduled if s.params.beam is not None)
         return [
             group
             for group in (groups[name] for name in names if name in groups)
@@ -136,7 +138,8 @@ class StepResults:
 
     def record_sampled_tokens(self, sampled: list[SampledSequence]) -> list[SequenceUpdate]:
         """Return updates with the sampled tokens, except for requests that have failed."""
-        return [self._record_sampled(s) for s in sampled if s.sequence.attempt_id not in self._failures]
+        errors = self._failures.errors
+        return [self._record_sampled(s) for s in sampled if s.sequence.attempt_id not in errors]
 
     def _record_sampled(self, sampled: SampledSequence) -> SequenceUpdate:
         """Keep the blocks of accepted draft tokens, drop the rest, and free the sequence if it has ended."""
@@ -149,11 +152,10 @@ class StepResults:
             sequence.draft_token_ids = []
             self._tables.seal(sequence)
             self._tables.trim(sequence)
-        if sequence.status.is_finished:
-            self._requests.finish_sequence(sequence, sequence.status)
-        return SequenceUpdate(
-            sequence, num_computed, sampled.tokens, sequence.status, num_accepted_tokens=num_accepted
-        )
+        status = sequence.status
+        if status != SequenceStatus.DECODING and status.is_finished:
+            self._requests.finish_sequence(sequence, status)
+        return SequenceUpdate(sequence, num_computed, sampled.tokens, status, None, num_accepted)
 
     def end_failed_requests(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
         """End the requests that failed in this step; replace their updates by one with the error."""

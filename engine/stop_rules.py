@@ -34,11 +34,14 @@ class StopRules:
 
     def status_after_token(self, sequence: Sequence) -> SequenceStatus:
         """Return the status of a sequence whose last token is new."""
-        params = sequence.params
-        may_stop = sequence.num_output_tokens >= params.min_tokens
-        if may_stop and sequence.token_ids[-1] in self.stop_token_ids(params):
+        params, token_id, num_tokens = sequence.params, sequence.token_ids[-1], len(sequence.token_ids)
+        num_output_tokens = num_tokens - sequence.num_prompt_tokens
+        is_stop = token_id in params.stop_token_ids or (
+            not params.ignore_eos and token_id in self.eos_token_ids
+        )
+        if is_stop and num_output_tokens >= params.min_tokens:
             return SequenceStatus.FINISHED_STOPPED
-        if sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= self.max_model_len:
+        if num_output_tokens >= params.max_tokens or num_tokens >= self.max_model_len:
             return SequenceStatus.FINISHED_LENGTH
         if sequence.stops_after_prefill:
             return SequenceStatus.FINISHED_HANDED_OVER

@@ -67,7 +67,8 @@ class Swapping:
         pool = self._tables.pool
         block_ids = pool.allocate(len(host_ids))
         for sequence, table in zip(group.sequences, tables, strict=True):
-            sequence.block_table = [block_ids[index] if index != NO_BLOCK else NO_BLOCK for index in table]
+            held = [block_ids[index] if index != NO_BLOCK else NO_BLOCK for index in table]
+            self._tables.replace(sequence, held)
             pool.share(sequence.held_blocks)
         pool.free(block_ids)
         if num_next_blocks(group) > self._queues.num_spare_blocks:

@@ -37,6 +37,7 @@ from quire.engine.sequence_group import SequenceGroup
 from quire.engine.speculation import DraftRequest, Speculator
 from quire.engine.step_tensors import StepTensors
 from quire.engine.transfers import num_transferred_tokens
+from quire.kernels import ops
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.engine.manual_disk import ManualExecutor, open_disk
@@ -75,7 +76,17 @@ class FakeRunner(ModelRunner):
 
     def prepare(self, scheduled: list[ScheduledSequence]) -> StepTensors:
         self._scheduled = scheduled
-        return super().prepare(scheduled)
+        step = super().prepare(scheduled)
+        self._check_tables(step.metadata.block_tables.tolist())
+        return step
+
+    def _check_tables(self, tables: list[list[int]]) -> None:
+        """Raise AssertionError unless the array of tables, which steps patch, equals the sequences' own."""
+        alignment = ops.blocks_summed_together(CPU, BLOCK_SIZE) if self.model.window else 1
+        for (sequence, _), row in zip(self._scheduled, tables, strict=True):
+            held = [block_id for block_id in sequence.block_table if block_id != NO_BLOCK]
+            num_dummies = sequence.num_dropped_blocks % alignment
+            assert row[num_dummies : num_dummies + len(held)] == held, "the step reads an outdated table"
 
     def forward(self, step: StepTensors) -> torch.Tensor:
         rows = []
