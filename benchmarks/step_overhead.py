@@ -2,11 +2,11 @@
 
     python -m quire.benchmarks.step_overhead [--batches 1x50,64x100,256x512,16x131072] [--steps 200]
 
-The engine is a real one, with prepared tensors, but its model computes nothing and always prefers the same
-token. Times are those of the engine's thread, so other programs on the machine hardly change them. ``process``
-is everything after the forward pass, without the sampler's own calls. ``host`` is everything in ``Engine.step``
-except for the forward pass and the sampler. These are medians over the steps. ``worst`` is the longest
-``host`` of a step, and ``prompts`` that of a step with prompts. The last line is JSON.
+The engine is a real one, with prepared tensors, but its model computes nothing and always prefers the
+same token. Times are those of the engine's thread, so other programs on the machine change them little.
+``process`` is everything after the forward pass, without the sampler's own calls. ``host`` is everything in
+``Engine.step`` except for the forward pass and the sampler. These are medians over the steps. ``worst`` is
+the longest ``host`` of a step, and ``prompts`` that of a step with prompts. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 class HeldTables(NamedTuple):
     """The blocks that the sequences of a step hold.
 
-    Freed blocks are left out, since attention with a window depends only on distances. What the kernels call a
-    sequence's length is thus the number of tokens in its remaining blocks.
+    Freed blocks are left out, since attention with a window depends only on distances. What the kernels
+    call a sequence's length is thus the number of tokens in its remaining blocks.
 
     Attributes:
         block_ids: ``[num_sequences, max_blocks]``; the entries after a sequence's last block are meaningless.
