@@ -92,7 +92,7 @@ def make_engine(batch: int, context: int, num_steps: int) -> Engine:
 
 
 def time_steps(engine: Engine, batch: int, context: int, num_steps: int) -> Iterator[tuple[bool, StepTime]]:
-    """Decode until there have been ``num_steps`` steps with a full batch; yield whether each was such a step."""
+    """Decode until there have been ``num_steps`` steps with a full batch; yield which they were."""
     params = SamplingParams(temperature=0.0, max_tokens=engine.max_model_len, ignore_eos=True)
     for index in range(batch):
         # The lengths differ, so that the sequences do not all fill a block in the same step.
