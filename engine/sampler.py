@@ -1,7 +1,11 @@
 """Samples tokens from logits.
 
 A counter-based generator gives one uniform number per (seed, position), and every other operation works row
-by row. So a token never depends on which other sequences are in the batch.
+by row. So a token never depends on which other sequences are in the batch. The uniform number is where the
+cumulative distribution, in the order of token ids, is inverted.
+
+On the CPU a kernel does all of this without sorting the vocabulary (``kernels/cpu/sampling.py``), except
+for typical tokens. On a GPU torch's operators sort each row.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 from quire.engine.logits_processing import process_logits
 from quire.engine.request_errors import RequestFailedError, request_error
 from quire.engine.sequence import Sequence, TokenLogprobs
+from quire.kernels.cpu.sampling import DRAW, UNUSABLE, sample_rows
 from quire.sampling.params import GREEDY_BELOW, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -65,9 +70,58 @@ def _sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: froz
         sequences: the owner of each row.
         eos_token_ids: forbidden to a sequence that has not reached its ``min_tokens``.
     """
-    logits = logits.float()
-    raw = logits
-    logits = process_logits(logits, sequences, eos_token_ids)
+    raw = logits.float()
+    processed = process_logits(raw, sequences, eos_token_ids)
+    choose = _choose_with_kernel if raw.is_cpu else _choose_with_torch
+    ids = choose(processed, raw, sequences)
+    errors = {row: _error(sequences[row]) for row, token_id in enumerate(ids) if token_id == UNUSABLE}
+    for row in errors:
+        ids[row] = 0
+    return SampledTokens(ids, _logprobs(raw, ids, sequences), errors)
+
+
+def _choose_with_kernel(logits: torch.Tensor, raw: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    """Return the token of each row, ``UNUSABLE`` for rows that are not finite, without sorting rows.
+
+    Args:
+        logits: ``[num_sequences, vocab_size]``, float32, on the CPU.
+        raw: the logits before the rules of sequences were applied.
+        sequences: the owner of each row.
+    """
+    draws = np.array([_draw(sequence, logits.shape[-1]) for sequence in sequences], dtype=DRAW)
+    ids = sample_rows(logits, raw, draws, GREEDY_BELOW)
+    typical = [
+        row for row, sequence in enumerate(sequences) if _is_typical(sequence.params) and ids[row] != UNUSABLE
+    ]
+    if typical:
+        tokens = _sample_with_torch(logits[typical], [sequences[row] for row in typical]).tolist()
+        for row, token_id in zip(typical, tokens, strict=True):
+            ids[row] = token_id
+    return ids
+
+
+def _draw(sequence: Sequence, vocab_size: int) -> tuple[float, int, float, float, int, int]:
+    """Return the fields of ``DRAW``, by which the kernel draws a sequence's token."""
+    params = sequence.params
+    if params.is_greedy or _is_typical(params):
+        return 0.0, 0, 1.0, 0.0, 0, 0
+    return (
+        params.temperature,
+        min(params.top_k, vocab_size),
+        params.top_p,
+        params.min_p,
+        sequence.seed,
+        sequence.num_tokens,
+    )
+
+
+def _is_typical(params: SamplingParams) -> bool:
+    """Return whether only typical tokens are sampled, which the kernel cannot do."""
+    return params.typical_p < 1.0 and not params.is_greedy
+
+
+def _choose_with_torch(logits: torch.Tensor, raw: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    """Return what ``_choose_with_kernel`` does, on any device."""
     token_ids = logits.argmax(dim=-1)
     is_good = _are_usable(logits.gather(1, token_ids[:, None])[:, 0])
     if logits is not raw:  # the rules may have hidden logits that are not finite
@@ -76,12 +130,10 @@ def _sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: froz
     if sampled_rows:
         sampled = [sequences[row] for row in sampled_rows]
         index = torch.tensor(sampled_rows, device=logits.device)
-        token_ids[index] = _sample_rows(logits[index], sampled)
-    ids: list[int]
-    # Both lists come in one copy, since the host waits for the GPU at each copy.
-    ids, good = torch.stack([token_ids, is_good.long()]).tolist()
-    errors = {row: _error(sequences[row]) for row, is_row_good in enumerate(good) if not is_row_good}
-    return SampledTokens(ids, _logprobs(raw, ids, sequences), errors)
+        token_ids[index] = _sample_with_torch(logits[index], sampled)
+    # Tokens and errors come in one copy, since the host waits for the GPU at each copy.
+    ids: list[int] = torch.where(is_good, token_ids, UNUSABLE).tolist()
+    return ids
 
 
 def are_finite(logits: torch.Tensor) -> torch.Tensor:
@@ -110,37 +162,38 @@ def not_finite() -> RequestFailedError:
     return RequestFailedError("the model's logits are not finite")
 
 
-def _sample_rows(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+def _sample_with_torch(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Sample each row by inverting its cumulative distribution at one uniform number; return token ids."""
-    probs, order = filtered_probs(logits, [s.params for s in sequences])
+    probs = filtered_probs(logits, [s.params for s in sequences])
     cumulative = probs.cumsum(dim=-1)
     uniform = torch.from_numpy(
         uniform_numbers([s.seed for s in sequences], [s.num_tokens for s in sequences])
     )
-    target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
-    rank = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
-    return order.gather(1, rank)[:, 0]
+    total = cumulative[:, -1:].contiguous()
+    target = uniform.to(logits.device)[:, None] * total
+    token_ids = torch.searchsorted(cumulative, target, right=True)
+    # If rounding lets the target equal the total, the last token with a probability is taken.
+    last = torch.searchsorted(cumulative, total)
+    return torch.minimum(token_ids, last)[:, 0]
 
 
-def filtered_probs(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's probabilities, the largest first, with 0 for tokens that are not to be sampled.
+def filtered_probs(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Return the probability of each token, 0 for tokens that are not to be sampled.
 
-    Rows are divided by the temperature and sorted by probability (ties by token id). Then they are truncated,
-    in transformers' order: top-k, top-p, min-p, typical-p.
+    Rows are divided by the temperature and sorted, ties by token id. Then they are truncated, in
+    transformers' order: top-k, top-p, min-p, typical-p.
 
     Args:
         logits: ``[num_rows, vocab_size]``, float32.
         params: the parameters of each row.
 
     Returns:
-        The probabilities, ``[num_rows, vocab_size]``, float64, not normalized; and their token ids.
+        The probabilities, ``[num_rows, vocab_size]``, float64, not normalized.
     """
     device = logits.device
     temperature = torch.tensor([p.temperature for p in params], device=device)
-    probs, order = torch.softmax(logits / temperature[:, None], dim=-1).sort(
-        dim=-1, descending=True, stable=True
-    )
-    probs = probs.double()
+    scaled, order = (logits / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
+    probs = torch.softmax(scaled, dim=-1).double()
     vocab_size = probs.shape[-1]
     top_k = torch.tensor([min(p.top_k, vocab_size) or vocab_size for p in params], device=device)
     keep = torch.arange(vocab_size, device=device)[None, :] < top_k[:, None]
@@ -155,7 +208,7 @@ def filtered_probs(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[
     if any(p.typical_p < 1.0 for p in params):
         typical_p = torch.tensor([p.typical_p for p in params], dtype=torch.float64, device=device)
         keep &= _typical(probs * keep, typical_p)
-    return probs * keep, order
+    return torch.zeros_like(probs).scatter_(1, order, probs * keep)
 
 
 def _typical(probs: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:

@@ -255,21 +255,72 @@ def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any)
                 value = builder.load(builder.gep(base, [index]))
                 builder.store(value, builder.gep(lanes, [builder.sub(index, num_whole)]))
             add(builder.load(rest))
-        total = builder.load(sums)
-        width = _SUM_LANES
-        while width > 1:
-            width //= 2
-            undefined = ir.Constant(total.type, ir.Undefined)
-            low, high = (
-                builder.shuffle_vector(
-                    total, undefined, ir.Constant(ir.VectorType(_INT32, width), list(half))
-                )
-                for half in (range(width), range(width, 2 * width))
-            )
-            total = builder.fadd(low, high)
-        return builder.extract_element(total, ir.Constant(_INT32, 0))
+        return _fold(builder, builder.load(sums), builder.fadd)
 
     return types.float32(types.int64, types.int64, types.float32, power), codegen
+
+
+@_instruction
+def sum_range(typingctx: Any, keys: Any, weights: Any, length: Any, low: Any, high: Any) -> Any:
+    """Return how many keys are from ``low`` to ``high``, and the sum of their weights as float64.
+
+    Each of 32 lanes sums every 32nd weight. The lanes are then added in pairs, so that the order does not
+    depend on the width of vectors.
+
+    Args:
+        keys, weights: addresses of int32 and of float32 values.
+        length: number of values, a multiple of 32.
+        low, high: int32.
+    """
+    num_parts = 2
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        keys_at, weights_at, count, first, last = arguments
+        double = ir.VectorType(ir.DoubleType(), _SUM_LANES)
+        integers, floats = (ir.VectorType(kind, _SUM_LANES) for kind in (_INT32, _FLOAT))
+        key_base = builder.inttoptr(keys_at, _INT32.as_pointer())
+        weight_base = builder.inttoptr(weights_at, _FLOAT.as_pointer())
+        firsts, lasts = (_splat(builder, bound, _SUM_LANES) for bound in (first, last))
+        no_weights = ir.Constant(floats, [0.0] * _SUM_LANES)
+        sums = [
+            cgutils.alloca_once_value(builder, ir.Constant(double, [0.0] * _SUM_LANES))
+            for _ in range(num_parts)
+        ]
+        counts = cgutils.alloca_once_value(builder, ir.Constant(integers, [0] * _SUM_LANES))
+        step = ir.Constant(_INT64, num_parts * _SUM_LANES)
+        with cgutils.for_range_slice(builder, ir.Constant(_INT64, 0), count, step, _INT64) as (index, _):
+            for part, total in enumerate(sums):
+                at = builder.add(index, ir.Constant(_INT64, part * _SUM_LANES))
+                key_at = builder.bitcast(builder.gep(key_base, [at]), integers.as_pointer())
+                weight_at = builder.bitcast(builder.gep(weight_base, [at]), floats.as_pointer())
+                key = builder.load(key_at, align=4)
+                is_in = builder.and_(
+                    builder.icmp_signed(">=", key, firsts), builder.icmp_signed("<=", key, lasts)
+                )
+                kept = builder.select(is_in, builder.load(weight_at, align=4), no_weights)
+                builder.store(builder.fadd(builder.load(total), builder.fpext(kept, double)), total)
+                builder.store(builder.sub(builder.load(counts), builder.sext(is_in, integers)), counts)
+        total = builder.fadd(builder.load(sums[0]), builder.load(sums[1]))
+        number = _fold(builder, builder.load(counts), builder.add)
+        results = [builder.sext(number, _INT64), _fold(builder, total, builder.fadd)]
+        return context.make_tuple(builder, signature.return_type, results)
+
+    result = types.Tuple((types.int64, types.float64))
+    return result(types.int64, types.int64, types.int64, types.int32, types.int32), codegen
+
+
+def _fold(builder: Any, lanes: Any, add: Callable[[Any, Any], Any]) -> Any:
+    """Emit the sum of a vector's lanes, which are added in pairs."""
+    width = lanes.type.count
+    while width > 1:
+        width //= 2
+        undefined = ir.Constant(lanes.type, ir.Undefined)
+        low, high = (
+            builder.shuffle_vector(lanes, undefined, ir.Constant(ir.VectorType(_INT32, width), list(half)))
+            for half in (range(width), range(width, 2 * width))
+        )
+        lanes = add(low, high)
+    return builder.extract_element(lanes, ir.Constant(_INT32, 0))
 
 
 def fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
@@ -376,7 +427,7 @@ def _splat(builder: Any, scalar: Any, num: int) -> Any:
 
 
 @_instruction
-def _float_from_bits(typingctx: Any, bits: Any) -> Any:
+def float_from_bits(typingctx: Any, bits: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], _FLOAT)
 
@@ -411,7 +462,7 @@ def exp(x: np.float32) -> np.float32:
     p = p * f + np.float32(2.402264791363012e-1)
     p = p * f + np.float32(6.931472028550421e-1)
     p = p * f + np.float32(1.0)
-    power: np.float32 = p * _float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    power: np.float32 = p * float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
     return power
 
 

@@ -11,7 +11,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from quire.engine import sampler
 from quire.engine.request_errors import RequestFailedError
+from quire.engine.sequence import Sequence
 from quire.llm import LLM, BeamSearchParams, RequestOutput, RequestsFailedError, SamplingParams
 from quire.llm import llm as llm_module
 from quire.llm.config import LLMConfig
@@ -152,10 +154,13 @@ def test_a_closed_one_says_so(tiny_folder: Path) -> None:
 def test_a_prompt_that_fails_takes_no_other_along(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tiny.generate(["fine", "also fine"], GREEDY)
 
-    def breaking(*_: Any) -> Any:
-        raise OverflowError("scripted")
+    def breaking(sequence: Sequence, vocab_size: int) -> Any:
+        if not sequence.params.is_greedy:
+            raise OverflowError("scripted")
+        return fine(sequence, vocab_size)
 
-    monkeypatch.setattr("quire.engine.sampler._sample_rows", breaking)
+    fine = sampler._draw
+    monkeypatch.setattr(sampler, "_draw", breaking)
     with pytest.raises(
         RequestsFailedError, match=r"prompts\[1\]: OverflowError: scripted \(1 of 3"
     ) as failed:
