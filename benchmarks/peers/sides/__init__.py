@@ -1,0 +1,1 @@
+"""The processes that are compared: each module runs one engine, in that engine's own Python environment."""

@@ -1,0 +1,62 @@
+"""What all sides share: they load a model once, then answer one line of JSON on stdin with one on stdout.
+
+The modules of this package run in environments in which quire's dependencies are not installed, so they import
+only the standard library and the engine that they run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Setup(NamedTuple):
+    """What a side loads; it comes as JSON in the first argument.
+
+    Attributes:
+        model: folder of the model, in Hugging Face format, with weights in float32.
+        dtype: "float32" or "bfloat16", of weights and arithmetic.
+        threads: number of CPU threads.
+        max_num_seqs: most sequences in a batch.
+        max_model_len: most tokens of prompt and answer.
+    """
+
+    model: str
+    dtype: str
+    threads: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
+"""Returns the greedy answers to prompts, each with the given number of tokens, past end-of-sequence tokens."""
+
+
+def serve(load: Callable[[Setup], tuple[str, Generate]]) -> None:
+    """Load an engine, then run workloads until stdin ends.
+
+    Args:
+        load: returns the engine's version and the function that generates.
+    """
+    setup = Setup(**json.loads(sys.argv[1]))
+    # Engines print to stdout, too: only this copy of it carries answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        version, generate = load(setup)
+        print(json.dumps({"version": version}), file=answers)
+        for line in sys.stdin:
+            request = json.loads(line)
+            start = time.perf_counter()
+            tokens = generate(request["prompts"], request["max_tokens"])
+            seconds = time.perf_counter() - start
+            print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers)
+    except Exception as error:
+        traceback.print_exc()
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)
+        sys.exit(1)

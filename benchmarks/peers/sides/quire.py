@@ -1,0 +1,34 @@
+"""quire, by ``quire.llm.LLM``."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from quire.benchmarks.peers.sides.protocol import Generate, Setup, serve
+from quire.llm import LLM, SamplingParams
+
+BLOCK_SIZE = 16
+
+
+def load(setup: Setup) -> tuple[str, Generate]:
+    """Load the model, with blocks for a full batch of the longest sequences."""
+    llm = LLM(
+        setup.model,
+        dtype=setup.dtype,
+        threads=setup.threads,
+        device="cpu",
+        block_size=BLOCK_SIZE,
+        num_blocks=setup.max_num_seqs * -(-setup.max_model_len // BLOCK_SIZE),
+        max_num_seqs=setup.max_num_seqs,
+    )
+
+    def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+        params = [SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True) for most in max_tokens]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return version("quire-llm"), generate
+
+
+if __name__ == "__main__":
+    serve(load)
