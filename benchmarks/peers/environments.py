@@ -29,6 +29,8 @@ PACKAGES = {
 }
 """Packages of the sides that do not run in quire's own environment."""
 
+TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
+
 FINISHED = "installed"
 """Name of the empty file that marks a complete environment."""
 
@@ -61,7 +63,7 @@ def install(side: str, folder: Path) -> None:
         return
     path = environment(side, folder)
     subprocess.run([sys.executable, "-m", "venv", "--clear", path], check=True)
-    pip = [interpreter(side, folder), "-m", "pip", "--disable-pip-version-check"]
+    pip = [str(interpreter(side, folder)), "-m", "pip", "--disable-pip-version-check"]
     packages = PACKAGES[side]
     for group in packages.groups:
         subprocess.run([*pip, "install", *group], check=True, stdout=sys.stderr)
@@ -83,7 +85,10 @@ def environment_variables(side: str, folder: Path, threads: int) -> Mapping[str,
     common["PYTHONPATH"] = str(import_path(folder))
     if side == "vllm":
         cores = sorted(os.sched_getaffinity(0))[:threads]
+        # What vLLM's documentation recommends, as far as it is installed.
+        openmp = environment(side, folder) / "lib" / "libiomp5.so"
         common |= {
+            "LD_PRELOAD": ":".join(str(path) for path in (TCMALLOC, openmp) if path.exists()),
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
@@ -93,7 +98,7 @@ def environment_variables(side: str, folder: Path, threads: int) -> Mapping[str,
 
 
 def import_path(folder: Path) -> Path:
-    """Return a folder with a link to the package ``quire`` and nothing else, which other environments import."""
+    """Return a folder that has only a link to the package ``quire``, for the import path of environments."""
     path = folder / "import"
     path.mkdir(parents=True, exist_ok=True)
     link, target = path / "quire", Path(quire.__path__[0])

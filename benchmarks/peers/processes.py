@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ class SideProcess:
         self, command: Sequence[str], setup: Setup, environment: Mapping[str, str], log: Path
     ) -> None:
         with log.open("wb") as stderr:
-            # In a session of its own, the side gets no Ctrl-C: it is ended with all processes that it started.
+            # In a separate session it gets no Ctrl-C: ``close`` ends it with all processes that it started.
             self._process = subprocess.Popen(
                 [*command, json.dumps(setup._asdict())],
                 stdin=subprocess.PIPE,
@@ -87,17 +88,13 @@ class SideProcess:
 
     def close(self) -> None:
         """End the process and all that it started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            try:
+            with suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                pass
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

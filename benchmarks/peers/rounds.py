@@ -42,7 +42,7 @@ def run_rounds(
     num_rounds: int,
     report_progress: Callable[[str], None],
 ) -> Rounds:
-    """Run a workload on all sides, once to warm up and then in ``num_rounds`` rounds, each in another order."""
+    """Run a workload on all sides, once to warm up and then in ``num_rounds`` rounds, in rotating order."""
     rates: dict[str, list[float]] = {side: [] for side in sides}
     answers: dict[str, list[list[int]]] = {}
     failures: dict[str, str] = {}

@@ -32,7 +32,7 @@ def write_gguf(folder: Path, dtype: str, path: Path) -> None:
 
     Args:
         folder: the model in Hugging Face format, in one file of float32 tensors.
-        dtype: "float32" or "bfloat16", of all matrices; vectors are in float32, as in llama.cpp's own converter.
+        dtype: "float32" or "bfloat16", of matrices; vectors are always in float32, as llama.cpp wants.
         path: the file to write.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -66,7 +66,7 @@ def write_gguf(folder: Path, dtype: str, path: Path) -> None:
 
 
 def gguf_name(name: str) -> str:
-    """Return the name that a tensor has in GGUF: "model.layers.3.mlp.up_proj.weight" is "blk.3.ffn_up.weight"."""
+    """Return a tensor's name in GGUF: of "model.layers.3.mlp.up_proj.weight" it is "blk.3.ffn_up.weight"."""
     stem = name.removesuffix(".weight")
     if not stem.startswith("model.layers."):
         return f"{NAMES[stem]}.weight"

@@ -1,8 +1,8 @@
-"""llama.cpp, by llama-cpp-python's bindings of its C functions, with continuous batching as in its own examples.
+"""llama.cpp, by the C functions that llama-cpp-python binds, with batching as in llama.cpp's own examples.
 
-The bindings' own ``Llama`` class runs one request at a time, so the loop over the batch is here. All prompts are
-computed in steps of up to ``n_batch`` tokens, then each step adds one token to every answer. A prefix that all
-prompts share is computed once and copied.
+The bindings' own class ``Llama`` runs one request at a time, so the loop over the batch is here. All prompts
+are computed in steps of up to ``n_batch`` tokens, then each step adds one token to every answer. A prefix
+that all prompts share is computed once and copied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What all sides share: they load a model once, then answer one line of JSON on stdin with one on stdout.
 
-The modules of this package run in environments in which quire's dependencies are not installed, so they import
-only the standard library and the engine that they run.
+The modules of this package run in environments without quire's dependencies, so they import only the standard
+library and the engine that they run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Setup(NamedTuple):
 
 
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
-"""Returns the greedy answers to prompts, each with the given number of tokens, past end-of-sequence tokens."""
+"""Returns greedy answers to prompts, each with the given number of tokens, past end-of-sequence tokens."""
 
 
 def serve(load: Callable[[Setup], tuple[str, Generate]]) -> None:

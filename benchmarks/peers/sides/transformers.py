@@ -1,4 +1,4 @@
-"""transformers, by ``generate``: one static batch, padded on the left, which runs until its longest answer ends."""
+"""transformers, by ``generate``: a static batch, padded left, that runs until its longest answer ends."""
 
 from __future__ import annotations
 

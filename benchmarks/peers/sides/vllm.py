@@ -1,4 +1,4 @@
-"""vLLM on the CPU, by ``vllm.LLM``: compiled, with its own engine process and prefix cache, as it is by default."""
+"""vLLM by ``vllm.LLM``: compiled, with an engine process and a prefix cache, as it is by default."""
 
 from __future__ import annotations
 
