@@ -40,10 +40,10 @@ from quire.benchmarks.peers.processes import SideFailedError, SideProcess
 from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
 from quire.benchmarks.peers.report import Measurement, table
 from quire.benchmarks.peers.rounds import run_rounds
-from quire.benchmarks.peers.sides.protocol import Setup
+from quire.benchmarks.peers.sides.protocol import Dtype, Setup
 from quire.benchmarks.peers.workloads import WORKLOADS, Workload
 
-DTYPES = ("float32", "bfloat16")
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 
 
 FOLDER = Path("~/.cache/quire/peers")
@@ -54,7 +54,7 @@ class Options(NamedTuple):
 
     sides: list[str]
     models: list[str]
-    dtypes: list[str]
+    dtypes: list[Dtype]
     workloads: list[Workload]
     num_rounds: int
     threads: int
@@ -75,7 +75,7 @@ class Comparison(NamedTuple):
     failures: list[str]
 
 
-def compare(options: Options, model: str, dtype: str) -> Comparison:
+def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
     """Start all sides with a model, run the workloads, and end the sides."""
     path = make_random_llama(options.folder / "models" / model, SIZES[model])
     setup = Setup(

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from quire.benchmarks.peers import __main__ as peers
 from quire.benchmarks.peers.processes import Answer, SideFailedError
+from quire.benchmarks.peers.random_llamas import SIZES
 from quire.benchmarks.peers.report import Measurement, table
 from quire.benchmarks.peers.rounds import rotated, run_rounds, shares_of_first_tokens
 from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload
@@ -97,7 +98,7 @@ def test_ratios_are_of_the_same_round() -> None:
 
 
 def test_table_has_empty_cells_for_a_side_that_did_not_run() -> None:
-    console = Console(width=160, record=True, quiet=False)
+    console = Console(width=160)
     with console.capture() as capture:
         console.print(table("7m, float32", [MEASUREMENT], ["quire", "vllm", "llama.cpp"]))
     cells = [cell.strip() for cell in capture.get().splitlines()[-2].strip("│ ").split("│")]
@@ -118,7 +119,7 @@ def test_options() -> None:
 def test_quire_beside_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(peers.SIZES, "tiny", TINY)
+    monkeypatch.setitem(SIZES, "tiny", TINY)
     workloads = [Workload("batch", 4, (5, 20), (2, 6)), Workload("prefill", 1, (32, 32), (1, 1), 0, "prompt")]
     sides = ["quire", "vllm", "transformers"]
     peers.compare_all(peers.Options(sides, ["tiny"], ["float32"], workloads, 1, 1, tmp_path))

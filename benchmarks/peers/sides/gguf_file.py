@@ -10,6 +10,8 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
+from quire.benchmarks.peers.sides.protocol import Dtype
+
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -27,12 +29,12 @@ NAMES = {
 """Names of tensors in GGUF by those in Hugging Face format, both without the layer and the ending."""
 
 
-def write_gguf(folder: Path, dtype: str, path: Path) -> None:
+def write_gguf(folder: Path, dtype: Dtype, path: Path) -> None:
     """Write a Llama with untied embeddings and without a tokenizer, whose prompts are token ids.
 
     Args:
         folder: the model in Hugging Face format, in one file of float32 tensors.
-        dtype: "float32" or "bfloat16", of matrices; vectors are always in float32, as llama.cpp wants.
+        dtype: type of matrices; vectors are always in float32, as llama.cpp wants.
         path: the file to write.
     """
     config = json.loads((folder / "config.json").read_text())

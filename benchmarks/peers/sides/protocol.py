@@ -12,7 +12,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Dtype = Literal["float32", "bfloat16"]
 
 
 class Setup(NamedTuple):
@@ -20,14 +22,14 @@ class Setup(NamedTuple):
 
     Attributes:
         model: folder of the model, in Hugging Face format, with weights in float32.
-        dtype: "float32" or "bfloat16", of weights and arithmetic.
+        dtype: type of weights and arithmetic.
         threads: number of CPU threads.
         max_num_seqs: most sequences in a batch.
         max_model_len: most tokens of prompt and answer.
     """
 
     model: str
-    dtype: str
+    dtype: Dtype
     threads: int
     max_num_seqs: int
     max_model_len: int
