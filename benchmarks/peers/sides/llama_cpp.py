@@ -8,7 +8,9 @@ that all prompts share is computed once and copied.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from ctypes import c_void_p
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from quire.benchmarks.peers.sides.protocol import Generate, Setup, serve
 
 # Sequences have separate caches, of lengths that are multiples of this.
 CACHE_MULTIPLE = 256
+ERROR_LEVEL = 4
 
 
 class Row(NamedTuple):
@@ -31,10 +34,18 @@ class Row(NamedTuple):
     is_sampled: bool
 
 
+@llama_cpp.llama_log_callback
+def print_errors(level: int, text: bytes, user_data: object) -> None:
+    """Print errors only: llama.cpp's own function also prints lines for debugging in every step."""
+    if level == ERROR_LEVEL:
+        print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+
 class Context:
     """A model in llama.cpp, with one KV cache for each sequence of a batch."""
 
     def __init__(self, model_file: Path, setup: Setup) -> None:
+        llama_cpp.llama_log_set(print_errors, c_void_p())
         llama_cpp.llama_backend_init()
         model = llama_cpp.llama_load_model_from_file(
             os.fsencode(model_file), llama_cpp.llama_model_default_params()
