@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 
-from quire.engine import sampling_step
+from quire.engine import sampler, sampling_step
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
@@ -99,7 +99,7 @@ def time_steps(engine: Engine, batch: int, context: int, num_steps: int) -> Iter
         length = context - index % BLOCK_SIZE
         prompt = Random(index).choices(range(2, 30000), k=length)
         engine.add_request(Sequence(str(index), prompt, length, params, b"root"))
-    timed = Timed(sampling_step.sample)
+    timed = Timed(sampler.sample)
     with patch.object(sampling_step, "sample", timed):
         while num_steps:
             timed.seconds, started_at = 0.0, thread_time()

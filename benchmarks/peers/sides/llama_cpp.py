@@ -34,7 +34,7 @@ class Row(NamedTuple):
     is_sampled: bool
 
 
-@llama_cpp.llama_log_callback
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def print_errors(level: int, text: bytes, user_data: object) -> None:
     """Print errors only: llama.cpp's own function also prints lines for debugging in every step."""
     if level == ERROR_LEVEL:
