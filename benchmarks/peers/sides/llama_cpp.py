@@ -2,7 +2,7 @@
 
 The bindings' own class ``Llama`` runs one request at a time, so the loop over the batch is here. All prompts
 are computed in steps of up to ``n_batch`` tokens, then each step adds one token to every answer. A prefix
-that all prompts share is computed once and copied.
+that all prompts share is computed once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import llama_cpp
 from quire.benchmarks.peers.sides.gguf_file import write_gguf
 from quire.benchmarks.peers.sides.protocol import Generate, Setup, serve
 
-# Sequences have separate caches, of lengths that are multiples of this.
-CACHE_MULTIPLE = 256
 ERROR_LEVEL = 4
 
 
@@ -42,7 +40,7 @@ def print_errors(level: int, text: bytes, user_data: object) -> None:
 
 
 class Context:
-    """A model in llama.cpp, with one KV cache for each sequence of a batch."""
+    """A model in llama.cpp, with one KV cache for all sequences of a batch."""
 
     def __init__(self, model_file: Path, setup: Setup) -> None:
         llama_cpp.llama_log_set(print_errors, c_void_p())
@@ -53,10 +51,10 @@ class Context:
         if not model:
             raise RuntimeError(f"llama.cpp cannot load {model_file}")
         params = llama_cpp.llama_context_default_params()
-        length = -(-setup.max_model_len // CACHE_MULTIPLE) * CACHE_MULTIPLE
-        params.n_ctx = setup.max_num_seqs * length
+        params.n_ctx = setup.max_num_seqs * setup.max_model_len
         params.n_seq_max = setup.max_num_seqs
-        params.kv_unified = False
+        # With separate caches, llama.cpp splits a batch wherever a sequence between others has ended.
+        params.kv_unified = True
         params.n_threads = params.n_threads_batch = setup.threads
         if setup.dtype == "float32":
             # By default the cache is in float16, as many bytes as bfloat16.
