@@ -279,7 +279,7 @@ class Engine:
         self.step_seconds.prepare = self._step_clock.lap()
         logits = self.runner.forward(arguments)
         self.step_seconds.forward = self._step_clock.lap()
-        self.num_step_tokens = arguments.input_ids.shape[0]
+        self.num_step_tokens = sum(each.num_scheduled_tokens for each in scheduled)
         self._swap_cost.record_forward(self.num_step_tokens, self.step_seconds.forward)
         num_rows = sum(1 + len(s.sequence.draft_token_ids) for s in scheduled)
         return StepLogits(logits[:num_rows], logits[num_rows:])

@@ -120,7 +120,7 @@ def counts(engine: Engine) -> tuple[int, int]:
 # --- the same tokens ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_equal_those_without_drafts(
     load: Callable[[str], LoadedModel],
