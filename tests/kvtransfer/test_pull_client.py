@@ -151,7 +151,7 @@ async def test_blocks_that_break_the_order_are_refused(
 
 
 async def test_the_lease_is_renewed_while_the_pull_lasts(setup: Setup) -> None:
-    setup.holder.expires_in_ms = 3
+    setup.holder.expires_in_ms = 300
     async with setup.pull(), asyncio.timeout(WAIT_SECONDS):
         assert [await setup.holder.renewals.get() for _ in range(3)] == ["lease"] * 3
 
