@@ -33,7 +33,9 @@ class Receiver:
     """A decode worker's side of one push whose blocks are granted; the engine's thread can be held up."""
 
     def __init__(self) -> None:
-        model: Any = SimpleNamespace(max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None)
+        model: Any = SimpleNamespace(
+            max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None, recipe=None
+        )
         self.memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), 8, torch.device("cpu"))
         limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64)
         self.thread = EngineThread(
