@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from quire.services.router.metrics import RouterMetrics
-from quire.services.router.tenants.gate import Gate
+from quire.services.router.tenants.fifo_semaphore import FifoSemaphore
 from quire.services.router.tenants.tenant import Tenant
 from quire.services.router.tenants.token_bucket import TokenBucket
 from quire.services.server.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, ResourceExhausted
@@ -70,7 +70,7 @@ class TenantLimits:
     def __init__(self, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._gates: dict[str, Gate] = {}
+        self._semaphores: dict[str, FifoSemaphore] = {}
         self._buckets: dict[str, TokenBucket] = {}
 
     def allowance(self, tenant: Tenant) -> Allowance:
@@ -97,15 +97,15 @@ class TenantLimits:
         if tenant.max_requests is None:
             yield
             return
-        gate = self._gates.setdefault(tenant.name, Gate())
-        gate.resize(tenant.max_requests)
-        if not gate.has_room(num_places) and gate.num_waiting >= tenant.max_waiting:
+        semaphore = self._semaphores.setdefault(tenant.name, FifoSemaphore())
+        semaphore.resize(tenant.max_requests)
+        if not semaphore.has_room(num_places) and semaphore.num_waiting >= tenant.max_waiting:
             self._metrics.rejections.labels("tenant_requests").inc()
             what = f"requests of tenant {tenant.name} are under way"
             raise limit_reached(tenant.max_requests, what, "TENANT_REQUESTS")
         try:
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
-                await gate.enter(num_places)
+                await semaphore.enter(num_places)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the request's deadline passed while {tenant.max_requests} others of its tenant were running"
@@ -113,7 +113,7 @@ class TenantLimits:
         try:
             yield
         finally:
-            gate.leave(num_places)
+            semaphore.leave(num_places)
 
     def _bucket(self, tenant: Tenant) -> TokenBucket | None:
         if tenant.tokens_per_minute is None:

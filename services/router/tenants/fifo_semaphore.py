@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class Gate:
+class FifoSemaphore:
     """A fixed number of places for requests; requests without a place wait in order of arrival."""
 
     def __init__(self) -> None:
