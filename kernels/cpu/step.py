@@ -31,7 +31,7 @@ from quire.kernels.cpu.intrinsics import (
 from quire.kernels.cpu.linear import ROWS, UNIT, multiply_unit
 from quire.kernels.cpu.rows import activate, narrow, normalize
 
-_SPINS = 20_000
+_SPINS = 1_000
 """How often a waiting thread looks at the barrier before it offers its core to others."""
 
 NORM = np.dtype([("weight", np.int64), ("bias", np.int64), ("kind", np.int64), ("epsilon", np.float64)])
