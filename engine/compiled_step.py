@@ -109,7 +109,7 @@ class CompiledStep:
         return kept[:num_logits]
 
     def _grow_buffers(self, num_rows: int) -> None:
-        """Make room for the values of so many tokens."""
+        """Make room for the values of ``num_rows`` tokens."""
         hidden = self._buffers.get("hidden")
         if hidden is not None and hidden.shape[0] >= num_rows:
             return
@@ -131,7 +131,7 @@ class CompiledStep:
         self._attention["output"] = fields["attended"]
 
     def _grow_tables(self, num_positions: int) -> None:
-        """Compute the cosines and sines of so many positions."""
+        """Compute the cosines and sines of the first ``num_positions`` positions."""
         if num_positions <= self._num_positions or not self._recipe.rotations:
             return
         self._num_positions = 1 << (num_positions - 1).bit_length()

@@ -105,7 +105,7 @@ class StepTables:
         self._num_left_out[row] = sequence.num_dropped_blocks - num_dummies
 
     def _widen(self, num_entries: int) -> None:
-        """Make room for tables of so many entries."""
+        """Make room for tables of ``num_entries`` entries."""
         num_rows, width = self._rows.shape
         if num_entries > width:
             rows = np.zeros((num_rows, 1 << (num_entries - 1).bit_length()), dtype=np.int32)

@@ -1,7 +1,4 @@
-"""A row of a linear layer has the same bits whatever the number of rows and of threads.
-
-On processors without AVX-512, oneDNN packs no bfloat16 weights, and torch's own layers run.
-"""
+"""A row of a linear layer has the same bits whatever the number of rows and of threads."""
 
 from __future__ import annotations
 

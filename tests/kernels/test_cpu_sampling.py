@@ -148,12 +148,12 @@ def test_a_row_has_the_same_token_in_any_batch_and_with_any_number_of_threads() 
     logits = torch.randn((12, 20_000), generator=torch.Generator().manual_seed(1)) * 2
     rows = np.concatenate([draws(2, seed=index, **each) for index, each in enumerate(FILTERS)])
     torch.set_num_threads(1)
-    alone = [sampled(logits[row : row + 1], rows[row : row + 1])[0] for row in range(12)]
+    one_by_one = [sampled(logits[row : row + 1], rows[row : row + 1])[0] for row in range(12)]
     for num_threads in (1, 2, 5):
         torch.set_num_threads(num_threads)
-        assert sampled(logits, rows) == alone
-        assert sampled(logits.flip(0), rows[::-1].copy()) == alone[::-1]
-        assert sampled(logits.T.contiguous().T, rows) == alone
+        assert sampled(logits, rows) == one_by_one
+        assert sampled(logits.flip(0), rows[::-1].copy()) == one_by_one[::-1]
+        assert sampled(logits.T.contiguous().T, rows) == one_by_one
 
 
 @pytest.mark.parametrize("size", [1, 2, 1023, 1024, 1025, 5000])

@@ -15,7 +15,7 @@ WORKER = WorkerRecord("a", "prefill", "a:1", "epoch", "fingerprint")
 
 
 class Held:
-    """An index of one worker, which holds so many leading blocks; ``asked`` is the last question."""
+    """An index of one worker, which holds a number of leading blocks; ``asked`` is the last question."""
 
     def __init__(self, num_held: int) -> None:
         self._num_held = num_held

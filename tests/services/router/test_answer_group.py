@@ -15,7 +15,7 @@ PROMPT = [10, 11, 12]
 
 
 class Answer:
-    """An answer with so many tokens."""
+    """An answer with a number of tokens."""
 
     def __init__(self, index: int, num_tokens: int, *, is_finished: bool = False) -> None:
         self.index = index

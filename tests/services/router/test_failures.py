@@ -132,7 +132,7 @@ def test_the_last_errors_count_the_tokens_that_the_client_has() -> None:
 
 
 class Draining:
-    """A set of workers with so many draining ones."""
+    """A set of workers, with a number of draining ones."""
 
     def __init__(self, number: int) -> None:
         self._number = number
