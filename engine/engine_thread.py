@@ -22,6 +22,8 @@ from quire.engine.step_clock import StepSeconds
 from quire.engine.step_watch import TICK_SECONDS, StepWatch
 
 T = TypeVar("T")
+Receive = Callable[[SequenceUpdate | Exception], None]
+"""Takes what happens to a request; called in the event loop, and must not raise."""
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 5.0
@@ -65,7 +67,7 @@ class EngineThread:
         self._is_stopping = False
         self._has_failed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._updates: dict[str, asyncio.Queue[SequenceUpdate | Exception]] = {}
+        self._receivers: dict[str, Receive] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         engine.subscribe_to_disk_reads(self._apply_disk_reads)
 
@@ -161,32 +163,30 @@ class EngineThread:
         future.add_done_callback(self._unfinished.discard)
         return future
 
-    def subscribe(self, attempt_id: str) -> asyncio.Queue[SequenceUpdate | Exception]:
-        """Return the queue of the request's updates; an exception, if one arrives, is the last item."""
-        queue: asyncio.Queue[SequenceUpdate | Exception] = asyncio.Queue()
-        self._updates[attempt_id] = queue
-        return queue
+    def subscribe(self, attempt_id: str, receive: Receive) -> None:
+        """Call ``receive`` with each of the request's updates; an exception, if one arrives, is the last."""
+        self._receivers[attempt_id] = receive
 
     def is_subscribed(self, attempt_id: str) -> bool:
         """Return whether anything is subscribed to the request's updates."""
-        return attempt_id in self._updates
+        return attempt_id in self._receivers
 
     def unsubscribe(self, attempt_id: str) -> None:
-        """Drop the queue of the request's updates; do nothing if there is none."""
-        self._updates.pop(attempt_id, None)
+        """Deliver no more updates of the request; do nothing if nothing is subscribed to them."""
+        self._receivers.pop(attempt_id, None)
 
     def _deliver(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
-            queue = self._updates.get(update.sequence.attempt_id)
-            if queue is not None:
-                queue.put_nowait(update)
+            receive = self._receivers.get(update.sequence.attempt_id)
+            if receive is not None:
+                receive(update)
 
     def _deliver_failure(self, error: EngineFailedError) -> None:
         if self._has_failed:
             return
         self._has_failed = True
-        for queue in self._updates.values():
-            queue.put_nowait(error)
+        for receive in list(self._receivers.values()):
+            receive(error)
         if self._on_failure is not None:
             self._on_failure(error)
 

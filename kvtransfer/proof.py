@@ -34,6 +34,7 @@ _DOMAIN = b"quire-proof-1"
 _ANSWERED = frozenset(
     {
         "/quire.v1.WorkerService/Decode",
+        "/quire.v1.WorkerService/StreamOutputs",
         "/quire.v1.WorkerService/Prefill",
         "/quire.v1.KvTransferService/Push",
         "/quire.v1.KvPullService/Pin",

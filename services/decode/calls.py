@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from quire.engine.engine import Engine
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import Sequence, SequenceUpdate
 from quire.protos import kvtransfer_pb2, worker_pb2
 from quire.services.decode.tickets import Promise, Tickets
 from quire.services.server.phases import Phase, RequestPhases
@@ -15,7 +15,7 @@ from quire.services.worker.convert import converting, outputs_to_proto
 from quire.services.worker.engine_errors import known_errors
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.prompt_steps import account_prompt, add_sequence, prompt_logprobs, pull_prefix
-from quire.services.worker.updates import Updates, next_updates
+from quire.services.worker.updates import Updates
 
 
 class DecodeCalls:
@@ -24,6 +24,12 @@ class DecodeCalls:
     def __init__(self, parts: WorkerParts, tickets: Tickets) -> None:
         self._parts = parts
         self._tickets = tickets
+
+    def stream_outputs(
+        self, request: worker_pb2.StreamOutputsRequest
+    ) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
+        """Send the outputs of all decodes that name this stream."""
+        return self._parts.outputs.serve(request.stream_id)
 
     async def decode(
         self, request: worker_pb2.DecodeRequest, context: Any
@@ -38,10 +44,14 @@ class DecodeCalls:
             pulled = await pull_prefix(parts, request, sequence, phases)
             if not request.remote_prefill:
                 await add_sequence(parts, sequence)
-                async for response in _tokens(sequence, updates, is_local=True):
-                    if response.HasField("accepted"):
-                        account_prompt(parts, sequence, pulled, phases)
-                        response.accepted.pulled.CopyFrom(pulled)
+                first = await _first_updates(updates)
+                account_prompt(parts, sequence, pulled, phases)
+                # What was cached is known only now that the scheduler has admitted the sequence.
+                accepted = worker_pb2.Accepted(num_cached_tokens=sequence.num_cached_tokens, pulled=pulled)
+                with converting():
+                    logprobs = await prompt_logprobs(sequence)
+                yield worker_pb2.DecodeResponse(accepted=accepted, prompt_logprobs=logprobs)
+                async for response in self._outputs(request, sequence, first, updates):
                     yield response
                 return
             with known_errors(sequence):
@@ -53,14 +63,39 @@ class DecodeCalls:
                 accepted = self._accepted(promise)
                 accepted.pulled.CopyFrom(pulled)
                 yield worker_pb2.DecodeResponse(accepted=accepted)
-                has_begun = False
-                async for response in _tokens(sequence, updates, is_local=False):
-                    if not has_begun:
-                        has_begun = True
-                        _account_begin(sequence, phases)
+                first = await _first_updates(updates)
+                _account_begin(sequence, phases)
+                async for response in self._outputs(request, sequence, first, updates):
                     yield response
             finally:
                 self._tickets.close(promise)
+
+    async def _outputs(
+        self,
+        request: worker_pb2.DecodeRequest,
+        sequence: Sequence,
+        first: list[SequenceUpdate],
+        updates: Updates,
+    ) -> AsyncIterator[worker_pb2.DecodeResponse]:
+        """Send the outputs into the stream that the request names, or yield them if there is none."""
+        params = sequence.params
+        stream = self._parts.outputs.find(request.output_channel.stream_id)
+        if stream is not None and params.beam is None:
+            decode = stream.carry(request.output_channel.channel, params.num_sequences, first, updates)
+            await decode.ended()
+            return
+        num_left, batch = params.num_sequences, first
+        while True:
+            with converting():
+                outputs = outputs_to_proto(batch)
+            if outputs:
+                yield worker_pb2.DecodeResponse(outputs=outputs)
+            num_finished = sum(update.status.is_finished for update in batch)
+            # A beam search's answers come all at once, and may be fewer than its beams.
+            num_left -= num_left if params.beam and num_finished else num_finished
+            if not num_left:
+                return
+            batch = await updates.next_batch()
 
     def _accepted(self, promise: Promise) -> worker_pb2.Accepted:
         ticket = kvtransfer_pb2.Ticket(
@@ -84,29 +119,12 @@ class DecodeCalls:
         await self._parts.engine.call_back(prefetch)
 
 
-async def _tokens(
-    sequence: Sequence, updates: Updates, *, is_local: bool
-) -> AsyncIterator[worker_pb2.DecodeResponse]:
-    """Yield what the engine generates until every answer has ended; a local prompt's facts come first."""
-    params = sequence.params
-    num_left = params.num_sequences
-    while num_left:
-        batch = await next_updates(updates)
-        with converting():
-            outputs = outputs_to_proto(batch)
-        if not outputs:
-            continue
-        num_finished = sum(update.status.is_finished for update in batch)
-        # A beam search's answers come all at once, and may be fewer than its beams.
-        num_left -= num_left if params.beam and num_finished else num_finished
-        if is_local:
-            # What was cached is known only now that the scheduler has admitted the sequence.
-            accepted = worker_pb2.Accepted(num_cached_tokens=sequence.num_cached_tokens)
-            with converting():
-                logprobs = await prompt_logprobs(sequence)
-            yield worker_pb2.DecodeResponse(accepted=accepted, prompt_logprobs=logprobs)
-            is_local = False
-        yield worker_pb2.DecodeResponse(outputs=outputs)
+async def _first_updates(updates: Updates) -> list[SequenceUpdate]:
+    """Return the updates up to those with the first tokens, or with the end if there are none."""
+    first: list[SequenceUpdate] = []
+    while not any(update.tokens or update.status.is_finished for update in first):
+        first += await updates.next_batch()
+    return first
 
 
 def _account_begin(sequence: Sequence, phases: RequestPhases) -> None:

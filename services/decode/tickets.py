@@ -48,7 +48,7 @@ class Promise:
 
     def fail(self, reason: str) -> None:
         """End the request: its blocks will not come."""
-        self.updates.put_nowait(
+        self.updates.put(
             Aborted(f"the prompt's blocks did not arrive: {reason}", reason="KV_TRANSFER_FAILED")
         )
 
@@ -144,7 +144,7 @@ class PromisedBlocks:
             update = engine.transfers.admit(attempt_id, first_token_id)
             if update.status.is_finished:
                 # Here, since the sender may have cancelled the commit while it ran.
-                loop.call_soon_threadsafe(updates.put_nowait, update)
+                loop.call_soon_threadsafe(updates.put, update)
 
         self._admission = self._engine.post(admit)
         await asyncio.wrap_future(self._admission)

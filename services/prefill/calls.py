@@ -18,7 +18,7 @@ from quire.services.server.phases import Phase, RequestPhases
 from quire.services.worker.convert import converting, finish_reason, token_to_proto, without_last_token
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.prompt_steps import account_prompt, add_sequence, prompt_logprobs, pull_prefix
-from quire.services.worker.updates import Updates, next_update
+from quire.services.worker.updates import Updates
 
 
 class PrefillCalls:
@@ -100,7 +100,7 @@ async def _computed(
 ) -> worker_pb2.PrefillResponse:
     """Follow the prompt's chunks to its end, and its first token."""
     while True:
-        update = await next_update(updates)
+        update = await updates.next()
         on_update(update)
         if update.status.is_finished:
             with converting():
@@ -116,4 +116,4 @@ def _report_failure(task: asyncio.Task[Any], updates: Updates) -> None:
     """Wake the handler that still waits for the engine when its push has failed."""
     if not task.cancelled() and (error := task.exception()) is not None:
         known = error if isinstance(error, ServiceError | PushFailedError) else None
-        updates.put_nowait(known or Aborted(f"the push failed: {error!r}", reason="KV_TRANSFER_FAILED"))
+        updates.put(known or Aborted(f"the push failed: {error!r}", reason="KV_TRANSFER_FAILED"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from time import perf_counter
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from quire.engine.sequence import NO_BLOCK, Sequence, SequenceUpdate
 from quire.kvtransfer.errors import ProtocolError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.push_sender import BlockPush, PushSummary
-from quire.services.worker.updates import Updates, next_update
+from quire.services.worker.updates import Updates
 
 
 class PushedPrompt(NamedTuple):
@@ -40,7 +39,7 @@ class PrefillPush:
         self._sequence = sequence
         self._memory = memory
         self._push = push
-        self._progress: Updates = asyncio.Queue()
+        self._progress = Updates()
         self._computed_at = 0.0
         self._waited_seconds = 0.0
 
@@ -49,7 +48,7 @@ class PrefillPush:
         if update.status.is_finished:
             self._computed_at = perf_counter()
             self._waited_seconds = self._push.credit_wait_seconds
-        self._progress.put_nowait(update)
+        self._progress.put(update)
 
     async def run(self, first_block: int) -> PushedPrompt:
         """Push every block from ``first_block`` on, each as soon as it is full, and commit.
@@ -61,7 +60,7 @@ class PrefillPush:
         next_block = first_block
         async with self._push as push:
             while True:
-                update = await next_update(self._progress)
+                update = await self._progress.next()
                 num_ready = update.num_computed_tokens // block_size
                 if update.status.is_finished:
                     # The last block goes too, full or not: nothing will be added to it here.

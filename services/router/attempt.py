@@ -68,7 +68,9 @@ class Attempt:
         self._account = account
         self._phases = phases
         self._early: deque[Event] = deque()
-        """Events of D that came before P's first token."""
+        """Events of D that came before its acceptance or P's first token."""
+        self._is_streamed = False
+        """Whether D's outputs come in its stream and not in its call."""
 
     async def outputs(
         self, sequence: worker_pb2.Sequence, remaining_seconds: Callable[[], float]
@@ -83,10 +85,13 @@ class Attempt:
             WorkerCallFailed: a call failed; see ``cause``.
         """
         plan, metadata = self._plan, self._phases.span.metadata
+        channel = None if self._group.is_beam_search else self._calls.subscribe(plan.decode)
+        self._is_streamed = channel is not None
         decode = worker_pb2.DecodeRequest(
             sequence=sequence,
             remote_prefill=plan.prefill is not None,
             pull_from=plan.pull_from if plan.prefill is None else None,
+            output_channel=channel,
         )
         remaining = remaining_seconds()
         call = plan.decode.stub.Decode(decode, timeout=remaining, metadata=metadata)
@@ -106,7 +111,7 @@ class Attempt:
                 yield first
                 if first.finish_reason:
                     return
-        async for output in self._decoded():
+        async for output in self._decoded(remaining_seconds):
             yield output
 
     async def cause(self, failure: WorkerCallFailed) -> WorkerCallFailed:
@@ -131,7 +136,12 @@ class Attempt:
             WorkerCallFailed: the call failed, or D sent something else first.
         """
         start = self._cluster.clock()
-        message = _message(await self._calls.next())
+        event = await self._calls.next()
+        while self._is_streamed and event.message is not None and not event.message.HasField("accepted"):
+            # Messages of the stream and of the call are not ordered.
+            self._early.append(event)
+            event = await self._calls.next()
+        message = _message(event)
         if not message.HasField("accepted"):
             raise WorkerCallFailed(self._plan.decode, None)
         if self._plan.prefill is None:
@@ -167,15 +177,21 @@ class Attempt:
                 self._account.record_times(self._plan.placement, message, start)
                 return worker_pb2.SequenceOutput(tokens=message.tokens, finish_reason=message.finish_reason)
 
-    async def _decoded(self) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
+    async def _decoded(
+        self, remaining_seconds: Callable[[], float]
+    ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
         """Yield D's outputs.
 
         D's first message proves that the blocks have arrived: a failure of P after it is ignored.
         """
         num_left = len(self._group.answers)
         has_blocks = self._plan.prefill is None
+        has_ended = False
         while True:
-            event = self._early.popleft() if self._early else await self._calls.next()
+            event = await self._next_decoded(remaining_seconds() if has_ended else None)
+            if self._is_streamed and event.worker is self._plan.decode and event.is_end:
+                has_ended = True
+                continue
             if event.worker is self._plan.prefill:
                 if event.error is not None and not has_blocks:
                     raise WorkerCallFailed(event.worker, event.error)
@@ -196,6 +212,20 @@ class Attempt:
                 yield output
             if not num_left:
                 return
+
+    async def _next_decoded(self, seconds: float | None) -> Event:
+        """Return the next event, after at most some seconds if they are limited.
+
+        Raises:
+            WorkerCallFailed: there was none.
+        """
+        if self._early:
+            return self._early.popleft()
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._calls.next()
+        except TimeoutError:
+            raise WorkerCallFailed(self._plan.decode, None) from None
 
     async def _finish_calls(self) -> None:
         """Wait up to ``CALL_END_SECONDS`` for the worker calls to end after D's last message.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2_grpc
 from quire.kvtransfer.channels import CHANNEL_OPTIONS
 from quire.kvtransfer.proof import Caller, Peer
 from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.services.router.output_stream import OutputStream
 from quire.services.server.tls import Connect
 
 
@@ -21,15 +22,19 @@ def worker_stub(channel: grpc.aio.Channel | Peer) -> worker_pb2_grpc.WorkerServi
 
 @dataclass(eq=False, slots=True)
 class WorkerConnection:
-    """A channel to a worker and its stubs."""
+    """A channel to a worker, its stubs, and the stream of outputs that comes over it."""
 
     channel: grpc.aio.Channel
     stub: worker_pb2_grpc.WorkerServiceStub
     health: health_pb2_grpc.HealthStub
     peer: Peer | None = None
     """Set once the worker has proved its identity; ``stub`` then signs its calls."""
+    outputs: OutputStream = field(init=False)
     is_doubted: bool = False
     """Whether another process may have answered a call: probe the address again even if the lease is live."""
+
+    def __post_init__(self) -> None:
+        self.outputs = OutputStream(self)
 
     @classmethod
     def to(cls, address: str, connect: Connect) -> WorkerConnection:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 import grpc
 
 from quire.protos import worker_pb2
+from quire.services.router.output_stream import OutputStream
 from quire.services.router.worker import Worker
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.log import get_logger
 
-QUEUE_SIZE = 16
-"""Number of messages that may wait for a slow client before gRPC's flow control stops the worker."""
+MAX_JOINED_TOKENS = 1024
+"""Number of tokens from which a message to a client takes no more: with 20 logprobs each they take 0.2 MB."""
 ABORT_SECONDS = 1.0
 
 _log = get_logger("router")
@@ -33,6 +35,12 @@ class Event(NamedTuple):
     worker: Worker
     message: Any = None
     error: grpc.aio.AioRpcError | None = None
+    ends_call: bool = False
+
+    @property
+    def is_end(self) -> bool:
+        """Whether the call has ended without an error."""
+        return self.message is None and self.error is None
 
 
 class _RunningCall(NamedTuple):
@@ -42,14 +50,29 @@ class _RunningCall(NamedTuple):
 
 
 class WorkerCalls:
-    """Runs the worker calls of one attempt; on exit, calls that have not ended are aborted."""
+    """Runs the worker calls of one attempt; on exit, calls that have not ended are aborted.
+
+    Its events are not limited in number, since a stream carries the outputs of many requests and must not
+    wait for one of them. An answer's maximum length limits them, and so does the time within which a client
+    has to read.
+    """
 
     def __init__(self, sequence_id: str, attempt: int, spawn: Spawn) -> None:
         self._sequence_id = sequence_id
         self._attempt = attempt
         self._spawn = spawn
-        self._events: asyncio.Queue[Event] = asyncio.Queue(QUEUE_SIZE)
+        self._events: deque[Event] = deque()
+        self._has_event = asyncio.Event()
         self._running: dict[str, _RunningCall] = {}
+        self._subscriptions: list[tuple[OutputStream, worker_pb2.OutputChannel]] = []
+
+    def subscribe(self, worker: Worker) -> worker_pb2.OutputChannel | None:
+        """Return a channel whose outputs become events, or None if the worker's stream is not open yet."""
+        stream = worker.connection.outputs
+        channel = stream.subscribe(_Subscription(worker, self._add))
+        if channel is not None:
+            self._subscriptions.append((stream, channel))
+        return channel
 
     def start(self, worker: Worker, call: Any) -> None:
         """Begin to read the messages of a streaming call to a worker."""
@@ -62,11 +85,35 @@ class WorkerCalls:
         return len(self._running)
 
     async def next(self) -> Event:
-        """Wait for and return the next event of any worker call."""
-        event = await self._events.get()
-        if event.message is None:
+        """Wait for and return the next event of any worker call; outputs that have come are joined."""
+        while not self._events:
+            self._has_event.clear()
+            await self._has_event.wait()
+        event = self._events.popleft()
+        if event.ends_call:
             self._running.pop(event.worker.worker_id)
+        elif _has_only_outputs(event) and self._events and _has_only_outputs(self._events[0]):
+            return self._joined(event)
         return event
+
+    def _joined(self, event: Event) -> Event:
+        """Return an event with the outputs of this one and of those that follow, one of each sequence."""
+        outputs: dict[int, worker_pb2.SequenceOutput] = {}
+        num_tokens = 0
+        while True:
+            for output in event.message.outputs:
+                num_tokens += len(output.tokens)
+                if (earlier := outputs.setdefault(output.index, output)) is not output:
+                    num_accepted = earlier.num_accepted_draft_tokens + output.num_accepted_draft_tokens
+                    earlier.MergeFrom(output)
+                    earlier.num_accepted_draft_tokens = num_accepted
+            if num_tokens >= MAX_JOINED_TOKENS or not (self._events and _has_only_outputs(self._events[0])):
+                return Event(event.worker, worker_pb2.DecodeResponse(outputs=outputs.values()))
+            event = self._events.popleft()
+
+    def _add(self, event: Event) -> None:
+        self._events.append(event)
+        self._has_event.set()
 
     async def __aenter__(self) -> WorkerCalls:
         return self
@@ -77,6 +124,8 @@ class WorkerCalls:
             each.pump.cancel()
             # Cancelling the stream has the same effect, but the worker does not confirm it.
             self._spawn(self._abort(each.worker))
+        for stream, channel in self._subscriptions:
+            stream.unsubscribe(channel)
         await asyncio.gather(*(each.pump for each in self._running.values()), return_exceptions=True)
 
     async def _pump(self, worker: Worker, call: Any) -> None:
@@ -84,12 +133,12 @@ class WorkerCalls:
             with closed_channel_errors():
                 await worker.connection.check(call)
                 async for message in call:
-                    await self._events.put(Event(worker, message))
-            await self._events.put(Event(worker))
+                    self._add(Event(worker, message))
+            self._add(Event(worker, ends_call=True))
         except ChannelClosedError:
-            await self._events.put(Event(worker, error=connection_lost()))
+            self._add(Event(worker, error=connection_lost(), ends_call=True))
         except grpc.aio.AioRpcError as error:
-            await self._events.put(Event(worker, error=error))
+            self._add(Event(worker, error=error, ends_call=True))
 
     async def _abort(self, worker: Worker) -> None:
         request = worker_pb2.AbortRequest(sequence_ids=[self._sequence_id], attempt=self._attempt)
@@ -99,3 +148,25 @@ class WorkerCalls:
         except (grpc.aio.AioRpcError, ChannelClosedError) as error:
             # A worker that does not answer either notices the lost connection or is dead.
             _log.debug("abort_failed", worker=worker.worker_id, error=error)
+
+
+class _Subscription:
+    """Turns what a stream carries for one decode into events."""
+
+    def __init__(self, worker: Worker, add: Callable[[Event], None]) -> None:
+        self._worker = worker
+        self._add = add
+
+    def receive(self, output: worker_pb2.SequenceOutput) -> None:
+        """Take an output of the decode."""
+        self._add(Event(self._worker, worker_pb2.DecodeResponse(outputs=(output,))))
+
+    def lose(self, error: grpc.aio.AioRpcError) -> None:
+        """Learn that no more outputs will come; the call itself may still run."""
+        self._add(Event(self._worker, error=error))
+
+
+def _has_only_outputs(event: Event) -> bool:
+    """Return whether the event is a message of a decode, without the facts with which a decode begins."""
+    message = event.message
+    return isinstance(message, worker_pb2.DecodeResponse) and not message.HasField("accepted")

@@ -108,6 +108,7 @@ class GrpcServer:
         self._health = health_servicer
         self._service_names = service_names
         self._grace_seconds = grace_seconds
+        self._before_end: list[Callable[[], None]] = []
         self.port = port
         self.address = f"{host}:{port}"
 
@@ -133,7 +134,13 @@ class GrpcServer:
         await self._health.enter_graceful_shutdown()
         if stop is not None:
             await _drain(stop, deadline)
+        for call in self._before_end:
+            call()
         await self._server.stop(max(0.0, deadline - loop.time()))
+
+    def call_before_end(self, function: Callable[[], None]) -> None:
+        """Call a function after the drain, to end the calls that would not end by themselves."""
+        self._before_end.append(function)
 
     async def _set_health(self, status: Any) -> None:
         for name in ("", *self._service_names):

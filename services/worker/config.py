@@ -94,6 +94,15 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         Panel.PROCESS,
         minimum=1.0,
     )
+    stream_interval: float = setting(
+        0.05,
+        "--stream-interval",
+        "Longest time that a worker holds back tokens to send several in one message; it is shorter with few "
+        "requests. 0 sends each token at once.",
+        Panel.PROCESS,
+        minimum=0.0,
+        maximum=1.0,
+    )
     num_sharing_gpu: int = 1
     cpus: tuple[int, ...] | None = None
     worker_id: str | None = None

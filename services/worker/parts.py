@@ -12,6 +12,7 @@ from quire.kvtransfer.metrics import TransferMetrics
 from quire.services.worker.drain import Drain
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.metrics import PromptMetrics
+from quire.services.worker.output_streams import OutputStreams
 from quire.services.worker.prefix_pull import PrefixPuller
 from quire.services.worker.running_requests import RunningRequests
 from quire.services.worker.sequence_reader import SequenceReader
@@ -25,6 +26,7 @@ class WorkerParts:
         address: returns the host:port at which others reach this worker; known once the server is bound.
         reader: turns the router's sequences into the engine's.
         channels: the connections to other workers.
+        outputs: the streams in which routers get the outputs of their decodes.
         puller: fills the prefix cache from other workers.
     """
 
@@ -35,6 +37,7 @@ class WorkerParts:
     reader: SequenceReader
     requests: RunningRequests
     drain: Drain
+    outputs: OutputStreams
     channels: ChannelPool
     puller: PrefixPuller
     transfers: TransferMetrics

@@ -56,7 +56,9 @@ class RunningRequests:
         try:
             with self._tracer.span(role, context.invocation_metadata()) as span, known_errors(sequence):
                 span.set(quire__sequence_id=sequence_id, quire__attempt=message.attempt)
-                yield Running(self._engine.subscribe(attempt_id), RequestPhases(self._phases, span))
+                updates = Updates()
+                self._engine.subscribe(attempt_id, updates.put)
+                yield Running(updates, RequestPhases(self._phases, span))
         finally:
             self._engine.unsubscribe(attempt_id)
             with suppress(EngineStoppedError):

@@ -28,12 +28,17 @@ class Prefill(Protocol):
 
 
 class Decode(Protocol):
-    """The call of the decode service."""
+    """The calls of the decode service."""
 
     def decode(
         self, request: worker_pb2.DecodeRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
         """Generate from a prompt whose blocks are pushed here, or computed here."""
+
+    def stream_outputs(
+        self, request: worker_pb2.StreamOutputsRequest
+    ) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
+        """Send the outputs of all decodes that name this stream."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -62,6 +67,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
         """Generate from a prompt whose blocks are pushed here, or computed here."""
         async with aclosing(self._decode.decode(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def StreamOutputs(
+        self, request: worker_pb2.StreamOutputsRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
+        """Send the outputs of all decodes that name this stream."""
+        async with aclosing(self._decode.stream_outputs(request)) as responses:
             async for response in responses:
                 yield response
 

@@ -49,6 +49,7 @@ from quire.services.worker.metrics import (
     StepMetrics,
     ask_for_snapshot,
 )
+from quire.services.worker.output_streams import OutputStreams
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.pool_source import PoolSource
 from quire.services.worker.prefix_pull import PrefixPuller
@@ -190,6 +191,7 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
         reader=reader,
         requests=RunningRequests(engine, drain, prompts.phases, tracer),
         drain=drain,
+        outputs=OutputStreams(config.stream_interval),
         channels=channels,
         puller=PrefixPuller(engine, memory, identity.layout, block_hash, channels, pulls),
         transfers=TransferMetrics(start.registry),

@@ -47,6 +47,13 @@ def accept(sequence: Sequence) -> Callable[[Engine], int]:
     return lambda engine: engine.transfers.accept(sequence)
 
 
+def subscribed(thread: EngineThread, attempt_id: str) -> asyncio.Queue[SequenceUpdate | Exception]:
+    """Return a queue with the updates of a request."""
+    updates: asyncio.Queue[SequenceUpdate | Exception] = asyncio.Queue()
+    thread.subscribe(attempt_id, updates.put_nowait)
+    return updates
+
+
 async def finished(updates: asyncio.Queue[SequenceUpdate | Exception]) -> None:
     """Wait until a request has finished."""
     while True:
@@ -80,7 +87,7 @@ async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(
 ) -> None:
     thread = EngineThread(engine)
     thread.start()
-    cached, running = thread.subscribe("cached"), thread.subscribe("running")
+    cached, running = subscribed(thread, "cached"), subscribed(thread, "running")
     await thread.call(lambda e: e.add_request(prompt("cached", 2, 12)))
     await finished(cached)
 
@@ -138,7 +145,7 @@ async def test_a_failed_step_ends_everything_that_waits(engine: Engine, runner: 
     failures: list[EngineStoppedError] = []
     thread = EngineThread(engine, on_failure=failures.append)
     thread.start()
-    updates = thread.subscribe("first")
+    updates = subscribed(thread, "first")
     for name in ("first", "second"):
         await thread.call(accept(prompt(name, 2, 24)))
     assert await thread.call_back(reserve("first"))
@@ -189,7 +196,7 @@ async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(
     failures: list[EngineStoppedError] = []
     thread = EngineThread(engine, on_failure=failures.append, watch=StepWatch(0.1))
     thread.start()
-    updates = thread.subscribe("running")
+    updates = subscribed(thread, "running")
     for name in ("first", "second"):
         await thread.call(accept(prompt(name, 2, 24)))
     assert await thread.call_back(reserve("first"))

@@ -18,7 +18,6 @@ from quire.services.prefill.calls import PrefillCalls
 from quire.services.server.grpc_server import Service, grpc_server
 from quire.services.worker.drain import Drain
 from quire.services.worker.parts import WorkerParts
-from quire.services.worker.updates import Updates
 
 LAYOUT = KvLayout(1, 1, 16, 8, "float32", "tiny", "float32", "cpu")
 NUM_TOKENS = 2 * LAYOUT.block_size
@@ -41,8 +40,8 @@ class Receiver(kvtransfer_pb2_grpc.KvTransferServiceServicer):
 class QuickEngine:
     """Has drawn the first token before its caller hears that the sequence was added."""
 
-    def __init__(self, updates: Updates) -> None:
-        self.subscribe = Mock(return_value=updates)
+    def __init__(self) -> None:
+        self.subscribe = Mock()
         self.is_subscribed = Mock(return_value=False)
         self.unsubscribe = self.post = Mock()
 
@@ -62,7 +61,7 @@ async def pushed(make_parts: Callable[..., WorkerParts], seconds: float | None) 
         channels = ChannelPool()
         parts = make_parts(
             identity=Mock(vocab_size=100, layout=LAYOUT, root_hash=lambda scope: bytes(16)),
-            engine=QuickEngine(asyncio.Queue()),
+            engine=QuickEngine(),
             memory=Mock(shape=LAYOUT),
             channels=channels,
             drain=Drain(Mock()),

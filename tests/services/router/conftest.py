@@ -96,6 +96,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.pause_before_token: int | None = None
         self.paused = asyncio.Event()
         self.ended = asyncio.Event()
+        self.streams: dict[str, asyncio.Queue[worker_pb2.StreamOutputsResponse | None]] = {}
+        """The open streams of outputs, by id; None ends one."""
         self.server: GrpcServer
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:
@@ -150,6 +152,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self.ended.set()
 
+    async def StreamOutputs(
+        self, request: worker_pb2.StreamOutputsRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.StreamOutputsResponse]:
+        messages = self.streams[request.stream_id] = asyncio.Queue()
+        yield worker_pb2.StreamOutputsResponse()
+        while (message := await messages.get()) is not None:
+            yield message
+        del self.streams[request.stream_id]
+
     async def Decode(
         self, request: worker_pb2.DecodeRequest, context: Any
     ) -> AsyncIterator[worker_pb2.DecodeResponse]:
@@ -181,12 +192,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 tokens = [
                     self.script.token(position + count, i) for i in range(num_sequences(request.sequence))
                 ]
-                yield worker_pb2.DecodeResponse(
-                    outputs=[
-                        worker_pb2.SequenceOutput(index=index, tokens=[token], finish_reason=reason)
-                        for index, token in enumerate(tokens)
+                outputs = [
+                    worker_pb2.SequenceOutput(index=index, tokens=[token], finish_reason=reason)
+                    for index, token in enumerate(tokens)
+                ]
+                channel = request.output_channel
+                if (stream := self.streams.get(channel.stream_id)) is None:
+                    yield worker_pb2.DecodeResponse(outputs=outputs)
+                else:
+                    others = [
+                        worker_pb2.ChannelOutput(channel=channel.channel, output=output) for output in outputs
                     ]
-                )
+                    stream.put_nowait(worker_pb2.StreamOutputsResponse(others=others))
                 if reason:
                     return
         finally:

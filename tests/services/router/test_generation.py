@@ -70,7 +70,6 @@ async def test_one_prefill_one_decode(pair: Any) -> None:
     assert ids_of(responses) == pair.script.answer
     assert [r.request_id for r in responses] == ["test"] + [""] * (len(responses) - 1)
     assert [bool(r.finish_reason) for r in responses] == [False] * (len(responses) - 1) + [True]
-    assert len(responses) == len(pair.script.answer)
     last = responses[-1]
     assert last.finish_reason == pb.FINISH_REASON_STOP
     usage = last.usage
@@ -223,8 +222,8 @@ async def test_a_lost_decode_continues_elsewhere_without_repetition(pair: Any, f
     (other,) = [w for w in callers(pair, "decode") if w is not chosen]
     sequence = other.calls[0].sequence
     prompt = (await stub.Tokenize(pb.TokenizeRequest(text=PROMPT))).token_ids
-    # The two calls are not ordered: the loss may overtake the prefill worker's first token.
-    assert sequence.num_output_tokens in (0, 4)
+    # The calls and the stream of outputs are not ordered: the loss may overtake any of the tokens.
+    assert sequence.num_output_tokens in range(5)
     assert list(sequence.token_ids) == [*prompt, *pair.script.answer[: sequence.num_output_tokens]]
     assert sequence.attempt == 1
     assert sequence.stopping.max_tokens == 64 - len(prompt)

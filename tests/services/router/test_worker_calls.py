@@ -1,18 +1,18 @@
-"""The worker calls of one attempt: their events, the wait for a slow client, and how they are ended."""
+"""The worker calls of one attempt: their events, what a slow client gets, and how they are ended."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
 
-from quire.protos import worker_pb2
+from quire.protos import inference_pb2, worker_pb2
 from quire.services.router.worker import Worker, WorkerConnection
-from quire.services.router.worker_calls import QUEUE_SIZE, WorkerCalls
+from quire.services.router.worker_calls import MAX_JOINED_TOKENS, WorkerCalls
 
 WAIT_SECONDS = 5.0
 
@@ -21,12 +21,28 @@ def rpc_error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "scripted", "")
 
 
+class Outputs:
+    """A stream of outputs that is open, and keeps its subscriber."""
+
+    def __init__(self) -> None:
+        self.receiver: Any = None
+        self.unsubscribed: list[worker_pb2.OutputChannel] = []
+
+    def subscribe(self, receiver: Any) -> worker_pb2.OutputChannel:
+        self.receiver = receiver
+        return worker_pb2.OutputChannel(stream_id="s", channel=1)
+
+    def unsubscribe(self, channel: worker_pb2.OutputChannel) -> None:
+        self.unsubscribed.append(channel)
+
+
 class Connection:
     """A connection to a worker, which is its own stub and keeps the aborts that it is sent."""
 
     def __init__(self) -> None:
         self.stub = self
         self.aborts: list[worker_pb2.AbortRequest] = []
+        self.outputs = Outputs()
         self.stranger: Exception | None = None
         self.abort_error: Exception | None = None
 
@@ -41,17 +57,24 @@ class Connection:
 
 
 class Call:
-    """A stream of numbers that ends, fails, or waits for ever."""
+    """A stream of numbers, or of given messages, that ends, fails, or waits for ever."""
 
-    def __init__(self, count: int, error: Exception | None = None, *, is_endless: bool = False) -> None:
-        self._count, self._error, self._is_endless = count, error, is_endless
+    def __init__(
+        self,
+        count: int,
+        error: Exception | None = None,
+        *,
+        is_endless: bool = False,
+        messages: Sequence[Any] = (),
+    ) -> None:
+        self._messages, self._error, self._is_endless = messages or range(count), error, is_endless
         self.num_read = 0
         self.is_cancelled = False
 
-    async def __aiter__(self) -> AsyncIterator[int]:
-        for number in range(self._count):
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for message in self._messages:
             self.num_read += 1
-            yield number
+            yield message
         if self._error is not None:
             raise self._error
         if self._is_endless:
@@ -113,17 +136,62 @@ async def test_a_call_runs_until_its_end_was_seen(setup: Setup) -> None:
                 await setup.next()
 
 
-async def test_a_worker_waits_for_a_slow_client(setup: Setup) -> None:
-    call = Call(10 * QUEUE_SIZE)
+def output(index: int, *token_ids: int, num_accepted: int = 0, reason: int = 0) -> worker_pb2.SequenceOutput:
+    tokens = [worker_pb2.SampledToken(token_id=token_id) for token_id in token_ids]
+    return worker_pb2.SequenceOutput(
+        index=index,
+        tokens=tokens,
+        num_accepted_draft_tokens=num_accepted,
+        finish_reason=cast(inference_pb2.FinishReason, reason),
+    )
+
+
+async def test_a_slow_client_gets_the_outputs_that_have_come_in_one_message(setup: Setup) -> None:
+    accepted = worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted(num_cached_tokens=3))
+    outputs = [
+        output(0, 5, num_accepted=1),
+        output(1, 6),
+        output(0, 7, 8, num_accepted=2),
+        output(1, 9, reason=inference_pb2.FINISH_REASON_STOP),
+    ]
+    call = Call(0, messages=[accepted, *(worker_pb2.DecodeResponse(outputs=[each]) for each in outputs)])
+    worker = setup.worker("a")[0]
+    async with setup.calls as calls:
+        calls.start(worker, call)
+        events = [await setup.next() for _ in range(3)]
+    assert [event[1] for event in events] == [
+        accepted,
+        worker_pb2.DecodeResponse(
+            outputs=[
+                output(0, 5, 7, 8, num_accepted=3),
+                output(1, 6, 9, reason=inference_pb2.FINISH_REASON_STOP),
+            ]
+        ),
+        None,
+    ]
+
+
+async def test_a_message_takes_a_limited_number_of_tokens(setup: Setup) -> None:
+    tokens = range(MAX_JOINED_TOKENS + 1)
+    call = Call(0, messages=[worker_pb2.DecodeResponse(outputs=[output(0, token)]) for token in tokens])
     async with setup.calls as calls:
         calls.start(setup.worker("a")[0], call)
-        for _ in range(20 * QUEUE_SIZE):
-            await asyncio.sleep(0)
-        assert call.num_read == QUEUE_SIZE + 1
-        await setup.next()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert call.num_read == QUEUE_SIZE + 2
+        messages = [(await setup.next())[1] for _ in range(2)]
+    assert [len(message.outputs[0].tokens) for message in messages] == [MAX_JOINED_TOKENS, 1]
+
+
+async def test_outputs_of_a_stream_become_events_until_the_attempt_ends(setup: Setup) -> None:
+    worker, connection = setup.worker("a")
+    async with setup.calls as calls:
+        channel = calls.subscribe(worker)
+        assert channel == worker_pb2.OutputChannel(stream_id="s", channel=1)
+        connection.outputs.receiver.receive(output(0, 5))
+        assert (await setup.next())[1] == worker_pb2.DecodeResponse(outputs=[output(0, 5)])
+        lost = rpc_error(grpc.StatusCode.UNAVAILABLE)
+        connection.outputs.receiver.lose(lost)
+        assert await setup.next() == ("a", None, lost)
+        assert connection.outputs.unsubscribed == []
+    assert connection.outputs.unsubscribed == [channel]
 
 
 async def test_leaving_cancels_and_aborts_what_has_not_ended(setup: Setup) -> None:

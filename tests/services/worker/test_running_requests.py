@@ -33,9 +33,8 @@ class Engine:
     def is_subscribed(self, attempt_id: str) -> bool:
         return attempt_id in self.subscribed
 
-    def subscribe(self, attempt_id: str) -> asyncio.Queue[Any]:
+    def subscribe(self, attempt_id: str, receive: Any) -> None:
         self.subscribed.add(attempt_id)
-        return asyncio.Queue()
 
     def unsubscribe(self, attempt_id: str) -> None:
         self.subscribed.discard(attempt_id)

@@ -10,7 +10,7 @@ from quire.engine.engine_thread import EngineFailedError
 from quire.engine.request_errors import RequestFailedError
 from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
 from quire.sampling.params import SamplingParams
-from quire.services.worker.updates import MAX_BATCH, Updates, next_update, next_updates
+from quire.services.worker.updates import MAX_BATCH, Updates
 
 SEQUENCE = Sequence("r#0", [5], 1, SamplingParams(), b"")
 
@@ -20,15 +20,15 @@ def update(number: int, error: RequestFailedError | None = None) -> SequenceUpda
 
 
 def queue(*items: SequenceUpdate | Exception) -> Updates:
-    updates: Updates = asyncio.Queue()
+    updates = Updates()
     for item in items:
-        updates.put_nowait(item)
+        updates.put(item)
     return updates
 
 
 async def test_a_slow_reader_gets_several_steps_at_once_and_none_is_lost() -> None:
     updates = queue(*map(update, range(2 * MAX_BATCH + 3)))
-    batches = [await next_updates(updates) for _ in range(3)]
+    batches = [await updates.next_batch() for _ in range(3)]
     assert [len(batch) for batch in batches] == [MAX_BATCH, MAX_BATCH, 3]
     numbers = [each.num_computed_tokens for batch in batches for each in batch]
     assert numbers == list(range(2 * MAX_BATCH + 3))
@@ -36,10 +36,10 @@ async def test_a_slow_reader_gets_several_steps_at_once_and_none_is_lost() -> No
 
 async def test_a_fast_reader_waits_for_one() -> None:
     updates = queue()
-    reading = asyncio.create_task(next_updates(updates))
+    reading = asyncio.create_task(updates.next_batch())
     await asyncio.sleep(0)
     assert not reading.done()
-    updates.put_nowait(update(7))
+    updates.put(update(7))
     assert [each.num_computed_tokens for each in await reading] == [7]
 
 
@@ -52,8 +52,20 @@ async def test_a_fast_reader_waits_for_one() -> None:
 )
 async def test_an_error_ends_the_request(last: SequenceUpdate | Exception, kind: type[Exception]) -> None:
     updates = queue(update(0), last)
-    assert (await next_update(updates)).num_computed_tokens == 0
+    assert (await updates.next()).num_computed_tokens == 0
     with pytest.raises(kind):
-        await next_update(updates)
+        await updates.next()
     with pytest.raises(kind):
-        await next_updates(queue(update(0), last))
+        await queue(update(0), last).next_batch()
+
+
+async def test_what_waits_is_passed_on_before_what_comes_later() -> None:
+    updates = queue(update(0), update(1))
+    taken: list[SequenceUpdate | Exception] = []
+    updates.pass_on(taken.append)
+    updates.put(update(2))
+    failure = EngineFailedError("CUDA error")
+    updates.put(failure)
+    *numbered, last = taken
+    assert [each.num_computed_tokens for each in numbered if isinstance(each, SequenceUpdate)] == [0, 1, 2]
+    assert last is failure

@@ -81,7 +81,8 @@ async def test_a_streamed_chat(client: AsyncOpenAI) -> None:
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].usage is not None
     num_roles = 2
-    assert chunks[-1].usage.completion_tokens == len(chunks[:-1]) - num_roles
+    # A chunk has the tokens of several steps if they come faster than they are sent.
+    assert chunks[-1].usage.completion_tokens >= len(chunks[:-1]) - num_roles
 
 
 async def test_the_stream_helper_collects_the_same_answer(client: AsyncOpenAI) -> None:

@@ -1,0 +1,203 @@
+"""The CPU time that a streamed token takes between the engine and the client.
+
+    python -m quire.benchmarks.token_path [--clients 1,16,64] [--tokens 200] [--rounds 3]
+
+A local stack with one worker serves the demo model; each client streams one answer, over gRPC or over HTTP.
+``router`` is the CPU time of the router's process, ``worker`` that of the worker's event loop, which is its
+main thread. ``messages`` is the number of messages that a client gets for each token: below 1, tokens of
+several steps share a message because the router or the client is slower than the engine. ``bare`` is what a
+stream of equal messages costs a gRPC server that does nothing else, with one message for each token.
+The values are medians over the rounds. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import aiohttp
+import grpc.aio
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from quire.protos import inference_pb2 as pb
+from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
+
+PROMPT = [5, 6, 7, 8]
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+BARE_MESSAGES = 300
+
+Stream = Callable[[int], Awaitable[int]]
+"""Streams an answer of a number of tokens, and returns the number of messages."""
+
+
+class Cost(NamedTuple):
+    """What one round took."""
+
+    tokens_per_second: float
+    messages_per_token: float
+    router_microseconds: float
+    worker_microseconds: float
+
+
+def cpu_seconds(stat: Path) -> float:
+    """Return the CPU time of a process or a thread, from its ``stat`` file in ``/proc``."""
+    fields = stat.read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+
+
+async def measure(stack: RunningStack, stream: Stream, num_clients: int, num_tokens: int) -> Cost:
+    """Let clients stream one answer each, and return what that took."""
+    router, worker = stack.router.process.pid, next(iter(stack.workers.values())).process.pid
+    stats = [Path(f"/proc/{router}/stat"), Path(f"/proc/{worker}/task/{worker}/stat")]
+    before, start = [cpu_seconds(stat) for stat in stats], time.perf_counter()
+    num_messages = sum(await asyncio.gather(*(stream(num_tokens) for _ in range(num_clients))))
+    seconds, total = time.perf_counter() - start, num_clients * num_tokens
+    used = [1e6 * (cpu_seconds(stat) - earlier) / total for stat, earlier in zip(stats, before, strict=True)]
+    return Cost(total / seconds, num_messages / total, *used)
+
+
+def over_grpc(channel: grpc.aio.Channel) -> Stream:
+    """Return what streams an answer over gRPC."""
+    stub = pb_grpc.GenerationServiceStub(channel)
+
+    async def stream(num_tokens: int) -> int:
+        generation = pb.Generation(
+            token_ids=pb.TokenIds(ids=PROMPT),
+            stopping=pb.StoppingParams(max_tokens=num_tokens, ignore_eos=True),
+        )
+        request = pb.GenerateStreamRequest(generation=generation)
+        return len([message async for message in stub.GenerateStream(request)])
+
+    return stream
+
+
+def over_http(session: aiohttp.ClientSession, url: str) -> Stream:
+    """Return what streams an answer over HTTP."""
+
+    async def stream(num_tokens: int) -> int:
+        body = {"prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
+        async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:
+            response.raise_for_status()
+            return (await response.read()).count(b"data: {")
+
+    return stream
+
+
+async def bare_microseconds(num_streams: int) -> float:
+    """Return the CPU time per message of a gRPC server in a process of its own, which only sends them."""
+    here, there = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=_serve_bare, args=(there,), daemon=True)
+    process.start()
+    try:
+        port = await asyncio.to_thread(here.recv)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_stream("/bare/Stream", _unchanged, _unchanged)
+
+            async def read() -> int:
+                return len([message async for message in call(b"")])
+
+            stat = Path(f"/proc/{process.pid}/stat")
+            before = cpu_seconds(stat)
+            num_messages = sum(await asyncio.gather(*(read() for _ in range(num_streams))))
+            return 1e6 * (cpu_seconds(stat) - before) / num_messages
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _unchanged(message: bytes) -> bytes:
+    return message
+
+
+def _serve_bare(pipe: Connection) -> None:
+    message = pb.GenerateStreamResponse(text=" token", token_ids=[1234]).SerializeToString()
+
+    async def send(request: bytes, context: Any) -> None:
+        for _ in range(BARE_MESSAGES):
+            await context.write(message)
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        handlers = {"Stream": grpc.unary_stream_rpc_method_handler(send)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        pipe.send(port)
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+async def streams(stack: RunningStack) -> AsyncIterator[tuple[str, Stream]]:
+    """Yield the name of each API and what streams over it."""
+    async with grpc.aio.insecure_channel(stack.address) as channel:
+        yield "gRPC", over_grpc(channel)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield "HTTP", over_http(session, f"http://{stack.http_address}")
+
+
+async def run(numbers: Sequence[int], num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
+    """Start the stack and return a row for each API and number of clients."""
+    rows = []
+    config = LocalStackConfig(num_prefill=0, num_decode=1, router=RouterConfig(port=0, http_port=0))
+    with local_stack(config) as stack:
+        bare = {number: await bare_microseconds(number) for number in numbers}
+        async for name, stream in streams(stack):
+            for number in numbers:
+                # The first round warms up and does not count.
+                await measure(stack, stream, number, num_tokens)
+                costs = []
+                for _ in track(range(num_rounds), f"{name}, {number} clients", console=Console(stderr=True)):
+                    costs.append(await measure(stack, stream, number, num_tokens))
+                columns = map(median, zip(*costs, strict=True))
+                cost = dict(zip(Cost._fields, columns, strict=True))
+                bare_cost = bare[number] if name == "gRPC" else None
+                rows.append({"api": name, "clients": number, **cost, "bare_microseconds": bare_cost})
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table and the JSON line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.benchmarks.token_path",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--clients", default="1,16,64", help="numbers of clients (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of an answer (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    numbers = [int(number) for number in options.clients.split(",")]
+    rows = asyncio.run(run(numbers, options.tokens, options.rounds))
+    table = Table("API", "clients", "tokens/s", "messages", "router µs/token", "worker µs/token", "bare µs")
+    for row in rows:
+        bare = "" if row["bare_microseconds"] is None else f"{row['bare_microseconds']:.0f}"
+        table.add_row(
+            row["api"],
+            str(row["clients"]),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['messages_per_token']:.2f}",
+            f"{row['router_microseconds']:.0f}",
+            f"{row['worker_microseconds']:.0f}",
+            bare,
+        )
+    Console().print(table)
+    print(json.dumps({"benchmark": "token_path", "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

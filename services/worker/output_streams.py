@@ -1,0 +1,222 @@
+"""Sends the outputs of many decodes to their router in one stream, in few messages.
+
+A message costs the worker, the router and the client many times what a token costs them. So a stream rests
+after each message, and longer if it carries more decodes. The first output of a sequence and the last one do
+not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+
+from quire.engine.sequence import SequenceUpdate
+from quire.protos import worker_pb2
+from quire.services.server.errors import DRAINING, Aborted, AlreadyExists, Unavailable
+from quire.services.worker.convert import converting, outputs_to_proto
+from quire.services.worker.updates import Updates, checked
+
+REST_SECONDS_PER_DECODE = 0.005
+
+
+class CarriedDecode:
+    """A decode whose updates go into a stream."""
+
+    def __init__(self, stream: OutputStream, channel: int, num_sequences: int) -> None:
+        self.channel = channel
+        self._stream = stream
+        self._num_left = num_sequences
+        self._begun: set[int] = set()
+        """Indexes of the sequences that have an output."""
+        self._token_ids: list[int] = []
+        """Outputs of one token each that wait to be sent; they come before the others."""
+        self._others: list[worker_pb2.SequenceOutput] = []
+        self._error: Exception | None = None
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take(self, update: SequenceUpdate | Exception) -> None:
+        """Send an update; an exception ends the decode after what came before it."""
+        try:
+            self._add(checked(update))
+        except Exception as error:
+            self._error = self._error or error
+            self._stream.send(self, at_once=True)
+
+    def _add(self, update: SequenceUpdate) -> None:
+        is_last = update.status.is_finished
+        if not update.tokens and not is_last:
+            return
+        if _is_one_token(update) and not self._others:
+            self._token_ids.append(update.tokens[0].token_id)
+        else:
+            with converting():
+                self._others += outputs_to_proto([update])
+        self._num_left -= is_last
+        self._stream.send(self, at_once=is_last or update.sequence.index not in self._begun)
+        self._begun.add(update.sequence.index)
+
+    def move_to(self, message: worker_pb2.StreamOutputsResponse) -> None:
+        """Move what waits to be sent into a message."""
+        message.channels.extend([self.channel] * len(self._token_ids))
+        message.token_ids.extend(self._token_ids)
+        for output in self._others:
+            message.others.add(channel=self.channel, output=output)
+        self._token_ids, self._others = [], []
+
+    def sent(self) -> None:
+        """Learn that gRPC has taken a message, and end if nothing is left to send."""
+        if self._token_ids or self._others:
+            return
+        if self._error is not None:
+            self.fail(self._error)
+        elif not self._num_left and not self._end.done():
+            self._end.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """End the decode with an error now."""
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    async def ended(self) -> None:
+        """Return when all of the decode's sequences have ended and gRPC has taken their outputs.
+
+        Raises:
+            Exception: the decode has failed, or the stream has ended.
+        """
+        try:
+            await self._end
+        finally:
+            self._stream.drop(self)
+
+
+class OutputStream:
+    """The outputs of all decodes that name one stream.
+
+    Args:
+        max_rest_seconds: longest time between two messages that are not urgent.
+    """
+
+    def __init__(self, max_rest_seconds: float) -> None:
+        self._max_rest_seconds = max_rest_seconds
+        self._decodes: dict[int, CarriedDecode] = {}
+        self._waiting: dict[CarriedDecode, None] = {}
+        """The decodes that have something to send, in order."""
+        self._urgent: dict[CarriedDecode, None] = {}
+        self._is_resting = False
+        self._has_ended = False
+        self._wake = asyncio.Event()
+
+    def carry(
+        self, channel: int, num_sequences: int, first: Iterable[SequenceUpdate], updates: Updates
+    ) -> CarriedDecode:
+        """Send the first updates of a decode, those that wait, and all later ones.
+
+        Raises:
+            AlreadyExists: the channel is in use.
+        """
+        if channel in self._decodes:
+            raise AlreadyExists(f"channel {channel} of this stream of outputs is in use")
+        decode = self._decodes[channel] = CarriedDecode(self, channel, num_sequences)
+        for update in first:
+            decode.take(update)
+        updates.pass_on(decode.take)
+        return decode
+
+    def drop(self, decode: CarriedDecode) -> None:
+        """Send nothing more of a decode."""
+        self._decodes.pop(decode.channel, None)
+        self._waiting.pop(decode, None)
+        self._urgent.pop(decode, None)
+
+    def send(self, decode: CarriedDecode, *, at_once: bool) -> None:
+        """Send what waits in a decode: at once, or after the rest."""
+        self._waiting[decode] = None
+        if at_once:
+            self._urgent[decode] = None
+        if at_once or not self._is_resting:
+            self._wake.set()
+
+    async def messages(self) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
+        """Yield the messages as they come, until the stream is ended; the first is empty."""
+        yield worker_pb2.StreamOutputsResponse()
+        while not self._has_ended:
+            await self._wake.wait()
+            self._wake.clear()
+            decodes = list(self._urgent if self._is_resting else self._waiting)
+            if not decodes:
+                continue
+            if not self._is_resting:
+                self._rest()
+            message = worker_pb2.StreamOutputsResponse()
+            for decode in decodes:
+                self._waiting.pop(decode)
+                self._urgent.pop(decode, None)
+                decode.move_to(message)
+            yield message
+            for decode in decodes:
+                decode.sent()
+
+    def _rest(self) -> None:
+        seconds = min(self._max_rest_seconds, REST_SECONDS_PER_DECODE * len(self._decodes))
+        if seconds:
+            self._is_resting = True
+            asyncio.get_running_loop().call_later(seconds, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._is_resting = False
+        if self._waiting:
+            self._wake.set()
+
+    def end(self) -> None:
+        """End the stream and its decodes: nothing more reaches the router."""
+        self._has_ended = True
+        self._wake.set()
+        for decode in list(self._decodes.values()):
+            decode.fail(Aborted("the stream of outputs has ended", reason="OUTPUT_STREAM_ENDED"))
+
+
+class OutputStreams:
+    """The open streams of a worker, by the ids that routers chose for them."""
+
+    def __init__(self, max_rest_seconds: float) -> None:
+        self._max_rest_seconds = max_rest_seconds
+        self._streams: dict[str, OutputStream] = {}
+        self._is_closed = False
+
+    def find(self, stream_id: str) -> OutputStream | None:
+        """Return an open stream, or None if there is none of this id."""
+        return self._streams.get(stream_id)
+
+    async def serve(self, stream_id: str) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
+        """Open a stream and yield its messages; when the caller stops reading, its decodes end.
+
+        Raises:
+            AlreadyExists: a stream of this id is open.
+            Unavailable: the worker is stopping.
+        """
+        if self._is_closed:
+            raise Unavailable("this worker is stopping; use another", reason=DRAINING)
+        if stream_id in self._streams:
+            raise AlreadyExists("a stream of outputs of this id is open")
+        stream = self._streams[stream_id] = OutputStream(self._max_rest_seconds)
+        try:
+            async for message in stream.messages():
+                yield message
+        finally:
+            del self._streams[stream_id]
+            stream.end()
+
+    def close(self) -> None:
+        """End all streams, and refuse new ones: an open stream would hold up the end of the process."""
+        self._is_closed = True
+        for stream in self._streams.values():
+            stream.end()
+
+
+def _is_one_token(update: SequenceUpdate) -> bool:
+    """Return whether a request's only or first sequence got one token, and nothing else is to be told."""
+    return (
+        len(update.tokens) == 1
+        and update.tokens[0].logprobs is None
+        and not (update.status.is_finished or update.sequence.index or update.num_accepted_tokens)
+    )

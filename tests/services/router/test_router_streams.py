@@ -1,0 +1,114 @@
+"""Requests whose outputs come in their worker's stream: order, failures, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from quire.protos import inference_pb2 as pb
+from quire.protos import worker_pb2
+from quire.services.server.errors import Unavailable
+from tests.services.router.conftest import Cluster, FakeWorker
+from tests.services.router.test_generation import ids_of, stream
+
+WAIT_SECONDS = 10.0
+
+
+@pytest.fixture(params=["d", "p"], ids=["one worker", "two workers"])
+async def streaming(request: pytest.FixtureRequest, cluster: Cluster) -> tuple[Any, list[FakeWorker]]:
+    """Return a client, and two decode workers whose streams are open."""
+    decodes = [await cluster.add(name, "decode") for name in ("d1", "d2")]
+    if request.param == "p":
+        await cluster.add("p1", "prefill")
+    stub = await cluster.start()
+    async with asyncio.timeout(WAIT_SECONDS):
+        # A worker's first request opens its stream.
+        while not all(worker.streams for worker in decodes):
+            await asyncio.gather(*(stream(stub) for _ in range(4)))
+    for worker in decodes:
+        worker.calls.clear()
+    return stub, decodes
+
+
+def only_call(decodes: list[FakeWorker]) -> tuple[FakeWorker, worker_pb2.DecodeRequest]:
+    """Return the only decode since the streams were opened, and its worker."""
+    ((worker, call),) = [(worker, call) for worker in decodes for call in worker.calls]
+    return worker, call
+
+
+async def test_an_answer_comes_in_the_stream(streaming: Any, cluster: Cluster) -> None:
+    stub, decodes = streaming
+    responses = await stream(stub)
+    assert ids_of(responses) == cluster.script.answer
+    assert responses[-1].finish_reason == pb.FINISH_REASON_STOP
+    worker, call = only_call(decodes)
+    assert call.output_channel.stream_id in worker.streams
+
+
+async def test_a_call_that_ends_before_its_outputs_came_is_no_failure(
+    streaming: Any, cluster: Cluster
+) -> None:
+    stub, decodes = streaming
+    held: list[tuple[asyncio.Queue[Any], Any]] = []
+    for worker in decodes:
+        for stream_id, messages in worker.streams.items():
+            slow: Any = asyncio.Queue()
+            slow.put_nowait = lambda message, messages=messages: held.append((messages, message))
+            worker.streams[stream_id] = slow
+        worker.ended.clear()
+    answering = asyncio.create_task(stream(stub))
+    await asyncio.wait([asyncio.create_task(w.ended.wait()) for w in decodes], return_when="FIRST_COMPLETED")
+    for messages, message in held:
+        messages.put_nowait(message)
+    responses = await asyncio.wait_for(answering, WAIT_SECONDS)
+    assert ids_of(responses) == cluster.script.answer
+    assert responses[-1].usage.retries == 0
+
+
+@pytest.mark.parametrize("loses_call", [True, False], ids=["call lost", "stream lost"])
+async def test_what_is_lost_continues_on_the_other_worker(
+    streaming: Any, cluster: Cluster, loses_call: bool
+) -> None:
+    stub, decodes = streaming
+    for worker in decodes:
+        worker.pause_before_token = 2
+        worker.paused.clear()
+        worker.aborted.clear()
+    answering = asyncio.create_task(stream(stub))
+    await asyncio.wait([asyncio.create_task(w.paused.wait()) for w in decodes], return_when="FIRST_COMPLETED")
+    lost, _ = only_call(decodes)
+    (other,) = [worker for worker in decodes if worker is not lost]
+    other.pause_before_token = None
+    if loses_call:
+        await lost.server.stop()
+    else:
+        for messages in list(lost.streams.values()):
+            messages.put_nowait(None)
+    responses = await asyncio.wait_for(answering, WAIT_SECONDS)
+    assert ids_of(responses) == cluster.script.answer
+    assert responses[-1].usage.retries == 1
+    if not loses_call:
+        await asyncio.wait_for(lost.aborted.wait(), WAIT_SECONDS)
+
+
+async def test_a_stream_that_was_lost_is_opened_again(streaming: Any, cluster: Cluster) -> None:
+    stub, decodes = streaming
+    old = {stream_id for worker in decodes for stream_id in worker.streams}
+    for worker in decodes:
+        for messages in list(worker.streams.values()):
+            messages.put_nowait(None)
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not all(worker.streams.keys() - old for worker in decodes):
+            responses = await asyncio.gather(*(stream(stub) for _ in range(4)))
+            assert [ids_of(each) for each in responses] == [cluster.script.answer] * 4
+
+
+async def test_an_error_of_the_worker_is_not_hidden(streaming: Any, cluster: Cluster, fault: Any) -> None:
+    stub, decodes = streaming
+    for worker in decodes:
+        worker.fault = fault(1, Unavailable("killed"))
+    responses = await stream(stub)
+    assert ids_of(responses) == cluster.script.answer
+    assert responses[-1].usage.retries in (1, 2)

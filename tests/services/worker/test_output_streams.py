@@ -1,0 +1,197 @@
+"""Streams of outputs: what goes at once and what waits, order, errors, and the end of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.engine_thread import EngineFailedError
+from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
+from quire.protos import inference_pb2 as pb
+from quire.protos import worker_pb2
+from quire.sampling.params import SamplingParams
+from quire.services.server.errors import Aborted, AlreadyExists, ServiceError, Unavailable
+from quire.services.worker.output_streams import OutputStream, OutputStreams
+from quire.services.worker.updates import Updates
+
+NEVER = 1e6
+"""A rest, in seconds, that no test outlasts."""
+Messages = AsyncGenerator[worker_pb2.StreamOutputsResponse, None]
+
+
+def update(*token_ids: int, index: int = 0, is_last: bool = False, is_scored: bool = False) -> SequenceUpdate:
+    sequence = Sequence("r#0", [5], 1, SamplingParams(), b"", index=index)
+    status = SequenceStatus.FINISHED_LENGTH if is_last else SequenceStatus.DECODING
+    logprobs = TokenLogprobs(-0.5, []) if is_scored else None
+    tokens = [GeneratedToken(token_id, logprobs) for token_id in token_ids]
+    return SequenceUpdate(sequence, 0, tokens, status)
+
+
+def tokens_of(*messages: worker_pb2.StreamOutputsResponse) -> dict[tuple[int, int], list[int]]:
+    """Return the tokens of each channel and index, in order."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for message in messages:
+        for channel, token_id in zip(message.channels, message.token_ids, strict=True):
+            found.setdefault((channel, 0), []).append(token_id)
+        for other in message.others:
+            its = found.setdefault((other.channel, other.output.index), [])
+            its.extend(token.token_id for token in other.output.tokens)
+    return found
+
+
+@asynccontextmanager
+async def opened(stream: OutputStream) -> AsyncIterator[Messages]:
+    """Yield the messages of a stream after the first, which is empty."""
+    async with aclosing(stream.messages()) as messages:
+        assert await anext(messages) == worker_pb2.StreamOutputsResponse()
+        yield messages
+
+
+@pytest.fixture
+def resting() -> OutputStream:
+    """Return a stream that sends what is urgent, and the first message, and nothing else."""
+    stream = OutputStream(NEVER)
+    stream._is_resting = True
+    return stream
+
+
+async def test_the_first_output_and_the_last_go_at_once_and_the_others_wait(resting: OutputStream) -> None:
+    updates = Updates()
+    async with opened(resting) as messages:
+        decode = resting.carry(7, 1, [update(2)], updates)
+        ended = asyncio.create_task(decode.ended())
+        assert tokens_of(await anext(messages)) == {(7, 0): [2]}
+        reading = asyncio.create_task(anext(messages))
+        for token_id in (3, 4):
+            updates.put(update(token_id))
+            await asyncio.sleep(0)
+        assert not reading.done()
+        updates.put(update(5, is_last=True))
+        last = await reading
+        assert tokens_of(last) == {(7, 0): [3, 4, 5]}
+        assert [other.output.finish_reason for other in last.others] == [pb.FINISH_REASON_LENGTH]
+        await asyncio.sleep(0)
+        assert not ended.done(), "gRPC has not taken the last message"
+        reading = asyncio.create_task(anext(messages))
+        await ended
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_a_request_waits_for_no_other(resting: OutputStream) -> None:
+    updates = Updates()
+    async with opened(resting) as messages:
+        resting.carry(1, 1, [update(2)], updates)
+        await anext(messages)
+        reading = asyncio.create_task(anext(messages))
+        updates.put(update(3))
+        resting.carry(2, 1, [update(9)], Updates())
+        assert tokens_of(await reading) == {(2, 0): [9]}
+
+
+async def test_a_stream_that_does_not_rest_sends_each_token_when_it_comes() -> None:
+    stream, updates = OutputStream(0.0), Updates()
+    async with opened(stream) as messages:
+        stream.carry(1, 1, [update(2)], updates)
+        for token_id in (2, 3, 4):
+            assert tokens_of(await anext(messages)) == {(1, 0): [token_id]}
+            updates.put(update(token_id + 1))
+
+
+async def test_what_waits_goes_after_the_rest() -> None:
+    stream, updates = OutputStream(1e-3), Updates()
+    async with opened(stream) as messages:
+        stream.carry(1, 1, [update(2)], updates)
+        await anext(messages)
+        updates.put(update(3))
+        updates.put(update(4))
+        assert tokens_of(await asyncio.wait_for(anext(messages), 20)) == {(1, 0): [3, 4]}
+
+
+step = st.tuples(st.integers(0, 2), st.lists(st.integers(2, 99), min_size=1, max_size=3), st.booleans())
+
+
+@given(steps=st.lists(step, max_size=30), read_after=st.sets(st.integers(0, 30)))
+def test_each_sequence_keeps_its_order(
+    steps: list[tuple[int, list[int], bool]], read_after: set[int]
+) -> None:
+    async def run() -> None:
+        stream, updates = OutputStream(0.0), Updates()
+        received: list[worker_pb2.StreamOutputsResponse] = []
+        expected: dict[tuple[int, int], list[int]] = {}
+        async with opened(stream) as messages:
+            stream.carry(1, 3, [], updates)
+            for at, (index, token_ids, is_scored) in enumerate(steps):
+                updates.put(update(*token_ids, index=index, is_scored=is_scored))
+                expected[1, index] = expected.get((1, index), []) + token_ids
+                if at in read_after:
+                    received.append(await anext(messages))
+            updates.put(update(1, index=0, is_last=True))
+            expected[1, 0] = [*expected.get((1, 0), []), 1]
+            received.append(await anext(messages))
+        assert tokens_of(*received) == expected
+
+    asyncio.run(run())
+
+
+async def test_an_error_comes_after_the_tokens_before_it(resting: OutputStream) -> None:
+    updates = Updates()
+    async with opened(resting) as messages:
+        decode = resting.carry(1, 1, [update(2)], updates)
+        ended = asyncio.create_task(decode.ended())
+        await anext(messages)
+        updates.put(update(3))
+        updates.put(EngineFailedError("CUDA error"))
+        assert tokens_of(await anext(messages)) == {(1, 0): [3]}
+        await asyncio.sleep(0)
+        assert not ended.done()
+        reading = asyncio.create_task(anext(messages))
+        with pytest.raises(EngineFailedError):
+            await ended
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_a_stream_that_ends_ends_its_decodes() -> None:
+    streams = OutputStreams(NEVER)
+    async with aclosing(streams.serve("s")) as messages:
+        await anext(messages)
+        stream = streams.find("s")
+        assert stream is not None
+        decodes = [stream.carry(channel, 1, [update(2)], Updates()) for channel in range(2)]
+        with pytest.raises(AlreadyExists):
+            stream.carry(1, 1, [], Updates())
+    assert streams.find("s") is None
+    for decode in decodes:
+        with pytest.raises(Aborted):
+            await asyncio.wait_for(decode.ended(), 20)
+
+
+async def test_a_worker_that_stops_ends_its_streams_and_opens_no_more() -> None:
+    streams = OutputStreams(NEVER)
+    async with aclosing(streams.serve("s")) as messages:
+        await anext(messages)
+        await refused(streams.serve("s"), AlreadyExists)
+        streams.close()
+        assert await asyncio.wait_for(anext(messages, None), 20) is None
+    await refused(streams.serve("t"), Unavailable)
+
+
+async def refused(messages: Messages, error: type[ServiceError]) -> None:
+    with pytest.raises(error):
+        await anext(messages)
+
+
+async def test_a_decode_that_was_cancelled_leaves_nothing(resting: OutputStream) -> None:
+    async with opened(resting) as messages:
+        ended = asyncio.create_task(resting.carry(1, 1, [update(2)], Updates()).ended())
+        await asyncio.sleep(0)
+        ended.cancel()
+        await asyncio.gather(ended, return_exceptions=True)
+        resting.carry(1, 1, [update(9)], Updates())
+        assert tokens_of(await anext(messages)) == {(1, 0): [9]}
