@@ -12,11 +12,12 @@ from collections.abc import AsyncGenerator, Iterable
 
 from quire.engine.sequence import SequenceUpdate
 from quire.protos import worker_pb2
-from quire.services.server.errors import DRAINING, Aborted, AlreadyExists, Unavailable
+from quire.services.server.errors import DRAINING, Aborted, AlreadyExists, InvalidArgument, Unavailable
 from quire.services.worker.convert import converting, outputs_to_proto
 from quire.services.worker.updates import Updates, checked
 
 REST_SECONDS_PER_DECODE = 0.005
+MAX_ID_CHARS = 64
 
 
 class CarriedDecode:
@@ -191,9 +192,14 @@ class OutputStreams:
         """Open a stream and yield its messages; when the caller stops reading, its decodes end.
 
         Raises:
+            InvalidArgument: the id is empty or too long.
             AlreadyExists: a stream of this id is open.
             Unavailable: the worker is stopping.
         """
+        if not 0 < len(stream_id) <= MAX_ID_CHARS:
+            raise InvalidArgument(
+                "stream_id", f"must have 1 to {MAX_ID_CHARS} characters; got {len(stream_id)}"
+            )
         if self._is_closed:
             raise Unavailable("this worker is stopping; use another", reason=DRAINING)
         if stream_id in self._streams:

@@ -32,12 +32,14 @@ _REFUSALS = {
     "Pull": (grpc.StatusCode.NOT_FOUND,),
     "Renew": (grpc.StatusCode.NOT_FOUND,),
     "DrainWorker": (grpc.StatusCode.NOT_FOUND,),
+    # The call before may still be ending.
+    "StreamOutputs": (grpc.StatusCode.ALREADY_EXISTS,),
     "SetLogLevel": (grpc.StatusCode.INVALID_ARGUMENT,),
     "ChangeLogLevel": (grpc.StatusCode.INVALID_ARGUMENT,),
     "Tokenize": (grpc.StatusCode.INVALID_ARGUMENT,),
     **dict.fromkeys(("Embed", "StartProfile", "StopProfile"), (grpc.StatusCode.UNIMPLEMENTED,)),
 }
-_ENDLESS = ("SubscribeKvEvents",)
+_ENDLESS = ("SubscribeKvEvents", "StreamOutputs")
 """Streams that end with their caller: one message is enough."""
 # What the client's own library says when a call ended while it was still writing; the server did not.
 _WRITE_FAILED = "Internal error from Core"
@@ -158,6 +160,8 @@ def valid_requests(method: MethodDescriptor, info: worker_pb2.GetWorkerInfoRespo
             return [worker_pb2.PrefillRequest(sequence=sequence)]
         case "Decode":
             return [worker_pb2.DecodeRequest(sequence=sequence)]
+        case "StreamOutputs":
+            return [worker_pb2.StreamOutputsRequest(stream_id="fuzz")]
         case "Pin":
             pin = kvtransfer_pb2.PinRequest(
                 holder_epoch=info.epoch, layout=info.layout, block_hashes=[b"0" * 16]

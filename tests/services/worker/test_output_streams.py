@@ -15,7 +15,7 @@ from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, Sequ
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
-from quire.services.server.errors import Aborted, AlreadyExists, ServiceError, Unavailable
+from quire.services.server.errors import Aborted, AlreadyExists, InvalidArgument, ServiceError, Unavailable
 from quire.services.worker.output_streams import OutputStream, OutputStreams
 from quire.services.worker.updates import Updates
 
@@ -180,6 +180,11 @@ async def test_a_worker_that_stops_ends_its_streams_and_opens_no_more() -> None:
         streams.close()
         assert await asyncio.wait_for(anext(messages, None), 20) is None
     await refused(streams.serve("t"), Unavailable)
+
+
+@pytest.mark.parametrize("stream_id", ["", "s" * 65])
+async def test_a_stream_has_a_name_of_limited_length(stream_id: str) -> None:
+    await refused(OutputStreams(NEVER).serve(stream_id), InvalidArgument)
 
 
 async def refused(messages: Messages, error: type[ServiceError]) -> None:
