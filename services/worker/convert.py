@@ -101,6 +101,8 @@ def without_last_token(prompt: Sequence) -> Sequence:
         params=params,
         samples_tokens=False,
         logits_rules=None,
+        # One fewer token may be one fewer full block.
+        block_hashes=[],
     )
 
 

@@ -10,7 +10,7 @@ from quire.engine.grammar import GrammarCompiler, GrammarMatcher, StructuredOutp
 from quire.engine.grammar_compile import BadFormatError
 from quire.engine.logits_rules import LogitsRules
 from quire.engine.sequence import Sequence
-from quire.kvindex.block_hash import CacheScope
+from quire.kvindex.block_hash import CacheScope, block_hash
 from quire.protos import worker_pb2
 from quire.sampling.messages import format_from_proto
 from quire.services.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -18,6 +18,8 @@ from quire.services.worker.convert import no_token_left, sequence_from_proto
 from quire.services.worker.identity import WorkerIdentity
 from quire.tokenization.errors import MissingTokenizerError
 
+INLINE_HASH_TOKENS = 2048
+"""Prompts of up to this length are hashed on the event loop, in about 1 ms; longer ones in a thread."""
 FORMAT_SECONDS = 20.0
 """How long a request waits for its format to be compiled, with those of other requests before it."""
 
@@ -48,12 +50,21 @@ class SequenceReader:
         is_new = not stops_after_prefill and not sequence.num_output_tokens
         if is_new and rules is not None and rules.grammar is not None:
             await asyncio.to_thread(self._refuse_dead_end, sequence, rules)
+        await self._hash_blocks(sequence)
         return sequence
 
     def close(self) -> None:
         """End what compiles formats."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
+
+    async def _hash_blocks(self, sequence: Sequence) -> None:
+        """Hash the blocks here: in the engine's thread this would hold up all of its sequences."""
+        block_size = self._identity.layout.block_size
+        if sequence.num_tokens <= INLINE_HASH_TOKENS:
+            sequence.extend_hashes(block_size, block_hash)
+        else:
+            await asyncio.to_thread(sequence.extend_hashes, block_size, block_hash)
 
     def _refuse_dead_end(self, sequence: Sequence, rules: LogitsRules) -> None:
         stops = self._identity.eos_token_ids | sequence.params.stop_token_ids

@@ -31,7 +31,7 @@ SEQUENCE = worker_pb2.Sequence(
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_requests_are_sent_elsewhere(role: str, make_parts: Callable[..., WorkerParts]) -> None:
     engine = Mock()
-    identity = Mock(vocab_size=100, root_hash=lambda scope: bytes(16))
+    identity = Mock(vocab_size=100, root_hash=lambda scope: bytes(16), layout=Mock(block_size=16))
     parts = make_parts(engine=engine, identity=identity, drain=Drain(Mock()))
     servicer = WorkerServicer(parts, PrefillCalls(parts), DecodeCalls(parts, Mock()))
     parts.drain.stop()

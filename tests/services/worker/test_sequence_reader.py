@@ -12,12 +12,15 @@ import pytest
 
 from quire.engine.grammar import StructuredOutputUnavailableError
 from quire.engine.grammar_compile import BadFormatError
+from quire.kvindex.block_hash import block_hash
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.services.server.errors import InvalidArgument, ServiceError
 from quire.services.worker import sequence_reader
-from quire.services.worker.sequence_reader import SequenceReader
+from quire.services.worker.sequence_reader import INLINE_HASH_TOKENS, SequenceReader
 from quire.tokenization.errors import MissingTokenizerError
+
+BLOCK_SIZE = 4
 
 
 class Grammars:
@@ -54,7 +57,8 @@ class Setup:
         self.grammars = Grammars()
         self.scopes: list[tuple[str, str]] = []
         grammars: Any = self.grammars
-        self.reader = SequenceReader(Mock(vocab_size=100, root_hash=self._root_hash), grammars)
+        identity = Mock(vocab_size=100, root_hash=self._root_hash, layout=Mock(block_size=BLOCK_SIZE))
+        self.reader = SequenceReader(identity, grammars)
 
     def _root_hash(self, scope: Any) -> bytes:
         self.scopes.append((scope.tenant, scope.salt))
@@ -157,3 +161,14 @@ async def test_a_dead_end_is_looked_for_where_an_answer_begins(
     sent.stopping.stop_token_ids.append(9)
     await setup.reader.read(sent, stops_after_prefill=stops_after_prefill)
     assert [arguments[1:] for arguments in looked] == ([([5, 6, 7], 100, {1, 9})] if is_checked else [])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 9, INLINE_HASH_TOKENS + BLOCK_SIZE])
+async def test_a_sequence_comes_with_the_hashes_of_its_full_blocks(setup: Setup, num_tokens: int) -> None:
+    token_ids = [2 + at % 90 for at in range(num_tokens)]
+    sequence = await setup.reader.read(message(token_ids=token_ids), stops_after_prefill=True)
+    parent, expected = sequence.root_hash, []
+    for begin in range(0, num_tokens - BLOCK_SIZE + 1, BLOCK_SIZE):
+        parent = block_hash(parent, token_ids[begin : begin + BLOCK_SIZE])
+        expected.append(parent)
+    assert sequence.block_hashes == expected
