@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +21,8 @@ case "$(basename "$0") $*" in {failing}) exit 1 ;; esac
 """
 
 
-def run_stages(folder: Path, failing: str) -> tuple[int, list[str], list[str]]:
-    """Run a copy of ``./test`` in which some calls fail, and return (status, calls, lines on stderr)."""
+def prepare(folder: Path, failing: str) -> None:
+    """Make a copy of ``./test`` whose stages note that they ran, and fail if they match a pattern."""
     (folder / "scripts").mkdir()
     (folder / "scripts" / "setup.sh").write_text('set_up() { :; }\nsay() { echo "$*" >&2; }\n')
     shutil.copy(ROOT / "test", folder)
@@ -29,6 +32,11 @@ def run_stages(folder: Path, failing: str) -> tuple[int, list[str], list[str]]:
     for path in (*stages, folder / "scripts" / "coverage"):
         path.write_text(PROGRAM.format(failing=failing))
         path.chmod(0o755)
+
+
+def run_stages(folder: Path, failing: str) -> tuple[int, list[str], list[str]]:
+    """Run a copy of ``./test`` in which some calls fail, and return (status, calls, lines on stderr)."""
+    prepare(folder, failing)
     ended = subprocess.run([folder / "test"], capture_output=True, text=True, timeout=30, check=False)
     return ended.returncode, (folder / "ran.txt").read_text().splitlines(), ended.stderr.splitlines()
 
@@ -43,11 +51,11 @@ ALL_STAGES = [
 ]
 
 
-@pytest.mark.parametrize("failing", ["slipcover*", "ruff*", "mypy*"])
+@pytest.mark.parametrize("failing", ["slipcover*", "ruff*", "mypy*", "pytest*"])
 def test_a_stage_that_fails_hides_no_other(tmp_path: Path, failing: str) -> None:
     status, ran, said = run_stages(tmp_path, failing)
     assert status == 1
-    assert ran == ALL_STAGES
+    assert sorted(ran) == sorted(ALL_STAGES)
     summary = said[said.index("summary") + 1 :]
     assert len(summary) == len(ALL_STAGES)
     assert sum("failed" in line for line in summary) == (2 if failing == "ruff*" else 1)
@@ -56,8 +64,39 @@ def test_a_stage_that_fails_hides_no_other(tmp_path: Path, failing: str) -> None
 def test_all_stages_passed(tmp_path: Path) -> None:
     status, ran, said = run_stages(tmp_path, "none")
     assert status == 0
-    assert ran == ALL_STAGES
+    assert sorted(ran) == sorted(ALL_STAGES)
+    # Two stages run side by side.
+    apart = ALL_STAGES.index("pytest tests/e2e")
+    assert [each for each in ran if each != ALL_STAGES[apart]] == ALL_STAGES[:apart] + ALL_STAGES[apart + 1 :]
     assert [line.split()[-3] for line in said[-6:]] == ["passed"] * 6
+
+
+def test_ctrl_c_ends_the_tests_that_run_side_by_side(tmp_path: Path) -> None:
+    endless = """#!/usr/bin/env python3
+import pathlib, sys, time
+name = pathlib.Path(sys.argv[0]).name
+pathlib.Path(f"{name}.began").touch()
+try:
+    while True:
+        time.sleep(60)
+except KeyboardInterrupt:
+    pathlib.Path(f"{name}.ended").touch()
+    sys.exit(2)
+"""
+    prepare(tmp_path, "none")
+    for name in ("pytest", "slipcover"):
+        (tmp_path / ".venv" / "bin" / name).write_text(endless)
+    # A terminal sends the signal to the whole group of processes.
+    process = subprocess.Popen(
+        [tmp_path / "test"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    until = time.monotonic() + 30
+    while not all((tmp_path / f"{name}.began").exists() for name in ("pytest", "slipcover")):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == 130
+    assert all((tmp_path / f"{name}.ended").exists() for name in ("pytest", "slipcover"))
 
 
 def test_the_folders_are_those_of_the_package() -> None:
