@@ -16,7 +16,7 @@ from quire.services.server.errors import DRAINING, Aborted, AlreadyExists, Inval
 from quire.services.worker.convert import converting, outputs_to_proto
 from quire.services.worker.updates import Updates, checked
 
-REST_SECONDS_PER_DECODE = 0.005
+REST_SECONDS_PER_DECODE = 0.01
 MAX_ID_CHARS = 64
 
 
