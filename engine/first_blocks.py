@@ -48,7 +48,7 @@ class FirstBlocks:
             Whether it got them. It gets none if there are too few, or if a running sequence is about to seal
             the block that this one would compute next.
         """
-        if self._still_lacks_blocks(group):
+        if self._still_lacks_blocks(group) or self._still_waits_for_block(group):
             return False
         sequence, num_allocatable = group.sequences[0], self._pool.num_allocatable
         self._tables.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
@@ -58,7 +58,9 @@ class FirstBlocks:
         num_revived = num_allocatable - self._pool.num_allocatable
         is_lacking = num_missing > self._queues.num_spare_blocks
         group.lack = Lack(num_missing + num_revived, self._next_hash(sequence)) if is_lacking else None
-        if is_lacking or self._is_being_computed(sequence):
+        index = len(sequence.block_table)
+        group.awaited = index if self._is_being_computed(sequence, index) else None
+        if is_lacking or group.awaited is not None:
             self._tables.free(sequence)
             sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
             return False
@@ -72,6 +74,13 @@ class FirstBlocks:
             return False
         return lack.num_blocks > self._queues.num_spare_blocks and not self._pool.look_up(lack.next_hash)
 
+    def _still_waits_for_block(self, group: SequenceGroup) -> bool:
+        """Return whether another sequence still computes the block that a group waits for."""
+        sequence, index = group.sequences[0], group.awaited
+        if index is None or self._pool.look_up(sequence.block_hashes[index : index + 1]):
+            return False
+        return self._is_being_computed(sequence, index)
+
     def _next_hash(self, sequence: Sequence) -> list[bytes]:
         """Return the hash of the first block after the cached prefix, as a list; empty if it is unusable."""
         index = len(sequence.block_table)
@@ -81,9 +90,8 @@ class FirstBlocks:
         """Return how many full blocks a sequence may take from a cache; its last token must be computed."""
         return min(sequence.num_tokens - 1, sequence.max_cached_tokens) // self._tables.block_size
 
-    def _is_being_computed(self, sequence: Sequence) -> bool:
-        """Return whether a running sequence will soon seal the block that this one would compute next."""
-        index = len(sequence.block_table)
+    def _is_being_computed(self, sequence: Sequence, index: int) -> bool:
+        """Return whether a running sequence will soon seal the block at an index of this one."""
         if index >= len(sequence.block_hashes):
             return False
         running = (other for group in self._queues.running for other in group.sequences)

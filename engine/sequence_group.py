@@ -54,6 +54,7 @@ class SequenceGroup:
         swapped: where the blocks are, if they are in host memory.
         prefetch: blocks of its prompt that are read from disk, or have been read.
         lack: why it could not begin the last time that it was tried.
+        awaited: index of the block that another sequence was computing then; None: it waited for no block.
         is_forked: whether its samples or beams have been made from the prompt.
     """
 
@@ -64,6 +65,7 @@ class SequenceGroup:
     swapped: SwappedTables | None = None
     prefetch: Prefetch | None = None
     lack: Lack | None = None
+    awaited: int | None = None
     is_forked: bool = field(default=False)
 
     @property

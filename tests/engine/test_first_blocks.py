@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -106,10 +108,24 @@ def test_a_block_that_a_running_sequence_will_seal_is_awaited(ledger: Ledger) ->
     group = ledger.wait("equal", PROMPT[:8])
     assert not ledger.first_blocks.allocate_for(group, Schedule())
     assert group.lack is None
+    with patch.object(ledger.tables, "take_cached_prefix", side_effect=AssertionError("matched again")):
+        assert not ledger.first_blocks.allocate_for(group, Schedule())
     running.prompt.num_computed_tokens = 8
     ledger.tables.seal(running.prompt)
     assert ledger.first_blocks.allocate_for(group, Schedule())
     assert group.prompt.num_cached_tokens == 7
+
+
+def test_a_block_whose_sequence_ends_is_awaited_no_longer(ledger: Ledger) -> None:
+    running = ledger.wait("running", PROMPT[:8])
+    assert ledger.first_blocks.allocate_for(running, Schedule())
+    ledger.queues.start_group(running)
+    group = ledger.wait("equal", PROMPT[:8])
+    assert not ledger.first_blocks.allocate_for(group, Schedule())
+    ledger.queues.remove_group(running)
+    ledger.tables.free(running.prompt)
+    assert ledger.first_blocks.allocate_for(group, Schedule())
+    assert group.prompt.num_cached_tokens == 0
 
 
 def test_blocks_in_host_memory_come_back_without_being_computed(ledger: Ledger) -> None:
