@@ -135,8 +135,11 @@ class RedisProcess:
             undo.callback(self.stop)
             assert self._process.stdin is not None
             # The settings go through standard input, so that no process list shows the password.
-            with self._process.stdin as stdin:
-                stdin.write(self._settings().encode())
+            try:
+                with self._process.stdin as stdin:
+                    stdin.write(self._settings().encode())
+            except BrokenPipeError as error:
+                raise self._not_started() from error
             self._wait_until_ready()
             undo.pop_all()
 
@@ -169,11 +172,14 @@ class RedisProcess:
                 # Another process that has taken the port may answer with something else than Redis' protocol.
                 except (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse) as error:
                     if self._process.poll() is not None or time.monotonic() > deadline:
-                        log = self._log.read_text(errors="replace")[-2000:]
-                        raise RedisNotStartedError(
-                            f"redis-server did not answer on port {self.port}: {log}"
-                        ) from error
+                        raise self._not_started() from error
                     time.sleep(POLL_SECONDS)
+
+    def _not_started(self) -> RedisNotStartedError:
+        log = self._log.read_text(errors="replace")[-2000:]
+        status = self._process.poll()
+        state = "still runs" if status is None else f"ended with status {status}"
+        return RedisNotStartedError(f"redis-server did not answer on port {self.port}, and {state}: {log}")
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,41 @@
+"""A private Redis that does not start: it is tried again, and the error says what the server said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.services.local import redis_process
+from quire.services.local.redis_process import RedisNotStartedError, RedisProcess
+
+ENDS_AT_ONCE = """#!/bin/sh
+exec <&-
+echo "no memory for a server" >&2
+echo tried >>"{tries}"
+exit 3
+"""
+
+
+@pytest.fixture
+def tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the server by a program that ends before it has read its settings."""
+    program, tries = tmp_path / "redis-server", tmp_path / "tries.txt"
+    program.write_text(ENDS_AT_ONCE.format(tries=tries))
+    program.chmod(0o755)
+    monkeypatch.setattr(redis_process, "find_redis_server", lambda: str(program))
+    # Settings that do not fit into a pipe's buffer are still being written when the program ends.
+    monkeypatch.setattr(RedisProcess, "_settings", lambda self: "save 1 1\n" * 100_000)
+    return tries
+
+
+def test_a_server_that_ends_at_once_is_an_error_that_names_the_reason(tries: Path) -> None:
+    with pytest.raises(RedisNotStartedError, match="no memory for a server"):
+        RedisProcess()
+    assert len(tries.read_text().splitlines()) == redis_process.PORT_ATTEMPTS
+
+
+def test_a_given_port_is_tried_once(tries: Path) -> None:
+    with pytest.raises(RedisNotStartedError):
+        RedisProcess(port=1)
+    assert len(tries.read_text().splitlines()) == 1
