@@ -20,6 +20,7 @@ from quire.routing.policy import Policy, Pulls
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router import pulls
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 
@@ -40,8 +41,10 @@ async def stack(
 ) -> AsyncIterator[RunningStack]:
     """Run decode and maybe prefill workers of the demo model; chance decides who serves a turn."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", SECRET)
-    # A look-up that a busy machine delays is given up and nothing reused: right, but not the subject here.
+    # A look-up or a pull that a busy machine delays is given up and nothing reused: right, but not the subject
+    # here.
     monkeypatch.setattr(guarded_index, "BUDGET_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(pulls, "MIN_TIMEOUT_SECONDS", WAIT_SECONDS)
     with RedisProcess() as redis:
         config = LocalStackConfig(
             num_prefill=request.param,
