@@ -41,8 +41,7 @@ async def stack(
 ) -> AsyncIterator[RunningStack]:
     """Run decode and maybe prefill workers of the demo model; chance decides who serves a turn."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", SECRET)
-    # A look-up or a pull that a busy machine delays is given up and nothing reused: right, but not the subject
-    # here.
+    # A busy machine gives up late look-ups and pulls and reuses nothing: right, but not the subject here.
     monkeypatch.setattr(guarded_index, "BUDGET_SECONDS", WAIT_SECONDS)
     monkeypatch.setattr(pulls, "MIN_TIMEOUT_SECONDS", WAIT_SECONDS)
     with RedisProcess() as redis:
