@@ -50,7 +50,7 @@ class CompiledStep:
         self._vocab_size = vocab_size
         self._num_heads = recipe.layers[0].output.in_features // heads.head_dim
         self._tile_tokens = attention.tile_tokens(self._num_heads // heads.num_kv_heads)
-        self._program = step.program(STORAGE[self._dtype])
+        self._program = step.program(STORAGE[self._dtype], recipe.head.packed.stored)
         self._work_per_token = _num_weights(recipe)
         num_layers = len(recipe.layers)
         num_linear = step.COUNTERS_PER_LAYER * num_layers + 1
@@ -230,7 +230,7 @@ class CompiledStep:
 
 
 def _dtype(recipe: StepRecipe) -> torch.dtype:
-    return recipe.head.packed.panels.dtype
+    return recipe.head.packed.dtype
 
 
 def _num_weights(recipe: StepRecipe) -> int:
@@ -268,9 +268,8 @@ def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
     row["gate"] = (*_linear(mlp.gate)[:3], num_units)
     if mlp.up is not None:
         weight, bias, in_features, _ = _linear(mlp.up)
-        item_bytes = mlp.up.packed.panels.itemsize
         row["up"] = (
-            weight + item_bytes * mlp.first_up_column * in_features,
+            weight + mlp.first_up_column // UNIT * mlp.up.packed.unit_bytes,
             bias + 4 * mlp.first_up_column if bias else 0,
             in_features,
             num_units,
@@ -312,10 +311,10 @@ def find_recipe(
 
 
 def _check_heads(recipe: StepRecipe, heads: KvHeads) -> None:
-    dtype = _dtype(recipe)
+    dtype, stored = _dtype(recipe), recipe.head.packed.stored
     for layer in recipe.layers:
         linears = (*layer.projections, layer.output, layer.mlp.gate, layer.mlp.down)
-        if any(each.packed.panels.dtype != dtype for each in linears):
+        if any((each.packed.dtype, each.packed.stored) != (dtype, stored) for each in linears):
             raise NoRecipeError("its linear layers have different dtypes")
         if len(layer.projections) not in (1, 3) or layer.output.in_features % heads.head_dim:
             raise NoRecipeError(f"its heads of {heads.head_dim} values do not fill its projections")

@@ -9,6 +9,7 @@ from quire.models.bundled import demo_model_path
 from quire.settings.setting import Panel, check_settings, setting
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+WeightDtype = Literal["auto", "int8", "int4"]
 
 MAX_SPECULATIVE_TOKENS = 16
 """Most draft tokens per step: all of them are computed, and the later ones are seldom right."""
@@ -28,6 +29,12 @@ class EngineConfig:
     _: KW_ONLY
     dtype: Dtype = setting(
         "auto", "--dtype", "Type of weights and KV cache; auto is the checkpoint's own.", Panel.MODEL
+    )
+    weight_dtype: WeightDtype = setting(
+        "auto",
+        "--weight-dtype",
+        "Type of linear layers' weights: the model's, or 8 or 4 bits, which is less exact; on the CPU.",
+        Panel.MODEL,
     )
     max_model_len: int | None = setting(
         None,

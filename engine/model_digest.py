@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 
-def model_digest(folder: Path, module: torch.nn.Module) -> str:
+def model_digest(folder: Path, module: torch.nn.Module, weight_dtype: str) -> str:
     """Return a digest of a model's ``config.json`` and of every byte of its loaded weights, in hex.
 
     The loaded tensors are hashed, not the files, so the digest covers all weights that the model computes
@@ -21,9 +21,12 @@ def model_digest(folder: Path, module: torch.nn.Module) -> str:
     Args:
         folder: the model's folder, which has the configuration.
         module: the model as it was loaded, on the CPU, before its layers are packed.
+        weight_dtype: the type of linear layers' weights once they are packed, which belongs to the digest:
+            quantized weights give other keys and values.
     """
     configuration = json.loads((folder / "config.json").read_text("utf-8"))
     state = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode())
+    state.update(f"\n{weight_dtype}".encode())
     tensors = sorted(module.state_dict().items())
     with ThreadPoolExecutor() as pool:  # xxhash releases the GIL
         digests = pool.map(_tensor_digest, (tensor for _, tensor in tensors))

@@ -20,6 +20,7 @@ from quire.engine.row_layers import make_batch_invariant
 from quire.engine.step_recipe import StepRecipe
 from quire.kvindex.kv_layout import KvShape
 from quire.models.source import find_model
+from quire.settings.setting import SettingError
 
 UNLIMITED = 1 << 20
 """Limit of tokens for a model that has none of its own, such as one without positions."""
@@ -65,18 +66,25 @@ class LoadedModel:
         return KvShape(self.num_layers, self.num_kv_heads, block_size, self.head_dim, dtype)
 
 
-def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:
+def load_model(model: str, dtype: str, device: torch.device, weight_dtype: str = "auto") -> LoadedModel:
     """Load a causal language model from a folder or from the hub.
 
     Args:
         model: a folder in Hugging Face format, or a hub id, which may end with "@" and a revision.
         dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
         device: the device to run the model on.
+        weight_dtype: "auto" (the model's own) or a key of ``QUANTIZED``, for linear layers.
 
     Raises:
         UnsupportedModelError: the architecture cannot run over paged blocks.
+        SettingError: linear layers cannot be quantized, on this device or at all.
         OSError: there is no such model, or its weights are not safetensors.
     """
+    if weight_dtype != "auto" and device.type != "cpu":
+        raise SettingError(
+            f"weights can be {weight_dtype} only on the CPU, and the model runs on {device.type!r}: "
+            "leave their type at auto"
+        )
     attention.register()
     # Progress bars of transformers would garble the launcher's.
     transformers_logging.disable_progress_bar()
@@ -87,8 +95,8 @@ def load_model(model: str, dtype: str, device: torch.device) -> LoadedModel:
     check_supported(text_config)
     max_position_embeddings = getattr(text_config, "max_position_embeddings", UNLIMITED)
     module = _load_module(folder, dtype)
-    digest = model_digest(folder, module)
-    module = _prepare_module(module, device)
+    digest = model_digest(folder, module, weight_dtype)
+    module = _prepare_module(module, device, weight_dtype)
     try:
         heads = observe_attention(module, text_config, max_position_embeddings)
         check_paging(module, heads, text_config.vocab_size)
@@ -142,11 +150,11 @@ def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
     return module
 
 
-def _prepare_module(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+def _prepare_module(module: PreTrainedModel, device: torch.device, weight_dtype: str) -> PreTrainedModel:
     """Move a model to its device and replace layers whose rows would depend on the other rows."""
     module = module.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
-        pack_linear_layers(module)
+        pack_linear_layers(module, weight_dtype)
         make_batch_invariant(module)
     return module
 

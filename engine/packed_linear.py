@@ -1,4 +1,4 @@
-"""Linear layers and tied embeddings on the CPU, with weights that are packed once."""
+"""Linear layers and tied embeddings on the CPU, with weights that are packed and maybe quantized once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from quire.kernels.cpu.linear import UNIT, PackedWeight, linear, pack
+from quire.kernels.cpu.packed_product import GROUP
+from quire.kernels.cpu.quantized_weight import quantize
+from quire.settings.setting import SettingError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -13,14 +16,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class PackedLinear(torch.nn.Module):
     """A linear layer with a packed weight, for inference.
 
+    Args:
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]``, or None.
+        weight_dtype: "auto" (the weight's own) or a key of ``QUANTIZED``.
+
     Attributes:
         packed: the weight.
         bias: float32, padded to the packed weight's columns; None if there is none.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, weight_dtype: str) -> None:
         super().__init__()
-        self.packed = pack(weight.detach())
+        weight = weight.detach()
+        self.packed = pack(weight) if weight_dtype == "auto" else quantize(weight, weight_dtype)
         self.out_features, self.in_features = weight.shape
         self.bias: torch.Tensor | None = None
         if bias is not None:
@@ -29,7 +38,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight ``[out_features, in_features]``, which is unpacked on each access."""
+        """The weight ``[out_features, in_features]``, which is unpacked and dequantized on each access."""
         return self.packed.unpack()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -56,15 +65,28 @@ class PackedEmbedding(torch.nn.Module):
         return vectors if self.scale == 1.0 else vectors * self.scale
 
 
-def pack_linear_layers(model: torch.nn.Module) -> None:
-    """Replace a model's linear layers on the CPU, and embeddings that share their weight with one."""
+def pack_linear_layers(model: torch.nn.Module, weight_dtype: str = "auto") -> None:
+    """Replace a model's linear layers on the CPU, and embeddings that share their weight with one.
+
+    Args:
+        model: the model.
+        weight_dtype: "auto" (the model's own) or a key of ``QUANTIZED``.
+
+    Raises:
+        SettingError: a layer cannot be quantized, since its inputs cannot be divided into groups.
+    """
     embeddings = _find_embeddings(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = _weight(child)
             if weight is None or not weight.is_cpu or weight.dtype not in _DTYPES:
                 continue
-            packed = PackedLinear(weight, dict(child.named_parameters()).get("bias"))
+            if weight_dtype != "auto" and weight.shape[1] % GROUP:
+                raise SettingError(
+                    f"weights cannot be {weight_dtype}: {name} has {weight.shape[1]} inputs, which is no "
+                    f"multiple of {GROUP}"
+                )
+            packed = PackedLinear(weight, dict(child.named_parameters()).get("bias"), weight_dtype)
             setattr(parent, name, packed)
             if weight.data_ptr() in embeddings:
                 owner, its_name, scale = embeddings[weight.data_ptr()]

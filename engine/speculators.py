@@ -26,7 +26,7 @@ def load_draft_model(config: EngineConfig, model: LoadedModel, device: torch.dev
     """Load the draft model; return None if none is configured.
 
     Args:
-        config: names the draft model, the model that verifies, and the type of the weights.
+        config: names the draft model, the model that verifies, and the types of the weights.
         model: the loaded model that verifies.
         device: the device to run the draft model on.
 
@@ -38,7 +38,7 @@ def load_draft_model(config: EngineConfig, model: LoadedModel, device: torch.dev
     if config.draft_model is None:
         return None
     check_same_tokens(config.draft_model, config.model_path)
-    draft = load_model(config.draft_model, config.dtype, device)
+    draft = load_model(config.draft_model, config.dtype, device, config.weight_dtype)
     if draft.vocab_size != model.vocab_size:
         raise DraftModelError(
             f"{config.draft_model} has logits for {draft.vocab_size} tokens, the model for "

@@ -66,7 +66,7 @@ class LLM:
         files = load_model_files(config.model_path)
         self.tokenizer = Tokenizer.load(files.folder)
         self._chat_template = ChatTemplate.load(files)
-        loaded = load_model(config.model_path, config.dtype, device)
+        loaded = load_model(config.model_path, config.dtype, device, config.weight_dtype)
         draft = load_draft_model(config, loaded, device)
         memory = allocate_pool(config, loaded, draft, device)
         limits = SchedulerConfig.of(config)

@@ -15,10 +15,8 @@ _FLOAT = ir.FloatType()
 _INT16 = ir.IntType(16)
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
-_CACHE_LINE = 64
+CACHE_LINE = 64
 _SUM_LANES = 16
-_AHEAD = 4096
-"""Bytes by which a product prefetches weights; one with fewer than 4 rows reads several panels at a time."""
 _SCALED = (types.int8, types.uint8)
 """Stored types that have a scale."""
 
@@ -36,7 +34,7 @@ SQUARE = 16 if TILE_COLUMNS == 64 else 8
 """Largest side of the squares that ``transpose`` transposes fast: the number of float32 in a register."""
 
 
-def _instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
+def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
     instruction: Callable[..., Any] = intrinsic(prefer_literal=True)(emit)
     return instruction
 
@@ -53,7 +51,7 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
     return part
 
 
-@_instruction
+@instruction
 def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
     """Convert an address to a pointer to a NumPy type."""
     signature = types.CPointer(dtype.dtype)(types.int64, dtype)
@@ -64,7 +62,7 @@ def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
     return signature, codegen
 
 
-@_instruction
+@instruction
 def keep_apart(typingctx: Any) -> Any:
     """Keep LLVM from inlining the function that contains this; inlining large functions takes minutes."""
 
@@ -75,7 +73,7 @@ def keep_apart(typingctx: Any) -> Any:
     return types.none(), codegen
 
 
-@_instruction
+@instruction
 def call(typingctx: Any, function: Any, argument: Any) -> Any:
     """Call ``void function(void *argument)``; both are addresses."""
 
@@ -87,7 +85,7 @@ def call(typingctx: Any, function: Any, argument: Any) -> Any:
     return types.none(types.int64, types.int64), codegen
 
 
-@_instruction
+@instruction
 def call_for_int(typingctx: Any, function: Any) -> Any:
     """Call ``int function(void)`` at an address, and return its result."""
 
@@ -99,7 +97,7 @@ def call_for_int(typingctx: Any, function: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@_instruction
+@instruction
 def arrive(typingctx: Any, address: Any) -> Any:
     """Add 1 to an int64 counter that threads share; what this thread wrote becomes visible before that."""
 
@@ -110,7 +108,7 @@ def arrive(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@_instruction
+@instruction
 def read_shared(typingctx: Any, address: Any) -> Any:
     """Return an int64 counter that threads share; what they wrote before ``arrive`` is visible then."""
 
@@ -121,7 +119,7 @@ def read_shared(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@_instruction
+@instruction
 def fetch_and_increment(typingctx: Any, address: Any) -> Any:
     """Return the value of an int64 counter that threads share, and add 1 to it atomically."""
 
@@ -132,7 +130,7 @@ def fetch_and_increment(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-def _emit_prefetch(builder: Any, address: Any) -> None:
+def emit_prefetch(builder: Any, address: Any) -> None:
     """Emit the instruction that prefetches a cache line."""
     byte_pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, _INT32, _INT32, _INT32])
@@ -142,7 +140,7 @@ def _emit_prefetch(builder: Any, address: Any) -> None:
     builder.call(function, [line, for_reading, keep_in_all_caches, is_data])
 
 
-@_instruction
+@instruction
 def widen(typingctx: Any, stored: Any) -> Any:
     """Convert a stored value to float32.
 
@@ -155,7 +153,7 @@ def widen(typingctx: Any, stored: Any) -> Any:
     return types.float32(stored), codegen
 
 
-def _widened_vector(builder: Any, stored: Any, values: Any) -> Any:
+def widened_vector(builder: Any, stored: Any, values: Any) -> Any:
     return _widened(builder, stored, values, values.type.count)
 
 
@@ -185,7 +183,7 @@ def _widened(builder: Any, stored: Any, value: Any, lanes: int = 0) -> Any:
     return value
 
 
-@_instruction
+@instruction
 def encode(typingctx: Any, value: Any, stored: Any) -> Any:
     """Round a float32 to a stored type of at least 16 bits, half to even; the inverse of ``widen``."""
     stored_type = stored.dtype
@@ -207,7 +205,7 @@ def encode(typingctx: Any, value: Any, stored: Any) -> Any:
     return stored_type(types.float32, stored), codegen
 
 
-@_instruction
+@instruction
 def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any) -> Any:
     """Return the sum of ``(values[i] - shift) ** power`` in one order, whatever the width of vectors.
 
@@ -227,7 +225,7 @@ def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any)
         address, count, offset, _ = arguments
         vector = ir.VectorType(_FLOAT, _SUM_LANES)
         base = builder.inttoptr(address, _FLOAT.as_pointer())
-        offsets = _splat(builder, offset, _SUM_LANES)
+        offsets = splat(builder, offset, _SUM_LANES)
         num_whole = builder.and_(count, ir.Constant(_INT64, -_SUM_LANES))
         sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * _SUM_LANES))
 
@@ -260,7 +258,7 @@ def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any)
     return types.float32(types.int64, types.int64, types.float32, power), codegen
 
 
-@_instruction
+@instruction
 def sum_range(typingctx: Any, keys: Any, weights: Any, length: Any, low: Any, high: Any) -> Any:
     """Return how many keys are from ``low`` to ``high``, and the sum of their weights as float64.
 
@@ -280,7 +278,7 @@ def sum_range(typingctx: Any, keys: Any, weights: Any, length: Any, low: Any, hi
         integers, floats = (ir.VectorType(kind, _SUM_LANES) for kind in (_INT32, _FLOAT))
         key_base = builder.inttoptr(keys_at, _INT32.as_pointer())
         weight_base = builder.inttoptr(weights_at, _FLOAT.as_pointer())
-        firsts, lasts = (_splat(builder, bound, _SUM_LANES) for bound in (first, last))
+        firsts, lasts = (splat(builder, bound, _SUM_LANES) for bound in (first, last))
         no_weights = ir.Constant(floats, [0.0] * _SUM_LANES)
         sums = [
             cgutils.alloca_once_value(builder, ir.Constant(double, [0.0] * _SUM_LANES))
@@ -333,7 +331,7 @@ def fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
     )
 
 
-@_instruction
+@instruction
 def transpose(
     typingctx: Any,
     source: Any,
@@ -366,11 +364,11 @@ def transpose(
         source_row = builder.inttoptr(source_at, element.as_pointer())
         target_row = builder.inttoptr(target_at, _FLOAT.as_pointer())
         vector = ir.VectorType(_FLOAT, num)
-        factors = _splat(builder, factor, num)
+        factors = splat(builder, factor, num)
         rows = []
         for _ in range(num):
             row_at = builder.bitcast(source_row, ir.VectorType(element, num).as_pointer())
-            row = _widened_vector(builder, stored_type, builder.load(row_at, align=1))
+            row = widened_vector(builder, stored_type, builder.load(row_at, align=1))
             rows.append(builder.fmul(row, factors) if stored_type in _SCALED else row)
             source_row = builder.gep(source_row, [from_stride])
         for column in _transposed(builder, rows):
@@ -419,14 +417,14 @@ def _transposed_by_eight(builder: Any, rows: list[Any]) -> list[Any]:
     ]
 
 
-def _splat(builder: Any, scalar: Any, num: int) -> Any:
+def splat(builder: Any, scalar: Any, num: int) -> Any:
     vector, lanes = ir.VectorType(scalar.type, num), ir.VectorType(_INT32, num)
     undefined = ir.Constant(vector, ir.Undefined)
     single = builder.insert_element(undefined, scalar, ir.Constant(_INT32, 0))
     return builder.shuffle_vector(single, undefined, ir.Constant(lanes, None))
 
 
-@_instruction
+@instruction
 def float_from_bits(typingctx: Any, bits: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], _FLOAT)
@@ -434,7 +432,7 @@ def float_from_bits(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
-@_instruction
+@instruction
 def bits_of_float(typingctx: Any, value: Any) -> Any:
     """Return the bits of a float32 as int32."""
 
@@ -466,7 +464,7 @@ def exp(x: np.float32) -> np.float32:
     return power
 
 
-@_instruction
+@instruction
 def add_product(
     typingctx: Any,
     total: Any,
@@ -524,26 +522,26 @@ def add_product(
         before = builder.block
         loop, after = builder.append_basic_block("product"), builder.append_basic_block("sums")
         starts = [builder.load(each, align=4) for each in totals]
-        factors = _splat(builder, factor, columns)
+        factors = splat(builder, factor, columns)
         builder.branch(loop)
         builder.position_at_end(loop)
         k = builder.phi(_INT64)
         sums = [builder.phi(vector) for _ in range(num_rows)]
         for address in coming_addresses:
-            for line in range(0, step_bytes, _CACHE_LINE):
+            for line in range(0, step_bytes, CACHE_LINE):
                 offset = builder.add(
                     builder.mul(k, ir.Constant(_INT64, step_bytes)), ir.Constant(_INT64, line)
                 )
-                _emit_prefetch(builder, builder.add(address, offset))
+                emit_prefetch(builder, builder.add(address, offset))
         right_row = builder.gep(right_at, [builder.mul(k, right_stride)])
         right_vector = builder.bitcast(right_row, ir.VectorType(element, columns).as_pointer())
-        right_values = _widened_vector(builder, stored_type, builder.load(right_vector, align=1))
+        right_values = widened_vector(builder, stored_type, builder.load(right_vector, align=1))
         if stored_type in _SCALED:
             right_values = builder.fmul(right_values, factors)
         results = []
         for row in range(num_rows):
             scalar = builder.load(builder.gep(lefts[row], [k]), align=4)
-            results.append(fused(builder, _splat(builder, scalar, columns), right_values, sums[row]))
+            results.append(fused(builder, splat(builder, scalar, columns), right_values, sums[row]))
         next_k = builder.add(k, ir.Constant(_INT64, 1))
         builder.cbranch(builder.icmp_signed("<", next_k, depth_value), loop, after)
         k.add_incoming(ir.Constant(_INT64, 0), before)
@@ -558,94 +556,4 @@ def add_product(
 
     addresses = (types.int64,) * 3
     signature = types.none(*addresses, types.int64, strides, types.float32, coming, rows, width, stored, step)
-    return signature, codegen
-
-
-@_instruction
-def add_rows_product(
-    typingctx: Any,
-    total: Any,
-    left: Any,
-    right: Any,
-    depth: Any,
-    strides: Any,
-    rows: Any,
-    panels: Any,
-    width: Any,
-    stored: Any,
-) -> Any:
-    """Add the product of some rows with packed weights to ``total``, with all sums in registers.
-
-    ``total[r, p * width + c] += sum over k < depth of left[r, k] * widen(right[p, k, c])``, where each sum
-    runs over k in order with fused multiplications, so that its bits do not depend on the tile's size.
-
-    Args:
-        total, left, right: addresses; total and left are float32.
-        depth: number of products in a sum.
-        strides: elements from one row of total to the next, of left, and from one panel of right to the next.
-        rows, panels, width: size of the tile, literals.
-        stored: the NumPy type of right.
-    """
-    if not all(isinstance(each, types.IntegerLiteral) for each in (rows, panels, width)):
-        return None
-    num_rows, num_panels, columns = rows.literal_value, panels.literal_value, width.literal_value
-    stored_type = stored.dtype
-    vector = ir.VectorType(_FLOAT, columns)
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        element = context.get_value_type(stored_type)
-        total_at, left_at, right_at = (
-            builder.inttoptr(address, kind.as_pointer())
-            for address, kind in zip(arguments[:3], (_FLOAT, _FLOAT, element), strict=True)
-        )
-        total_stride, left_stride, panel_stride = cgutils.unpack_tuple(builder, arguments[4])
-
-        def moved(base: Any, stride: Any, index: int, offset: int = 0) -> Any:
-            distance = builder.mul(stride, ir.Constant(_INT64, index))
-            return builder.gep(base, [builder.add(distance, ir.Constant(_INT64, offset))])
-
-        tile = [(row, panel) for row in range(num_rows) for panel in range(num_panels)]
-        totals = {
-            (row, panel): builder.bitcast(
-                moved(total_at, total_stride, row, panel * columns), vector.as_pointer()
-            )
-            for row, panel in tile
-        }
-        lefts = [moved(left_at, left_stride, row) for row in range(num_rows)]
-        rights = [moved(right_at, panel_stride, panel) for panel in range(num_panels)]
-        starts = {each: builder.load(totals[each], align=4) for each in tile}
-        before = builder.block
-        loop, after = builder.append_basic_block("product"), builder.append_basic_block("sums")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        k = builder.phi(_INT64)
-        sums = {each: builder.phi(vector) for each in tile}
-        offset = builder.mul(k, ir.Constant(_INT64, columns))
-        weights = []
-        if num_rows > 3:
-            ahead = builder.gep(rights[0], [builder.add(offset, ir.Constant(_INT64, _AHEAD // 4))])
-            _emit_prefetch(builder, builder.ptrtoint(ahead, _INT64))
-        for right_row in rights:
-            packed = builder.bitcast(
-                builder.gep(right_row, [offset]), ir.VectorType(element, columns).as_pointer()
-            )
-            weights.append(_widened_vector(builder, stored_type, builder.load(packed, align=1)))
-        results = {}
-        for row in range(num_rows):
-            scalars = _splat(builder, builder.load(builder.gep(lefts[row], [k]), align=4), columns)
-            for panel in range(num_panels):
-                results[row, panel] = fused(builder, scalars, weights[panel], sums[row, panel])
-        next_k = builder.add(k, ir.Constant(_INT64, 1))
-        builder.cbranch(builder.icmp_signed("<", next_k, arguments[3]), loop, after)
-        k.add_incoming(ir.Constant(_INT64, 0), before)
-        k.add_incoming(next_k, loop)
-        for each in tile:
-            sums[each].add_incoming(starts[each], before)
-            sums[each].add_incoming(results[each], loop)
-        builder.position_at_end(after)
-        for each in tile:
-            builder.store(results[each], totals[each], align=4)
-        return context.get_dummy_value()
-
-    signature = types.none(*(types.int64,) * 4, strides, rows, panels, width, stored)
     return signature, codegen

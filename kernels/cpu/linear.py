@@ -20,12 +20,12 @@ from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
     TILE_COLUMNS,
-    add_rows_product,
     exact,
     fetch_and_increment,
     keep_apart,
     pointer,
 )
+from quire.kernels.cpu.packed_product import add_rows_product, bytes_per_input, quantized_bits
 from quire.kernels.cpu.storage import STORAGE
 
 UNIT = 64
@@ -50,9 +50,24 @@ class PackedWeight:
     in_features: int
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weight before it was packed."""
+        return self.panels.dtype
+
+    @property
+    def stored(self) -> Any:
+        """The NumPy type that represents the weight in Numba."""
+        return STORAGE[self.panels.dtype]
+
+    @property
     def num_units(self) -> int:
         """How many times ``UNIT`` columns the padded output has."""
         return self.panels.shape[0] // _PANELS
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of the weights of ``UNIT`` columns."""
+        return _PANELS * self.panels[0].nbytes
 
     def unpack(self) -> torch.Tensor:
         """Return the weight ``[out_features, in_features]``."""
@@ -63,10 +78,15 @@ class PackedWeight:
         return self.panels[indices // TILE_COLUMNS, :, indices % TILE_COLUMNS]
 
 
+def num_padded_panels(out_features: int) -> int:
+    """Return the number of panels of a weight whose outputs are padded to whole units."""
+    return -(-out_features // UNIT) * _PANELS
+
+
 def pack(weight: torch.Tensor) -> PackedWeight:
     """Pack a weight ``[out_features, in_features]`` of a dtype in ``STORAGE`` with at least 16 bits."""
     out_features, in_features = weight.shape
-    num_panels = -(-out_features // UNIT) * _PANELS
+    num_panels = num_padded_panels(out_features)
     panels = torch.zeros((num_panels, in_features, TILE_COLUMNS), dtype=weight.dtype)
     num_whole = out_features // TILE_COLUMNS
     whole = weight[: num_whole * TILE_COLUMNS].view(num_whole, TILE_COLUMNS, in_features)
@@ -121,9 +141,16 @@ def linear(inputs: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
     )
     work = rows.shape[0] * weight.in_features * weight.out_features
     num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
-    threads.run(_kernel(STORAGE[inputs.dtype]).address, arguments.ctypes.data, num_threads)
+    threads.run(_kernel(weight.stored).address, arguments.ctypes.data, num_threads)
     result = output[:, : weight.out_features].to(inputs.dtype)
     return result.reshape(*inputs.shape[:-1], weight.out_features)
+
+
+@exact
+def unit_offset(unit: int, in_features: int, stored: Any) -> int:
+    """Return the bytes from the beginning of a packed weight to a unit."""
+    num_bytes: int = unit * _PANELS * in_features * bytes_per_input(stored)
+    return num_bytes
 
 
 @exact
@@ -136,8 +163,7 @@ def multiply_unit(
     output: int,
     output_stride: int,
     num_rows: int,
-    storage: Any,
-    item_bytes: int,
+    stored: Any,
 ) -> None:
     """Compute ``UNIT`` output columns of up to ``ROWS`` rows.
 
@@ -145,7 +171,7 @@ def multiply_unit(
         inputs, weight, bias, output: addresses of the first row, of the unit's weights, of its bias (0 if
             there is none) and of its first output; all but the weight are float32.
         input_stride, output_stride: elements from one row to the next.
-        storage: the NumPy type of the weight, of ``item_bytes`` bytes.
+        stored: the NumPy type of the weight, in ``STORAGE`` or ``QUANTIZED``.
     """
     keep_apart()
     outputs = carray(pointer(output, np.float32), (num_rows, output_stride))
@@ -159,14 +185,13 @@ def multiply_unit(
         _add_rows(
             inputs + 4 * first,
             input_stride,
-            weight + item_bytes * first * TILE_COLUMNS,
+            weight + bytes_per_input(stored) * first,
             in_features,
             depth,
             output,
             output_stride,
             num_rows,
-            storage,
-            item_bytes,
+            stored,
         )
     if bias != 0:
         addends = carray(pointer(bias, np.float32), (UNIT,))
@@ -185,12 +210,11 @@ def _add_rows(
     output: int,
     output_stride: int,
     num_rows: int,
-    storage: Any,
-    item_bytes: int,
+    stored: Any,
 ) -> None:
     """Add the products of ``depth`` inputs, in tiles that fill the registers."""
-    strides = (np.int64(output_stride), np.int64(input_stride), np.int64(in_features * TILE_COLUMNS))
-    panel_bytes = item_bytes * in_features * TILE_COLUMNS
+    panel_bytes = bytes_per_input(stored) * in_features
+    strides = (np.int64(output_stride), np.int64(input_stride), np.int64(panel_bytes))
     num_whole = num_rows - num_rows % _MOST_TILE_ROWS
     for panel in range(_PANELS if num_whole else 0):
         for row in range(0, num_whole, _MOST_TILE_ROWS):
@@ -202,35 +226,37 @@ def _add_rows(
                 strides,
                 6,
                 1,
-                TILE_COLUMNS,
-                storage,
+                stored,
             )
     rest = num_rows - num_whole
     totals, lefts = np.int64(output + 4 * num_whole * output_stride), inputs + 4 * num_whole * input_stride
     left, right, count = np.int64(lefts), np.int64(weight), np.int64(depth)
-    if rest == 1:
-        add_rows_product(totals, left, right, count, strides, 1, _PANELS, TILE_COLUMNS, storage)
-    for panel in range(0, _PANELS if rest > 1 else 0, _PAIR):
+    # The sums of one row leave enough registers for four panels of floats, but only for two of integers.
+    has_wide_tile = rest == 1 and quantized_bits(stored) == 0
+    if has_wide_tile:
+        add_rows_product(totals, left, right, count, strides, 1, _PANELS, stored)
+    for panel in range(0, _PANELS if rest and not has_wide_tile else 0, _PAIR):
         total = np.int64(totals + 4 * panel * TILE_COLUMNS)
         right = np.int64(weight + panel * panel_bytes)
-        if rest == 2:
-            add_rows_product(total, left, right, count, strides, 2, _PAIR, TILE_COLUMNS, storage)
+        if rest == 1:
+            add_rows_product(total, left, right, count, strides, 1, _PAIR, stored)
+        elif rest == 2:
+            add_rows_product(total, left, right, count, strides, 2, _PAIR, stored)
         elif rest == 3:
-            add_rows_product(total, left, right, count, strides, 3, _PAIR, TILE_COLUMNS, storage)
+            add_rows_product(total, left, right, count, strides, 3, _PAIR, stored)
         elif rest >= 4:
             for next_panel in range(_PAIR):
                 total = np.int64(totals + 4 * (panel + next_panel) * TILE_COLUMNS)
                 right = np.int64(weight + (panel + next_panel) * panel_bytes)
                 if rest == 4:
-                    add_rows_product(total, left, right, count, strides, 4, 1, TILE_COLUMNS, storage)
+                    add_rows_product(total, left, right, count, strides, 4, 1, stored)
                 else:
-                    add_rows_product(total, left, right, count, strides, 5, 1, TILE_COLUMNS, storage)
+                    add_rows_product(total, left, right, count, strides, 5, 1, stored)
 
 
 @cache
-def _kernel(storage: Any) -> Any:
+def _kernel(stored: Any) -> Any:
     """Compile the function that each thread runs: it takes the next unit until none is left."""
-    item_bytes = np.dtype(storage).itemsize
 
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
@@ -243,14 +269,13 @@ def _kernel(storage: Any) -> Any:
             multiply_unit(
                 args.inputs + 4 * first * args.input_stride,
                 args.input_stride,
-                args.weight + item_bytes * unit * UNIT * args.in_features,
+                args.weight + unit_offset(unit, args.in_features, stored),
                 args.in_features,
                 args.bias + 4 * unit * UNIT if args.bias else 0,
                 args.output + 4 * (first * args.output_stride + unit * UNIT),
                 args.output_stride,
                 min(ROWS, args.num_rows - first),
-                storage,
-                item_bytes,
+                stored,
             )
 
     signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))

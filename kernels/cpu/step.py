@@ -28,7 +28,8 @@ from quire.kernels.cpu.intrinsics import (
     read_shared,
     widen,
 )
-from quire.kernels.cpu.linear import ROWS, UNIT, multiply_unit
+from quire.kernels.cpu.linear import ROWS, UNIT, multiply_unit, unit_offset
+from quire.kernels.cpu.packed_product import bytes_per_input, read_weight
 from quire.kernels.cpu.rows import activate, narrow, normalize
 
 _SPINS = 1_000
@@ -146,7 +147,7 @@ def _normalize(norm: Any, inputs: int, outputs: int, length: int, storage: Any) 
 
 
 @exact
-def _embed(args: Any, first: int, end: int, storage: Any, item_bytes: int) -> None:
+def _embed(args: Any, first: int, end: int, storage: Any, item_bytes: int, stored: Any) -> None:
     keep_apart()
     size = args.hidden_size
     token_ids = carray(pointer(args.token_ids, np.int64), (args.num_tokens,))
@@ -155,10 +156,9 @@ def _embed(args: Any, first: int, end: int, storage: Any, item_bytes: int) -> No
         x = carray(pointer(args.hidden + 4 * token * size, np.float32), (size,))
         token_id = token_ids[token]
         if args.is_embedding_packed:
-            panel_at = args.embedding + item_bytes * (token_id // TILE_COLUMNS) * TILE_COLUMNS * size
-            panel = carray(pointer(panel_at, storage), (size, TILE_COLUMNS))
+            panel_at = args.embedding + bytes_per_input(stored) * size * (token_id // TILE_COLUMNS)
             for i in range(size):
-                x[i] = widen(panel[i, token_id % TILE_COLUMNS])
+                x[i] = narrow(read_weight(panel_at, i, token_id % TILE_COLUMNS, stored), storage)
         else:
             vector = carray(pointer(args.embedding + item_bytes * token_id * size, storage), (size,))
             for i in range(size):
@@ -211,20 +211,20 @@ def _multiply(
     num_rows: int,
     storage: Any,
     item_bytes: int,
+    stored: Any,
 ) -> None:
     """Compute one unit of columns of a linear layer, rounded to the model's dtype."""
     keep_apart()
     multiply_unit(
         inputs,
         input_stride,
-        linear.weight + item_bytes * unit * UNIT * linear.in_features,
+        linear.weight + unit_offset(unit, linear.in_features, stored),
         linear.in_features,
         linear.bias + 4 * unit * UNIT if linear.bias else 0,
         output,
         output_stride,
         num_rows,
-        storage,
-        item_bytes,
+        stored,
     )
     if item_bytes < 4:
         outputs = carray(pointer(output, np.float32), (num_rows, output_stride))
@@ -246,6 +246,7 @@ def _run_linear(
     num_rows: int,
     storage: Any,
     item_bytes: int,
+    stored: Any,
 ) -> None:
     """Compute up to three linear layers of the same inputs; their outputs lie side by side."""
     keep_apart()
@@ -270,11 +271,12 @@ def _run_linear(
             min(ROWS, num_rows - first),
             storage,
             item_bytes,
+            stored,
         )
 
 
 @exact
-def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int) -> None:
+def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int, stored: Any) -> None:
     """Compute the first half of the MLP: ``activation(gate) * up``, or ``activation(gate)`` without up."""
     keep_apart()
     gates = np.empty((ROWS, UNIT), np.float32)
@@ -287,12 +289,12 @@ def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int
         num_rows = min(ROWS, args.num_tokens - first)
         inputs = args.normed + 4 * first * size
         gates_at = np.int64(gates.ctypes.data)
-        _multiply(layer.gate, unit, inputs, size, gates_at, UNIT, num_rows, storage, item_bytes)
+        _multiply(layer.gate, unit, inputs, size, gates_at, UNIT, num_rows, storage, item_bytes, stored)
         activate(layer.activation, gates_at, num_rows * UNIT, storage)
         output = args.mlp + 4 * (first * stride + unit * UNIT)
         outputs = carray(pointer(output, np.float32), (num_rows, stride))
         if layer.up.num_units:
-            _multiply(layer.up, unit, inputs, size, output, stride, num_rows, storage, item_bytes)
+            _multiply(layer.up, unit, inputs, size, output, stride, num_rows, storage, item_bytes, stored)
             for row in range(num_rows):
                 for column in range(UNIT):
                     outputs[row, column] = narrow(gates[row, column] * outputs[row, column], storage)
@@ -403,7 +405,9 @@ def _narrow_rows(values: int, length: int, first: int, end: int, storage: Any) -
 
 
 @exact
-def _compute_logits(args: Any, thread: int, num_threads: int, phase: int, storage: Any, item: int) -> None:
+def _compute_logits(
+    args: Any, thread: int, num_threads: int, phase: int, storage: Any, item_bytes: int, stored: Any
+) -> None:
     """Compute the logits after the step's chosen rows."""
     keep_apart()
     rows = carray(pointer(args.logit_rows, np.int64), (args.num_logits,))
@@ -429,7 +433,8 @@ def _compute_logits(args: Any, thread: int, num_threads: int, phase: int, storag
         args.logits_stride,
         args.num_logits,
         storage,
-        item,
+        item_bytes,
+        stored,
     )
 
 
@@ -458,7 +463,7 @@ def _attend(
 
 
 @exact
-def _run_step(args: Any, storage: Any, item_bytes: int) -> None:
+def _run_step(args: Any, storage: Any, item_bytes: int, stored: Any) -> None:
     num_threads = call_for_int(args.team_size) if args.team_size else np.int64(1)
     thread = np.int64(fetch_and_increment(args.next_thread))
     first = args.num_tokens * thread // num_threads
@@ -466,7 +471,7 @@ def _run_step(args: Any, storage: Any, item_bytes: int) -> None:
     layers = carray(pointer(args.layers, LAYER), (args.num_layers,))
     size, attended_size, num_tokens = args.hidden_size, args.num_heads * args.head_dim, args.num_tokens
     none = args.no_linear
-    _embed(args, first, end, storage, item_bytes)
+    _embed(args, first, end, storage, item_bytes, stored)
     _normalize_rows(layers[0].attention_norm, args, first, end, storage)
     phase = _wait(args, num_threads, np.int64(0))
     for index in range(args.num_layers):
@@ -484,6 +489,7 @@ def _run_step(args: Any, storage: Any, item_bytes: int) -> None:
             num_tokens,
             storage,
             item_bytes,
+            stored,
         )
         phase = _wait(args, num_threads, phase)
         phase = _attend(args, layer, thread, num_threads, phase, storage, item_bytes)
@@ -499,11 +505,12 @@ def _run_step(args: Any, storage: Any, item_bytes: int) -> None:
             num_tokens,
             storage,
             item_bytes,
+            stored,
         )
         phase = _wait(args, num_threads, phase)
         _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage)
         phase = _wait(args, num_threads, phase)
-        _run_gate(args, layer, counters + 16, storage, item_bytes)
+        _run_gate(args, layer, counters + 16, storage, item_bytes, stored)
         phase = _wait(args, num_threads, phase)
         _run_linear(
             layer.down,
@@ -517,22 +524,28 @@ def _run_step(args: Any, storage: Any, item_bytes: int) -> None:
             num_tokens,
             storage,
             item_bytes,
+            stored,
         )
         phase = _wait(args, num_threads, phase)
         is_last = index == args.num_layers - 1
         next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
         _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage)
         phase = _wait(args, num_threads, phase)
-    _compute_logits(args, thread, num_threads, phase, storage, item_bytes)
+    _compute_logits(args, thread, num_threads, phase, storage, item_bytes, stored)
 
 
 @cache
-def program(storage: Any) -> Any:
-    """Compile the function ``void step(STEP *)`` that each thread runs, for one dtype of weights."""
+def program(storage: Any, stored: Any) -> Any:
+    """Compile the function ``void step(STEP *)`` that each thread runs.
+
+    Args:
+        storage: the NumPy type of the model's dtype.
+        stored: the NumPy type of the weights of its linear layers, in ``STORAGE`` or ``QUANTIZED``.
+    """
     item_bytes = np.dtype(storage).itemsize
 
     def step(arguments: Any) -> None:
-        _run_step(carray(arguments, 1)[0], storage, item_bytes)
+        _run_step(carray(arguments, 1)[0], storage, item_bytes, stored)
 
     signature = types.void(types.CPointer(from_dtype(STEP)))
     return cfunc(signature, error_model="numpy", cache=True)(step)

@@ -15,3 +15,6 @@ STORAGE: dict[torch.dtype, Any] = {
     torch.float8_e4m3fn: np.uint8,
 }
 """NumPy type that represents each dtype in Numba; ``intrinsics.widen`` converts from these types."""
+
+QUANTIZED: dict[str, Any] = {"int8": np.int8, "int4": np.uint8}
+"""NumPy type that stands for quantized weights in Numba, by their name; see ``packed_product``."""

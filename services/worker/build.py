@@ -51,7 +51,7 @@ def load_models(config: WorkerConfig) -> Models:
     """
     device = choose_device()
     try:
-        model = load_model(config.model_path, config.dtype, device)
+        model = load_model(config.model_path, config.dtype, device, config.weight_dtype)
     except (OSError, ValueError) as error:
         raise BadFileError(f"cannot load the model {config.model_path}: {error}") from error
     # A prefill worker samples one token of each request, so it needs no draft tokens.

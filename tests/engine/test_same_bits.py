@@ -42,13 +42,17 @@ def run(model: LoadedModel, sequence: Sequence, budget: int, num_others: int = 0
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"),
-    [*((each, "bfloat16") for each in ARCHITECTURES), ("llama", "float32"), ("mistral", "float32")],
+    ("architecture", "dtype", "weight_dtype"),
+    [
+        *((each, "bfloat16", "auto") for each in ARCHITECTURES),
+        *((each, "float32", "auto") for each in ("llama", "mistral")),
+        *(("llama", "float32", each) for each in ("int8", "int4")),
+    ],
 )
 def test_logprobs_do_not_depend_on_how_a_sequence_is_cut(
-    tiny_model: Callable[[str], Path], architecture: str, dtype: str
+    tiny_model: Callable[[str], Path], architecture: str, dtype: str, weight_dtype: str
 ) -> None:
-    model = load_model(str(tiny_model(architecture)), dtype, torch.device("cpu"))
+    model = load_model(str(tiny_model(architecture)), dtype, torch.device("cpu"), weight_dtype)
     prompt = Random(1).choices(range(2, 320), k=NUM_PROMPT)
     sequence = make_request("sampled", prompt, temperature=1.0, seed=1, max_tokens=NUM_NEW, num_logprobs=2)
     decoded = run(model, sequence, budget=512).output

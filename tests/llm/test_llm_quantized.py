@@ -1,4 +1,4 @@
-"""8-bit KV caches: less exact than the model's own dtype, and as independent of how the work was split."""
+"""8-bit KV caches and quantized weights: less exact, and as independent of how the work was split."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ def test_the_demo_model_still_answers(kv_cache_dtype: Literal["fp8", "int8"]) ->
     assert num_right >= len(EXAMPLES) - 2
 
 
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_it_answers_with_quantized_weights(weight_dtype: Literal["int8", "int4"]) -> None:
+    with LLM(dtype="float32", weight_dtype=weight_dtype, num_blocks=1024) as llm:
+        at_once = answers(llm)
+    with LLM(
+        dtype="float32", weight_dtype=weight_dtype, num_blocks=48, max_num_batched_tokens=24, max_num_seqs=4
+    ) as llm:
+        in_pieces = answers(llm)
+    assert in_pieces == at_once
+    num_right = sum(text == example.expected for text, example in zip(at_once, EXAMPLES, strict=True))
+    assert num_right >= len(EXAMPLES) - 2
+
+
 def test_half_the_bytes_and_the_scales() -> None:
     with LLM(num_blocks=2) as plain, LLM(num_blocks=2, kv_cache_dtype="int8") as small:
         shapes = [llm.engine.memory.shape for llm in (plain, small)]
@@ -37,5 +50,7 @@ def test_half_the_bytes_and_the_scales() -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight_dtype must be one of auto, int8, int4"):
+        LLM(weight_dtype="int2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, fp8, int8"):
         LLM(kv_cache_dtype="int4")  # type: ignore[arg-type]

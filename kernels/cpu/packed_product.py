@@ -1,0 +1,309 @@
+"""Products of rows with packed weights, in LLVM IR; weights may be integers of 8 or 4 bits with scales.
+
+A panel has ``TILE_COLUMNS`` output columns. Unquantized, it is ``[in_features, TILE_COLUMNS]``. Quantized, it
+is a run of groups of ``GROUP`` inputs. A group has words of 32 bits, ``[inputs / inputs in a word,
+TILE_COLUMNS]``, with the first input in the lowest bits, and then a bfloat16 scale for each column.
+
+An integer becomes a float32 while it is in the upper bits of its word, which saves a shift. So it counts
+2**24 times its value if it has 8 bits and 2**28 times if it has 4, and the scales are smaller by this factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types  # type: ignore[attr-defined]
+from numba.core import cgutils
+
+from quire.kernels.cpu.intrinsics import (
+    CACHE_LINE,
+    TILE_COLUMNS,
+    emit_prefetch,
+    exact,
+    fused,
+    instruction,
+    pointer,
+    splat,
+    widen,
+    widened_vector,
+)
+
+GROUP = 32
+"""Inputs that share a scale in each column of a quantized weight."""
+_SCALE_BYTES = 2
+_AHEAD = 1024
+"""Weights by which a product prefetches; one with fewer than 4 rows reads several panels at a time."""
+_GROUPS_AHEAD = 8
+"""Groups by which it prefetches quantized weights."""
+
+_BITS = {types.int8: 8, types.uint8: 4}
+"""Bits of a quantized weight, by the Numba type of a value of ``storage.QUANTIZED``."""
+
+_BYTE = ir.IntType(8)
+_INT16 = ir.IntType(16)
+_INT32 = ir.IntType(32)
+_INT64 = ir.IntType(64)
+_FLOAT = ir.FloatType()
+
+_Sums = dict[tuple[int, int], Any]
+
+
+def group_bytes(bits: int) -> int:
+    """Return the bytes of a group of one panel, with its scales."""
+    return TILE_COLUMNS * (GROUP * bits // 8 + _SCALE_BYTES)
+
+
+@instruction
+def quantized_bits(typingctx: Any, stored: Any) -> Any:
+    """Return the bits of each integer of quantized weights; 0 if the weights are not quantized."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return ir.Constant(_INT64, _BITS.get(stored.dtype, 0))
+
+    return types.int64(stored), codegen
+
+
+@instruction
+def bytes_per_input(typingctx: Any, stored: Any) -> Any:
+    """Return the bytes that a panel has for each input; times whole groups only, if it is quantized."""
+    if stored.dtype in _BITS:
+        num_bytes = group_bytes(_BITS[stored.dtype]) // GROUP
+    else:
+        num_bytes = TILE_COLUMNS * stored.dtype.bitwidth // 8
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return ir.Constant(_INT64, num_bytes)
+
+    return types.int64(stored), codegen
+
+
+class _Tile(NamedTuple):
+    """A tile of sums, and the addresses that its product reads.
+
+    Attributes:
+        totals: pointers to the vectors of sums, by row and panel.
+        lefts: pointers to the rows' inputs.
+        rights: pointers to the panels' bytes.
+        columns: number of columns of a panel.
+    """
+
+    builder: Any
+    totals: _Sums
+    lefts: list[Any]
+    rights: list[Any]
+    columns: int
+
+    def input(self, row: int, k: Any) -> Any:
+        """Emit a vector that repeats a row's input ``k``."""
+        scalar = self.builder.load(self.builder.gep(self.lefts[row], [k]), align=4)
+        return splat(self.builder, scalar, self.columns)
+
+    def stored(self, panel: int, offset: Any, element: Any) -> Any:
+        """Emit the load of a vector of stored values of a panel, ``offset`` bytes from its beginning."""
+        vector = ir.VectorType(element, self.columns).as_pointer()
+        at = self.builder.gep(self.rights[panel], [offset])
+        return self.builder.load(self.builder.bitcast(at, vector), align=1)
+
+    def prefetch(self, offset: Any, distances: Iterable[int]) -> None:
+        """Emit prefetches of the first panel, at some distances from ``offset`` bytes after its beginning."""
+        for distance in distances:
+            at = self.builder.add(offset, ir.Constant(_INT64, distance))
+            line = self.builder.ptrtoint(self.builder.gep(self.rights[0], [at]), _INT64)
+            emit_prefetch(self.builder, line)
+
+    def add_products(self, sums: _Sums, k: Any, weights: list[Any]) -> _Sums:
+        """Emit the sums after adding the products of input ``k`` and the panels' weights."""
+        results = {}
+        for row in range(len(self.lefts)):
+            scalars = self.input(row, k)
+            for panel, values in enumerate(weights):
+                results[row, panel] = fused(self.builder, scalars, values, sums[row, panel])
+        return results
+
+
+@instruction
+def add_rows_product(
+    typingctx: Any,
+    total: Any,
+    left: Any,
+    right: Any,
+    depth: Any,
+    strides: Any,
+    rows: Any,
+    panels: Any,
+    stored: Any,
+) -> Any:
+    """Add the product of some rows with packed weights to ``total``, with all sums in registers.
+
+    ``total[r, p * TILE_COLUMNS + c] += sum over k < depth of left[r, k] * right[p, k, c]``, where each sum
+    runs over k in order with fused multiplications. If the weights are quantized, each group has a sum of its
+    own over its integers, which is then multiplied by the scale and added to the total. Either way, the bits
+    do not depend on the size of the tile.
+
+    Args:
+        total, left, right: addresses; total and left are float32.
+        depth: number of products in a sum; whole groups, if the weights are quantized.
+        strides: elements from one row of total to the next, and of left; bytes from one panel to the next.
+        rows, panels: size of the tile, literals.
+        stored: the NumPy type of the weights, in ``STORAGE`` or ``QUANTIZED``.
+    """
+    if not all(isinstance(each, types.IntegerLiteral) for each in (rows, panels)):
+        return None
+    num_rows, num_panels = rows.literal_value, panels.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        tile = _make_tile(builder, arguments, num_rows, num_panels)
+        if stored.dtype in _BITS:
+            _add_groups(tile, arguments[3], _BITS[stored.dtype])
+        else:
+            _add_plain(tile, arguments[3], context.get_value_type(stored.dtype), stored.dtype)
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 4, strides, rows, panels, stored), codegen
+
+
+def _make_tile(builder: Any, arguments: Any, num_rows: int, num_panels: int) -> _Tile:
+    total, left, right = (
+        builder.inttoptr(address, kind.as_pointer())
+        for address, kind in zip(arguments[:3], (_FLOAT, _FLOAT, _BYTE), strict=True)
+    )
+    total_stride, left_stride, panel_stride = cgutils.unpack_tuple(builder, arguments[4])
+    vector = ir.VectorType(_FLOAT, TILE_COLUMNS)
+
+    def moved(base: Any, stride: Any, index: int, offset: int = 0) -> Any:
+        distance = builder.mul(stride, ir.Constant(_INT64, index))
+        return builder.gep(base, [builder.add(distance, ir.Constant(_INT64, offset))])
+
+    return _Tile(
+        builder,
+        {
+            (row, panel): builder.bitcast(
+                moved(total, total_stride, row, panel * TILE_COLUMNS), vector.as_pointer()
+            )
+            for row in range(num_rows)
+            for panel in range(num_panels)
+        },
+        [moved(left, left_stride, row) for row in range(num_rows)],
+        [moved(right, panel_stride, panel) for panel in range(num_panels)],
+        TILE_COLUMNS,
+    )
+
+
+def _add_plain(tile: _Tile, depth: Any, element: Any, stored: Any) -> None:
+    """Emit the product with weights that are stored as they are."""
+    builder, item_bytes = tile.builder, stored.bitwidth // 8
+
+    def add(k: Any, sums: _Sums) -> _Sums:
+        offset = builder.mul(k, ir.Constant(_INT64, TILE_COLUMNS * item_bytes))
+        if len(tile.lefts) > 3:
+            tile.prefetch(offset, (_AHEAD * item_bytes,))
+        weights = [
+            widened_vector(builder, stored, tile.stored(panel, offset, element))
+            for panel in range(len(tile.rights))
+        ]
+        return tile.add_products(sums, k, weights)
+
+    starts = {each: builder.load(total, align=4) for each, total in tile.totals.items()}
+    for each, result in _emit_loop(builder, depth, starts, add).items():
+        builder.store(result, tile.totals[each], align=4)
+
+
+def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
+    """Emit the product with quantized weights."""
+    builder, num_bytes = tile.builder, group_bytes(bits)
+    zero = ir.Constant(ir.VectorType(_FLOAT, TILE_COLUMNS), [0.0] * TILE_COLUMNS)
+
+    def add_group(group: Any, _: _Sums) -> _Sums:
+        start = builder.mul(group, ir.Constant(_INT64, num_bytes))
+        if len(tile.lefts) > 3:
+            ahead = _GROUPS_AHEAD * num_bytes
+            tile.prefetch(start, range(ahead, ahead + num_bytes, CACHE_LINE))
+        first = builder.mul(group, ir.Constant(_INT64, GROUP))
+        sums = _sum_group(tile, start, first, dict.fromkeys(tile.totals, zero), bits)
+        scales_at = builder.add(start, ir.Constant(_INT64, num_bytes - _SCALE_BYTES * TILE_COLUMNS))
+        for panel in range(len(tile.rights)):
+            stored = tile.stored(panel, scales_at, _INT16)
+            scales = widened_vector(builder, types.uint16, stored)
+            for row in range(len(tile.lefts)):
+                total = tile.totals[row, panel]
+                added = fused(builder, sums[row, panel], scales, builder.load(total, align=4))
+                builder.store(added, total, align=4)
+        return {}
+
+    _emit_loop(builder, builder.udiv(depth, ir.Constant(_INT64, GROUP)), {}, add_group)
+
+
+def _sum_group(tile: _Tile, start: Any, first: Any, zeros: _Sums, bits: int) -> _Sums:
+    """Emit the sums over a group's integers.
+
+    Args:
+        start: bytes from the beginning of a panel to the group.
+        first: index of the group's first input.
+    """
+    builder, per_word = tile.builder, 32 // bits
+
+    def add(index: Any, sums: _Sums) -> _Sums:
+        offset = builder.add(start, builder.mul(index, ir.Constant(_INT64, 4 * TILE_COLUMNS)))
+        words = [tile.stored(panel, offset, _INT32) for panel in range(len(tile.rights))]
+        k = builder.add(first, builder.mul(index, ir.Constant(_INT64, per_word)))
+        for number in range(per_word):
+            weights = [_upper_bits(builder, each, number, bits) for each in words]
+            sums = tile.add_products(sums, builder.add(k, ir.Constant(_INT64, number)), weights)
+        return sums
+
+    return _emit_loop(builder, ir.Constant(_INT64, GROUP // per_word), zeros, add)
+
+
+def _upper_bits(builder: Any, words: Any, number: int, bits: int) -> Any:
+    """Emit the conversion of one integer of each word to float32, times ``2 ** (32 - bits)``."""
+    wide = words.type
+    if distance := 32 - bits * (number + 1):
+        words = builder.shl(words, ir.Constant(wide, [distance] * wide.count))
+    if number:
+        words = builder.and_(words, ir.Constant(wide, [-1 << 32 - bits] * wide.count))
+    return builder.sitofp(words, ir.VectorType(_FLOAT, wide.count))
+
+
+def _emit_loop(builder: Any, count: Any, starts: _Sums, body: Callable[[Any, _Sums], _Sums]) -> _Sums:
+    """Emit ``for index in range(count): sums = body(index, sums)``; return the last sums.
+
+    The body runs at least once.
+    """
+    before = builder.block
+    loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(_INT64)
+    sums = {each: builder.phi(start.type) for each, start in starts.items()}
+    results = body(index, sums)
+    end, following = builder.block, builder.add(index, ir.Constant(_INT64, 1))
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    index.add_incoming(ir.Constant(_INT64, 0), before)
+    index.add_incoming(following, end)
+    for each, total in sums.items():
+        total.add_incoming(starts[each], before)
+        total.add_incoming(results[each], end)
+    builder.position_at_end(after)
+    return results
+
+
+@exact
+def read_weight(panel: int, index: int, column: int, stored: Any) -> np.float32:
+    """Return the weight of an input and of a column of the panel at an address, as float32."""
+    bits = quantized_bits(stored)
+    if bits == 0:
+        weights = carray(pointer(panel, stored), (index + 1, TILE_COLUMNS))
+        weight: np.float32 = widen(weights[index, column])
+        return weight
+    per_word = 32 // bits
+    start = panel + index // GROUP * GROUP * bytes_per_input(stored)
+    words = carray(pointer(start, np.int32), (GROUP // per_word, TILE_COLUMNS))
+    word = np.int64(words[index % GROUP // per_word, column])
+    integer = word >> bits * (index % per_word) << 64 - bits >> 64 - bits
+    scales_at = start + 4 * (GROUP // per_word) * TILE_COLUMNS
+    scale = widen(carray(pointer(scales_at, np.uint16), (TILE_COLUMNS,))[column])
+    dequantized: np.float32 = np.float32(integer) * (scale * np.float32(1 << 32 - bits))
+    return dequantized

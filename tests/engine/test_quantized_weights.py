@@ -1,0 +1,106 @@
+"""Models whose linear layers have weights in 8 or 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from quire.engine.model_loader import load_model
+from quire.engine.packed_linear import PackedEmbedding, PackedLinear
+from quire.kernels.cpu.quantized_weight import quantize
+from quire.models.random_model import make_random_model
+from quire.settings.setting import SettingError
+from tests.engine.test_compiled_step import run
+from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run_in_order
+
+CPU = torch.device("cpu")
+NUM_NEW = 48
+
+
+def generate_dequantized(folder: Path, weight_dtype: str, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the greedy tokens of transformers with the weights that the integers stand for."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.weight.data.copy_(quantize(module.weight.data, weight_dtype).unpack())
+        elif type(module) is Conv1D:
+            module.weight.data.copy_(quantize(module.weight.data.T, weight_dtype).unpack().T)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        tokens = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=NUM_NEW,
+            max_new_tokens=NUM_NEW,
+            eos_token_id=None,
+        )
+        outputs.append(tokens[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+@pytest.mark.parametrize(("architecture", "is_tied"), [("llama", False), ("llama", True), ("gpt2", True)])
+def test_tokens_are_those_of_the_dequantized_weights(
+    tmp_path: Path, architecture: str, is_tied: bool, weight_dtype: str
+) -> None:
+    folder = make_random_model(architecture, tmp_path, tie_word_embeddings=is_tied)
+    model = load_model(str(folder), "float32", CPU, weight_dtype)
+    assert model.recipe is not None
+    prompts = [make_prompt(length) for length in (1, 16, 50)]
+    expected = generate_dequantized(folder, weight_dtype, prompts)
+    for each in (model, replace(model, recipe=None)):
+        requests = (
+            make_request(str(index), prompt, temperature=0.0, max_tokens=NUM_NEW)
+            for index, prompt in enumerate(prompts)
+        )
+        assert run_in_order(make_engine(each), *requests) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "weight_dtype"),
+    [("phi3", "float32", "int8"), ("gemma3", "float32", "int4"), ("llama", "bfloat16", "int8")],
+)
+def test_a_program_gives_the_bits_of_the_modules(
+    tmp_path: Path, architecture: str, dtype: str, weight_dtype: str
+) -> None:
+    folder = make_random_model(architecture, tmp_path, tie_word_embeddings=True)
+    model = load_model(str(folder), dtype, CPU, weight_dtype)
+    assert model.recipe is not None
+    assert run(model, "auto") == run(replace(model, recipe=None), "auto")
+
+
+def test_each_weight_dtype_is_another_model(tiny_model: Callable[[str], Path]) -> None:
+    folder = str(tiny_model("llama"))
+    digests = {load_model(folder, "float32", CPU, each).digest for each in ("auto", "int8", "int4")}
+    assert len(digests) == 3
+
+
+def test_all_linear_layers_are_quantized_and_nothing_else_is_kept(tmp_path: Path) -> None:
+    folder = make_random_model("llama", tmp_path, tie_word_embeddings=True)
+    module = load_model(str(folder), "float32", CPU, "int8").module
+    packed = [each for each in module.modules() if isinstance(each, PackedLinear)]
+    assert len(packed) == 7 * 3 + 1
+    assert {each.packed.panels.dtype for each in packed} == {torch.uint8}
+    embedding = module.get_input_embeddings()
+    assert isinstance(embedding, PackedEmbedding)
+    assert embedding.packed is module.lm_head.packed
+    assert all(parameter.dim() == 1 for parameter in module.parameters())
+
+
+def test_a_layer_that_has_no_whole_groups_is_refused(tmp_path: Path) -> None:
+    folder = make_random_model("llama", tmp_path, intermediate_size=100)
+    with pytest.raises(SettingError, match="weights cannot be int8: down_proj has 100 inputs"):
+        load_model(str(folder), "float32", CPU, "int8")
+
+
+def test_a_gpu_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(SettingError, match="weights can be int8 only on the CPU"):
+        load_model(str(tiny_model("llama")), "float32", torch.device("cuda"), "int8")

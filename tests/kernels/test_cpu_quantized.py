@@ -1,0 +1,128 @@
+"""Quantized linear layers on the CPU: small errors, and the same bits for any number of rows and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels.cpu.linear import ROWS, UNIT, linear, pack
+from quire.kernels.cpu.packed_product import GROUP
+from quire.kernels.cpu.quantized_weight import QuantizedWeight, quantize
+
+WEIGHT_DTYPES = ["int8", "int4"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random_weight(
+    out_features: int, in_features: int, weight_dtype: str, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, QuantizedWeight]:
+    """Return a weight, and the same one quantized."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn((out_features, in_features), generator=generator).to(dtype)
+    return weight, quantize(weight, weight_dtype)
+
+
+@settings(max_examples=40)
+@given(
+    weight_dtype=st.sampled_from(WEIGHT_DTYPES),
+    dtype=st.sampled_from(DTYPES),
+    out_features=st.integers(1, 200),
+    num_groups=st.integers(1, 20),
+    num_rows=st.integers(1, 2 * ROWS + 1),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_it_multiplies_by_the_dequantized_weight(
+    weight_dtype: str,
+    dtype: torch.dtype,
+    out_features: int,
+    num_groups: int,
+    num_rows: int,
+    has_bias: bool,
+    seed: int,
+) -> None:
+    _, quantized = random_weight(out_features, num_groups * GROUP, weight_dtype, seed)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn((num_rows, num_groups * GROUP), generator=generator).to(dtype)
+    bias = torch.zeros(quantized.num_units * UNIT)
+    bias[:out_features] = torch.randn(out_features, generator=generator)
+
+    output = linear(inputs, quantized, bias if has_bias else None)
+
+    expected = inputs.double() @ quantized.unpack().double().T
+    if has_bias:
+        expected += bias[:out_features].double()
+    assert output.dtype == dtype
+    largest = float(expected.abs().max())
+    error = float((output.double() - expected).abs().max())
+    assert error <= max(largest, 1.0) * torch.finfo(dtype).eps * (1 if dtype != torch.float32 else 64)
+
+
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (320, 96), (192, 4096)])
+def test_bits_do_not_depend_on_other_rows_or_on_threads(
+    weight_dtype: str, out_features: int, in_features: int
+) -> None:
+    _, quantized = random_weight(out_features, in_features, weight_dtype)
+    inputs = torch.randn((ROWS + 40, in_features), generator=torch.Generator().manual_seed(3))
+    expected = linear(inputs, quantized, None)
+    for num_threads in (1, 2, 3, 4):
+        torch.set_num_threads(num_threads)
+        for num_rows in (*range(1, 21), ROWS, ROWS + 1, ROWS + 40):
+            assert torch.equal(linear(inputs[:num_rows], quantized, None), expected[:num_rows])
+    assert torch.equal(torch.cat([linear(row[None], quantized, None) for row in inputs]), expected)
+
+
+@pytest.mark.parametrize(("weight_dtype", "largest"), [("int8", 127), ("int4", 8)])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_an_error_is_at_most_a_step(weight_dtype: str, largest: int, scale: float) -> None:
+    weight, quantized = random_weight(70, 96, weight_dtype)
+    weight, quantized = weight * scale, quantize(weight * scale, weight_dtype)
+    groups = weight.unflatten(1, (-1, GROUP))
+    steps = groups.abs().amax(-1, keepdim=True) / largest
+    errors = (quantized.unpack().unflatten(1, (-1, GROUP)) - groups).abs() / steps
+    # The positive integers of 4 bits end at 7, so an 8 loses a whole step. Rounded scales add a little.
+    assert float(errors.max()) <= (1.05 if weight_dtype == "int4" else 0.8)
+    assert float((errors**2).mean().sqrt()) <= 0.32  # 1 / sqrt(12) is 0.29
+
+
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
+def test_integers_are_kept_exactly(weight_dtype: str) -> None:
+    peak = {"int8": 127, "int4": -8}[weight_dtype]
+    weight = torch.randint(-7, 8, (130, 64), generator=torch.Generator().manual_seed(1)).float()
+    weight[:, ::GROUP] = peak
+    weight[5] = 0.0
+    assert torch.equal(quantize(weight, weight_dtype).unpack(), weight)
+
+
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_those_of_the_whole_weight(weight_dtype: str, dtype: torch.dtype) -> None:
+    _, quantized = random_weight(130, 96, weight_dtype, dtype=dtype)
+    indices = torch.tensor([[0, 129], [64, 3]])
+    assert quantized.unpack().dtype == quantized.dtype == dtype
+    assert torch.equal(quantized.rows(indices), quantized.unpack()[indices])
+
+
+def test_the_bytes_are_those_of_the_integers_and_scales() -> None:
+    plain = pack(torch.zeros(128, 256)).panels.nbytes
+    assert random_weight(128, 256, "int8")[1].panels.nbytes == plain * (8 + 16 / GROUP) / 32
+    assert random_weight(128, 256, "int4")[1].panels.nbytes == plain * (4 + 16 / GROUP) / 32
+
+
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
+def test_a_large_weight_is_quantized_in_parts(weight_dtype: str) -> None:
+    weight, quantized = random_weight(1000, 2048, weight_dtype)
+    parts = [quantize(part, weight_dtype).unpack() for part in weight.split(128)]
+    assert torch.equal(quantized.unpack(), torch.cat(parts))
