@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,9 @@ def _prepare_module(module: PreTrainedModel, device: torch.device, weight_dtype:
     module = module.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         pack_linear_layers(module, weight_dtype)
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            # Any tensor that is still in the mapped file of weights would keep all of the file in memory.
+            tensor.data = tensor.data.clone()
         make_batch_invariant(module)
     return module
 

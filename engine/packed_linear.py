@@ -76,21 +76,31 @@ def pack_linear_layers(model: torch.nn.Module, weight_dtype: str = "auto") -> No
         SettingError: a layer cannot be quantized, since its inputs cannot be divided into groups.
     """
     embeddings = _find_embeddings(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            weight = _weight(child)
-            if weight is None or not weight.is_cpu or weight.dtype not in _DTYPES:
+    # Only parents are held here, so that each layer's own weight is freed before the next layer is packed.
+    for parent in [each for each in model.modules() if any(True for _ in each.children())]:
+        for name in [name for name, _ in parent.named_children()]:
+            packed = _packed(name, parent.get_submodule(name), weight_dtype)
+            if packed is None:
                 continue
-            if weight_dtype != "auto" and weight.shape[1] % GROUP:
-                raise SettingError(
-                    f"weights cannot be {weight_dtype}: {name} has {weight.shape[1]} inputs, which is no "
-                    f"multiple of {GROUP}"
-                )
-            packed = PackedLinear(weight, dict(child.named_parameters()).get("bias"), weight_dtype)
-            setattr(parent, name, packed)
-            if weight.data_ptr() in embeddings:
-                owner, its_name, scale = embeddings[weight.data_ptr()]
-                setattr(owner, its_name, PackedEmbedding(packed.packed, scale))
+            layer, address = packed
+            setattr(parent, name, layer)
+            if address in embeddings:
+                owner, its_name, scale = embeddings[address]
+                setattr(owner, its_name, PackedEmbedding(layer.packed, scale))
+
+
+def _packed(name: str, module: torch.nn.Module, weight_dtype: str) -> tuple[PackedLinear, int] | None:
+    """Return a packed linear layer and the address of its weight before; None for any other module."""
+    weight = _weight(module)
+    if weight is None or not weight.is_cpu or weight.dtype not in _DTYPES:
+        return None
+    if weight_dtype != "auto" and weight.shape[1] % GROUP:
+        raise SettingError(
+            f"weights cannot be {weight_dtype}: {name} has {weight.shape[1]} inputs, which is no "
+            f"multiple of {GROUP}"
+        )
+    bias = dict(module.named_parameters()).get("bias")
+    return PackedLinear(weight, bias, weight_dtype), weight.data_ptr()
 
 
 def _find_embeddings(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, str, float]]:

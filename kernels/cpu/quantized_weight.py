@@ -25,7 +25,7 @@ Four bits have a -8 but no 8, so the scale takes the sign that makes this weight
 """
 _RANGES = {8: (-127, 127), 4: (-8, 7)}
 """Smallest and largest integer, by the number of bits."""
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 """Weights that are quantized at a time, so that little memory is needed beyond the result."""
 
 
