@@ -108,11 +108,12 @@ class _Tile(NamedTuple):
         return self.builder.load(self.builder.bitcast(at, vector), align=1)
 
     def prefetch(self, offset: Any, distances: Iterable[int]) -> None:
-        """Emit prefetches of the first panel, at some distances from ``offset`` bytes after its beginning."""
+        """Emit prefetches of the panels, at some distances from ``offset`` bytes after their beginnings."""
         for distance in distances:
             at = self.builder.add(offset, ir.Constant(_INT64, distance))
-            line = self.builder.ptrtoint(self.builder.gep(self.rights[0], [at]), _INT64)
-            emit_prefetch(self.builder, line)
+            for right in self.rights:
+                line = self.builder.ptrtoint(self.builder.gep(right, [at]), _INT64)
+                emit_prefetch(self.builder, line)
 
     def add_products(self, sums: _Sums, k: Any, weights: list[Any]) -> _Sums:
         """Emit the sums after adding the products of input ``k`` and the panels' weights."""
@@ -218,9 +219,8 @@ def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
 
     def add_group(group: Any, _: _Sums) -> _Sums:
         start = builder.mul(group, ir.Constant(_INT64, num_bytes))
-        if len(tile.lefts) > 3:
-            ahead = _GROUPS_AHEAD * num_bytes
-            tile.prefetch(start, range(ahead, ahead + num_bytes, CACHE_LINE))
+        ahead = _GROUPS_AHEAD * num_bytes
+        tile.prefetch(start, range(ahead, ahead + num_bytes, CACHE_LINE))
         first = builder.mul(group, ir.Constant(_INT64, GROUP))
         sums = _sum_group(tile, start, first, dict.fromkeys(tile.totals, zero), bits)
         scales_at = builder.add(start, ir.Constant(_INT64, num_bytes - _SCALE_BYTES * TILE_COLUMNS))
