@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.benchmarks.peers.process_tree import ProcessTree
 from quire.benchmarks.peers.sides.protocol import Setup
 from quire.benchmarks.peers.workloads import Requests
 
@@ -32,6 +32,9 @@ class Answer(NamedTuple):
 
 class SideProcess:
     """A side's process and those that it starts; leaving the ``with`` block ends them all.
+
+    They are stopped except while they load and generate. Threads that spin for a while after their last
+    work would otherwise slow down the next side.
 
     Args:
         command: the interpreter and the module; the setup becomes its last argument.
@@ -55,9 +58,11 @@ class SideProcess:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
+        self._tree = ProcessTree(self._process.pid)
         self._log = log
         try:
             self.version = str(self._read()["version"])
+            self._tree.stop()
         except BaseException:
             self.close()
             raise
@@ -74,13 +79,9 @@ class SideProcess:
         Raises:
             SideFailedError: the process ended, reported an error, or took too long.
         """
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(requests._asdict()).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise SideFailedError(f"its process ended: see {self._log}") from None
-        answer = Answer(**self._read())
+        with self._tree.running():
+            self._write(requests)
+            answer = Answer(**self._read())
         lengths = [len(tokens) for tokens in answer.tokens]
         if lengths != requests.max_tokens:
             raise SideFailedError("its answers do not have the requested lengths")
@@ -88,13 +89,20 @@ class SideProcess:
 
     def close(self) -> None:
         """End the process and all that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._tree.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
+
+    def _write(self, requests: Requests) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(requests._asdict()).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise SideFailedError(f"its process ended: see {self._log}") from None
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
