@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,7 +37,7 @@ from quire.benchmarks.disaggregation.report import (
     switch,
     table,
 )
-from quire.benchmarks.peers.__main__ import FOLDER, show_progress
+from quire.benchmarks.peers.command_line import FOLDER, interrupt_on_signals, show_progress
 from quire.benchmarks.peers.processes import SideFailedError
 from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
 from quire.benchmarks.peers.rounds import rotated
@@ -183,8 +182,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure all cells; print the table, the best switch and the line of JSON."""
-    # The contenders are ended however this process ends.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_on_signals()
     options = parse(arguments)
     try:
         cells = measure(options)

@@ -18,10 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from quire.benchmarks.peers.command_line import FOLDER, interrupt_on_signals, names_out_of, show_progress
 from quire.benchmarks.peers.environments import (
     MODULES,
     command,
@@ -44,9 +44,6 @@ from quire.benchmarks.peers.sides.protocol import Dtype, Setup
 from quire.benchmarks.peers.workloads import WORKLOADS, Workload
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
-
-
-FOLDER = Path("~/.cache/quire/peers")
 
 
 class Options(NamedTuple):
@@ -118,24 +115,6 @@ def start(side: str, setup: Setup, folder: Path) -> SideProcess:
     return SideProcess(command(side, folder), setup, environment_variables(side, folder, setup.threads), log)
 
 
-def show_progress(line: str) -> None:
-    """Print a line to stderr."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def names_out_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return the reader of an option's value: names, separated by commas."""
-    choices = list(known)
-
-    def read(value: str) -> list[str]:
-        names = value.split(",")
-        if unknown := [name for name in names if name not in choices]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(choices)}")
-        return list(dict.fromkeys(names))
-
-    return read
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the values of the command line."""
     parser = argparse.ArgumentParser(
@@ -161,8 +140,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Install sides, or compare them and print the tables and the line of JSON."""
-    # The processes of the sides are ended however this one ends.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_on_signals()
     values = parse(arguments)
     options = Options(
         values.sides,

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from quire.benchmarks.peers.__main__ import DTYPES, FOLDER, names_out_of, show_progress
+from quire.benchmarks.peers.__main__ import DTYPES
 from quire.benchmarks.peers.clients import (
     CHECK_PROMPT,
     CHECK_TOKENS,
@@ -38,6 +37,7 @@ from quire.benchmarks.peers.clients import (
     http_sender,
     run_together,
 )
+from quire.benchmarks.peers.command_line import FOLDER, interrupt_on_signals, names_out_of, show_progress
 from quire.benchmarks.peers.processes import SideFailedError
 from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
 from quire.benchmarks.peers.rounds import rotated
@@ -122,27 +122,37 @@ def compare(options: Options, model: str, dtype: Dtype) -> tuple[list[ServedMeas
         }
         measurements = []
         for workload in options.workloads if running else ():
-            rounds = asyncio.run(
-                run_rounds(workload, running, SIZES[model]["vocab_size"], options.num_rounds)
-            )
+            vocab_size = SIZES[model]["vocab_size"]
+            rounds, reasons = asyncio.run(run_rounds(workload, running, vocab_size, options.num_rounds))
             measurements.append(ServedMeasurement(model, dtype, workload.name, rounds))
+            failures += [
+                f"{side} cannot run {workload.name} of {model}: {why}" for side, why in reasons.items()
+            ]
         return measurements, failures
 
 
 async def run_rounds(
     workload: Workload, running: Mapping[str, Server], vocab_size: int, num_rounds: int
-) -> dict[str, list[Figures]]:
+) -> tuple[dict[str, list[Figures]], dict[str, str]]:
     """Run a workload on all sides, once to warm up and then in ``num_rounds`` rounds, in rotating order.
 
-    Raises:
-        SideFailedError: a server ended or did not answer a request.
+    Returns:
+        The figures of each round, by side, and the reasons of sides that failed, which have no figures.
     """
     rounds: dict[str, list[Figures]] = {side: [] for side in running}
+    failures: dict[str, str] = {}
     for round_index in range(num_rounds + 1):
         for turn, side in enumerate(rotated(list(running), round_index)):
+            if side in failures:
+                continue
             # Two sides may share a server: the same prompts would be in its prefix cache the second time.
             requests = workload.requests(vocab_size, seed=round_index * len(SIDES) + turn)
-            figures = await run_turn(side, running[side], requests)
+            try:
+                figures = await run_turn(side, running[side], requests)
+            except SideFailedError as error:
+                failures[side] = str(error)
+                del rounds[side]
+                continue
             name = f"round {round_index}" if round_index else "warm-up"
             show_progress(
                 f"{workload.name}, {name}: {side} {figures.tokens_per_second:.0f} tokens/s,"
@@ -150,7 +160,7 @@ async def run_rounds(
             )
             if round_index:
                 rounds[side].append(figures)
-    return rounds
+    return rounds, failures
 
 
 async def run_turn(side: str, server: Server, requests: Requests) -> Figures:
@@ -200,8 +210,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare the servers with each model in each type; print the tables and the line of JSON."""
-    # The servers are ended however this process ends.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_on_signals()
     options = parse(arguments)
     console = Console(width=160)
     results, all_failures = [], []
@@ -213,8 +222,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 console.print(failure, markup=False, highlight=False)
             results += [measurement.as_json() for measurement in measurements]
             all_failures += failures
-    except SideFailedError as error:
-        sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     processors = len(os.sched_getaffinity(0))

@@ -149,6 +149,7 @@ def quire_server(setup: Setup, log: Path, num_prefill: int, arguments: Sequence[
         "decode": 1,
         "port": ports.grpc,
         "http-port": ports.http,
+        "admin-port": 0,
     }
     return Server([*command, *_flags(options), *arguments], {"HF_HUB_OFFLINE": "1"}, ports, log)
 

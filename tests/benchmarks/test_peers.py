@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from quire.benchmarks.peers import __main__ as peers
+from quire.benchmarks.peers.command_line import names_out_of
 from quire.benchmarks.peers.processes import Answer, SideFailedError
 from quire.benchmarks.peers.random_llamas import SIZES
 from quire.benchmarks.peers.report import Measurement, table
@@ -113,7 +114,7 @@ def test_options() -> None:
         ["7m", "100m"],
     )
     with pytest.raises(argparse.ArgumentTypeError, match="tiny is none of 7m, 100m"):
-        peers.names_out_of(["7m", "100m"])("7m,tiny")
+        names_out_of(["7m", "100m"])("7m,tiny")
 
 
 def test_quire_beside_transformers(
