@@ -4,13 +4,13 @@
     python -m quire.benchmarks.peers
     python -m quire.benchmarks.peers --models 7m --dtypes float32 --workloads mixed,one-stream --rounds 5
 
-Each side is a process that loads the model once. A round runs a workload on each side in turn, starting with
-another side each time; before the first round each side runs the workload once. The tables have the medians
-of tokens per second, and how many times faster quire is. ``prefill`` counts tokens of prompts, the others
-tokens of answers. transformers runs a static batch until its longest answer ends. Answers are greedy;
-``first tokens`` is the share of answers whose first token is quire's. A side that cannot run here is named
-with the reason. The folder gets the environments, the models and a log of each side. vLLM needs Debian's
-packages libtcmalloc-minimal4 and numactl. The last line is JSON.
+Each side is a process that loads the model once, and is stopped (SIGSTOP) while it is another side's turn. A
+round runs a workload on each side in turn, starting with another side each time; before the first round each
+side runs the workload once. The tables have the medians of tokens per second, and how many times faster quire
+is. ``prefill`` counts tokens of prompts, the others tokens of answers. transformers runs a static batch until
+its longest answer ends. Answers are greedy; ``first tokens`` is the share of answers whose first token is
+quire's. A side that cannot run here is named with the reason. The folder gets the environments, the models
+and a log of each side. vLLM needs Debian's packages libtcmalloc-minimal4 and numactl. The last line is JSON.
 """
 
 from __future__ import annotations

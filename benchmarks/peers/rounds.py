@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from quire.benchmarks.peers.processes import Answer, SideFailedError
 from quire.benchmarks.peers.workloads import Requests, Workload
-
-SETTLING_SECONDS = 0.3
-"""Pause before each measurement, after which the threads of the side before have stopped spinning."""
 
 
 class Side(Protocol):
@@ -51,7 +47,6 @@ def run_rounds(
         for side in rotated(list(sides), round_index):
             if side in failures:
                 continue
-            time.sleep(SETTLING_SECONDS)
             try:
                 answer = sides[side].generate(requests)
             except SideFailedError as error:

@@ -74,8 +74,7 @@ def test_sides_take_turns() -> None:
     assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
 
 
-def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.benchmarks.peers.rounds.SETTLING_SECONDS", 0.0)
+def test_rounds() -> None:
     sides = {"quire": Double(), "vllm": Double(fails_at=2)}
     progress: list[str] = []
     rounds = run_rounds(Workload("short", 2, (3, 5), (2, 4)), sides, 320, 3, progress.append)
