@@ -44,6 +44,7 @@ class Servicer(pb_grpc.GenerationServiceServicer):
     def __init__(self) -> None:
         self.entered = asyncio.Event()
         self.cancelled = asyncio.Event()
+        self.waits = asyncio.Event()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         if request.text == "bad":
@@ -65,6 +66,7 @@ class Servicer(pb_grpc.GenerationServiceServicer):
     async def GenerateBatch(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateBatchResponse]:
         """Abort the call when the client has left."""
         yield pb.GenerateBatchResponse()
+        self.waits.set()
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
         self.cancelled.set()
@@ -175,6 +177,8 @@ async def test_who_left_is_told_nothing_and_nothing_is_logged(
     configure_logging("info", stream=stream)
     call = pb_grpc.GenerationServiceStub(channel).GenerateBatch(pb.GenerateBatchRequest())
     await call.read()
+    # A call that is cancelled while it still sends a message ends at that message.
+    await asyncio.wait_for(servicer.waits.wait(), 5)
     call.cancel()
     labels = {"grpc_method": "GenerateBatch", "grpc_code": "CANCELLED"}
     async with asyncio.timeout(5):
