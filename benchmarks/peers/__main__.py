@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from quire.benchmarks.peers.command_line import FOLDER, interrupt_on_signals, names_out_of, show_progress
+from quire.benchmarks.peers.command_line import FOLDER, add_names, interrupt_on_signals, show_progress
 from quire.benchmarks.peers.environments import (
     MODULES,
     command,
@@ -122,15 +122,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, known in (
-        ("sides", MODULES),
-        ("models", SIZES),
-        ("dtypes", DTYPES),
-        ("workloads", WORKLOADS),
-    ):
-        parser.add_argument(
-            f"--{name}", type=names_out_of(known), default=list(known), metavar=",".join(known)
-        )
+    add_names(parser, {"sides": MODULES, "models": SIZES, "dtypes": DTYPES, "workloads": WORKLOADS})
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=FOLDER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 FOLDER = Path("~/.cache/quire/peers")
@@ -24,6 +24,13 @@ def interrupt_on_signals() -> None:
 def show_progress(line: str) -> None:
     """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+def add_names(parser: argparse.ArgumentParser, options: Mapping[str, Iterable[str]]) -> None:
+    """Add options that take some of their names, separated by commas, and all of them by default."""
+    for option, known in options.items():
+        names = list(known)
+        parser.add_argument(f"--{option}", type=names_out_of(names), default=names, metavar=",".join(names))
 
 
 def names_out_of(known: Iterable[str]) -> Callable[[str], list[str]]:

@@ -37,7 +37,7 @@ from quire.benchmarks.peers.clients import (
     http_sender,
     run_together,
 )
-from quire.benchmarks.peers.command_line import FOLDER, interrupt_on_signals, names_out_of, show_progress
+from quire.benchmarks.peers.command_line import FOLDER, add_names, interrupt_on_signals, show_progress
 from quire.benchmarks.peers.processes import SideFailedError
 from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
 from quire.benchmarks.peers.rounds import rotated
@@ -187,14 +187,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for name, known in (
-        ("sides", SIDES),
-        ("models", SIZES),
-        ("dtypes", DTYPES),
-        ("workloads", SERVED_WORKLOADS),
-    ):
-        names = list(known)
-        parser.add_argument(f"--{name}", type=names_out_of(names), default=names, metavar=",".join(names))
+    add_names(parser, {"sides": SIDES, "models": SIZES, "dtypes": DTYPES, "workloads": SERVED_WORKLOADS})
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     values = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Stopping, continuing and killing real processes, one of which is in a session of its own."""
+"""Stopping, continuing and killing real processes, and one in a session of its own."""
 
 from __future__ import annotations
 
