@@ -29,6 +29,8 @@ _MIN_THREADED_WORK = 1 << 19
 _FEWEST_POSITIONS = 512
 _MOST_KEPT_LOGITS = 256
 """Rows of logits for which memory is kept from step to step."""
+_KEPT = {"hidden": "qkv", "attended": "queries"}
+"""Buffers of tokens that a program still computes in the last layer, beside free buffers for their copies."""
 _CACHE_LINE = 8
 """Counters that fill a cache line."""
 _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -55,7 +57,7 @@ class CompiledStep:
         num_layers = len(recipe.layers)
         num_linear = step.COUNTERS_PER_LAYER * num_layers + 1
         self._counters = np.zeros(2 * _CACHE_LINE + num_linear + num_layers, np.int64)
-        self._step = np.zeros(1, step.STEP)
+        self._step = np.zeros(2, step.STEP)
         self._layers = np.zeros(num_layers, step.LAYER)
         self._attention = np.zeros(num_layers, attention.ARGUMENTS)
         # The program holds addresses, so these keep what lies there.
@@ -74,23 +76,28 @@ class CompiledStep:
         self._grow_tables(int(tensors.positions.max()) + 1)
         self._grow_buffers(max(num_tokens, num_logits))
         logits = self._logits(num_logits)
-        starts = metadata.query_starts.numpy()
-        tiles = attention.make_tiles(starts, np.diff(starts), self._tile_tokens)
         self._counters.fill(0)
-        fields = self._step[0]
-        fields["num_tokens"], fields["num_logits"] = num_tokens, num_logits
-        fields["token_ids"] = tensors.input_ids.data_ptr()
-        fields["positions"] = tensors.positions.data_ptr()
-        fields["slots"] = metadata.slot_mapping.data_ptr()
-        fields["logit_rows"] = tensors.logit_rows.data_ptr()
-        fields["logits"] = logits.data_ptr()
-        calls = self._attention
+        steps, calls = self._step, self._attention
+        steps["num_tokens"] = num_tokens, num_logits
+        steps["token_ids"] = tensors.input_ids.data_ptr()
+        steps["positions"] = tensors.positions.data_ptr()
+        steps["slots"] = metadata.slot_mapping.data_ptr()
+        steps["kept_rows"] = tensors.logit_rows.data_ptr()
+        steps["logits"] = logits.data_ptr()
+        keeps_all_rows = metadata.max_new_tokens == 1 and num_logits == num_tokens
+        for name, copies in _KEPT.items():
+            steps[1][name] = steps[0][name if keeps_all_rows else copies]
         calls["block_tables"] = metadata.block_tables.data_ptr()
         calls["table_width"] = metadata.block_tables.shape[1]
         calls["query_starts"] = metadata.query_starts.data_ptr()
         calls["seq_lens"] = metadata.seq_lens.data_ptr()
-        calls["tiles"] = tiles.ctypes.data
-        calls["num_programs"] = len(tiles) * calls[0]["num_kv_heads"]
+        starts = metadata.query_starts.numpy()
+        tiles = last_tiles = attention.make_tiles(starts, np.diff(starts), self._tile_tokens)
+        if not keeps_all_rows and num_logits == len(starts) - 1:
+            last_tiles = _one_row_each(tensors.logit_rows.numpy(), starts)
+        calls["tiles"][:-1], calls["tiles"][-1] = tiles.ctypes.data, last_tiles.ctypes.data
+        calls["num_programs"][:-1] = len(tiles) * calls[0]["num_kv_heads"]
+        calls["num_programs"][-1] = len(last_tiles) * calls[0]["num_kv_heads"]
         work = num_tokens * self._work_per_token
         num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
         threads.run(self._program.address, self._step.ctypes.data, num_threads)
@@ -118,7 +125,7 @@ class CompiledStep:
         widths = {
             "hidden": fields["hidden_size"],
             "normed": fields["hidden_size"],
-            "qkv": fields["qkv_stride"],
+            "qkv": max(fields["qkv_stride"], fields["hidden_size"]),
             "queries": self._num_heads * fields["head_dim"],
             "attended": self._num_heads * fields["head_dim"],
             "update": fields["update_stride"],
@@ -126,7 +133,7 @@ class CompiledStep:
         }
         for name, width in widths.items():
             self._buffers[name] = torch.empty((capacity, int(width)))
-            fields[name] = self._buffers[name].data_ptr()
+            self._step[name] = self._buffers[name].data_ptr()
         self._attention["query"] = fields["queries"]
         self._attention["output"] = fields["attended"]
 
@@ -140,7 +147,7 @@ class CompiledStep:
             (cosines.float().contiguous(), sines.float().contiguous())
             for cosines, sines in (rotate(positions) for rotate in self._recipe.rotations)
         ]
-        self._step[0]["rotary_dim"] = self._tables[0][0].shape[1]
+        self._step["rotary_dim"] = self._tables[0][0].shape[1]
         for row, layer in zip(self._layers, self._recipe.layers, strict=True):
             if layer.rotation is not None:
                 row["cosines"], row["sines"] = (each.data_ptr() for each in self._tables[layer.rotation])
@@ -170,7 +177,7 @@ class CompiledStep:
             arguments["scale"], arguments["softcap"] = call.scale, call.softcap or 0.0
 
     def _fill_step(self, heads: KvHeads, memory: KvMemory) -> None:
-        recipe, fields = self._recipe, self._step[0]
+        recipe, steps = self._recipe, self._step
         first = recipe.layers[0]
         shape = memory.shape
         key_column, value_column, stride = _columns(first, self._num_heads, heads)
@@ -217,10 +224,10 @@ class CompiledStep:
             values["scale_block_stride"], values["scale_value_offset"] = memory.scales[0].stride()[:2]
             values["scale_per_magnitude"] = KV_FORMATS[kv_dtype].scale_per_magnitude
         for name, value in values.items():
-            fields[name] = value
-        fields["head"] = _linear(recipe.head)
+            steps[name] = value
+        steps["head"] = _linear(recipe.head)
         if recipe.final_norm is not None:
-            fields["final_norm"] = _norm(recipe.final_norm)
+            steps["final_norm"] = _norm(recipe.final_norm)
 
     def _hold(self, tensor: torch.Tensor) -> int:
         """Keep a tensor and return its address."""
@@ -231,6 +238,12 @@ class CompiledStep:
 
 def _dtype(recipe: StepRecipe) -> torch.dtype:
     return recipe.head.packed.dtype
+
+
+def _one_row_each(rows: Array, starts: Array) -> Array:
+    """Return tiles of attention with one row each; see ``attention.make_tiles``."""
+    sequences = np.searchsorted(starts, rows, side="right") - 1
+    return np.stack((sequences, rows, rows + 1), axis=1)
 
 
 def _num_weights(recipe: StepRecipe) -> int:

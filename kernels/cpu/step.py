@@ -71,7 +71,7 @@ _ADDRESSES = (
     "token_ids",
     "positions",
     "slots",
-    "logit_rows",
+    "kept_rows",
     "embedding",
     "position_embedding",
     "layers",
@@ -92,7 +92,6 @@ _ADDRESSES = (
 )
 _INTEGERS = (
     "num_tokens",
-    "num_logits",
     "num_layers",
     "hidden_size",
     "num_heads",
@@ -129,7 +128,11 @@ STEP = np.dtype(
     ]
 )
 """A step: the model, its buffers, and the step's tokens. ``kv_format`` is 0 if blocks have the model's dtype,
-1 for int8 and 2 for e4m3."""
+1 for int8 and 2 for e4m3.
+
+A program gets two of them. The second has only the tokens after which logits are needed: ``kept_rows`` are
+their rows in the first. From the attention of the last layer on, the others need not be computed.
+"""
 
 COUNTERS_PER_LAYER = 4
 
@@ -413,19 +416,15 @@ def _narrow_rows(values: int, length: int, first: int, end: int, storage: Any) -
 def _compute_logits(
     args: Any, thread: int, num_threads: int, phase: int, storage: Any, item_bytes: int, stored: Any
 ) -> None:
-    """Compute the logits after the step's chosen rows."""
+    """Compute the logits after each token."""
     keep_apart()
-    rows = carray(pointer(args.logit_rows, np.int64), (args.num_logits,))
     size = args.hidden_size
-    for index in range(thread, args.num_logits, num_threads):
-        row_at, output_at = args.hidden + 4 * rows[index] * size, args.normed + 4 * index * size
+    for row in range(thread, args.num_tokens, num_threads):
+        row_at, output_at = args.hidden + 4 * row * size, args.normed + 4 * row * size
         if args.final_norm.kind != 0:
             _normalize(args.final_norm, row_at, output_at, size, storage)
         else:
-            source = carray(pointer(row_at, np.float32), (size,))
-            target = carray(pointer(output_at, np.float32), (size,))
-            for i in range(size):
-                target[i] = source[i]
+            _copy(row_at, output_at, size)
     _wait(args, num_threads, phase)
     _run_linear(
         args.head,
@@ -436,11 +435,33 @@ def _compute_logits(
         size,
         args.logits,
         args.logits_stride,
-        args.num_logits,
+        args.num_tokens,
         storage,
         item_bytes,
         stored,
     )
+
+
+@exact
+def _copy(source: int, target: int, length: int) -> None:
+    values = carray(pointer(source, np.float32), (length,))
+    copies = carray(pointer(target, np.float32), (length,))
+    for i in range(length):
+        copies[i] = values[i]
+
+
+@exact
+def _keep_rows(args: Any, kept: Any, first: int, end: int) -> None:
+    """Copy what later phases read of the tokens that they still compute."""
+    keep_apart()
+    rows = carray(pointer(kept.kept_rows, np.int64), (kept.num_tokens,))
+    size, attended_size = args.hidden_size, args.num_heads * args.head_dim
+    for index in range(first, end):
+        row = rows[index]
+        _copy(args.hidden + 4 * row * size, kept.hidden + 4 * index * size, size)
+        _copy(
+            args.attended + 4 * row * attended_size, kept.attended + 4 * index * attended_size, attended_size
+        )
 
 
 @exact
@@ -457,30 +478,24 @@ def _attend(
         _quantize_tokens(args, layer, thread, num_threads)
         phase = _wait(args, num_threads, phase)
     call(args.attend, layer.attention)
-    phase = _wait(args, num_threads, phase)
-    if item_bytes < 4:
-        size = args.num_heads * args.head_dim
-        x = carray(pointer(args.attended, np.float32), (args.num_tokens * size,))
-        for i in range(first * size, end * size):
-            x[i] = narrow(x[i], storage)
-        phase = _wait(args, num_threads, phase)
-    return phase
+    return _wait(args, num_threads, phase)
 
 
 @exact
-def _run_step(args: Any, storage: Any, item_bytes: int, stored: Any) -> None:
+def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) -> None:
     num_threads = call_for_int(args.team_size) if args.team_size else np.int64(1)
     thread = np.int64(fetch_and_increment(args.next_thread))
     first = args.num_tokens * thread // num_threads
     end = args.num_tokens * (thread + 1) // num_threads
     layers = carray(pointer(args.layers, LAYER), (args.num_layers,))
-    size, attended_size, num_tokens = args.hidden_size, args.num_heads * args.head_dim, args.num_tokens
+    size, attended_size = args.hidden_size, args.num_heads * args.head_dim
     none = args.no_linear
     _embed(args, first, end, storage, item_bytes, stored)
     _normalize_rows(layers[0].attention_norm, args, first, end, storage)
     phase = _wait(args, num_threads, np.int64(0))
     for index in range(args.num_layers):
         layer = layers[index]
+        is_last = index == args.num_layers - 1
         counters = args.counters + 8 * COUNTERS_PER_LAYER * index
         _run_linear(
             layer.query,
@@ -491,13 +506,23 @@ def _run_step(args: Any, storage: Any, item_bytes: int, stored: Any) -> None:
             size,
             args.qkv,
             args.qkv_stride,
-            num_tokens,
+            args.num_tokens,
             storage,
             item_bytes,
             stored,
         )
         phase = _wait(args, num_threads, phase)
         phase = _attend(args, layer, thread, num_threads, phase, storage, item_bytes)
+        drops_rows = is_last and kept.hidden != args.hidden
+        if drops_rows:
+            first = kept.num_tokens * thread // num_threads
+            end = kept.num_tokens * (thread + 1) // num_threads
+            _keep_rows(args, kept, first, end)
+            args = kept
+        if item_bytes < 4:
+            _narrow_rows(args.attended, attended_size, first, end, storage)
+        if item_bytes < 4 or drops_rows:
+            phase = _wait(args, num_threads, phase)
         _run_linear(
             layer.output,
             none,
@@ -507,7 +532,7 @@ def _run_step(args: Any, storage: Any, item_bytes: int, stored: Any) -> None:
             attended_size,
             args.update,
             args.update_stride,
-            num_tokens,
+            args.num_tokens,
             storage,
             item_bytes,
             stored,
@@ -526,13 +551,12 @@ def _run_step(args: Any, storage: Any, item_bytes: int, stored: Any) -> None:
             args.mlp_stride,
             args.update,
             args.update_stride,
-            num_tokens,
+            args.num_tokens,
             storage,
             item_bytes,
             stored,
         )
         phase = _wait(args, num_threads, phase)
-        is_last = index == args.num_layers - 1
         next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
         _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage)
         phase = _wait(args, num_threads, phase)
@@ -541,7 +565,7 @@ def _run_step(args: Any, storage: Any, item_bytes: int, stored: Any) -> None:
 
 @cache
 def program(storage: Any, stored: Any) -> Any:
-    """Compile the function ``void step(STEP *)`` that each thread runs.
+    """Compile the function ``void step(STEP[2])`` that each thread runs.
 
     Args:
         storage: the NumPy type of the model's dtype.
@@ -550,7 +574,8 @@ def program(storage: Any, stored: Any) -> Any:
     item_bytes = np.dtype(storage).itemsize
 
     def step(arguments: Any) -> None:
-        _run_step(carray(arguments, 1)[0], storage, item_bytes, stored)
+        both = carray(arguments, 2)
+        _run_step(both[0], both[1], storage, item_bytes, stored)
 
     signature = types.void(types.CPointer(from_dtype(STEP)))
     return cfunc(signature, error_model="numpy", cache=True)(step)

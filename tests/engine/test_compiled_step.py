@@ -30,12 +30,27 @@ CPU = torch.device("cpu")
 
 
 def run(model: LoadedModel, kv_cache_dtype: str, block_size: int = 16) -> list[object]:
-    """Return the tokens and logprobs of some requests that share steps, and of their prompts."""
+    """Return the tokens and logprobs of requests that share steps, and of the prompts of some of them."""
+    # Without logprobs of prompts, a step needs the logits of one token of each sequence.
+    return [
+        *run_requests(model, kv_cache_dtype, block_size, 2),
+        *run_requests(model, kv_cache_dtype, block_size),
+    ]
+
+
+def run_requests(
+    model: LoadedModel, kv_cache_dtype: str, block_size: int, num_prompt_logprobs: int | None = None
+) -> list[object]:
     memory = KvMemory(model.kv_shape(block_size, kv_cache_dtype), 256, CPU)
     limits = SchedulerConfig(block_size, max_num_seqs=16, max_num_batched_tokens=37)
     engine = Engine(model, memory, limits, block_hash)
     params = SamplingParams(
-        temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, num_logprobs=3, num_prompt_logprobs=2
+        temperature=0.8,
+        seed=3,
+        max_tokens=20,
+        ignore_eos=True,
+        num_logprobs=3,
+        num_prompt_logprobs=num_prompt_logprobs,
     )
     sequences = []
     for index, length in enumerate((1, 16, 50, 90)):
