@@ -34,6 +34,8 @@ _PANELS = UNIT // TILE_COLUMNS
 _PAIR = min(2, _PANELS)
 ROWS = 96
 """Most rows that a thread computes at a time, so that they stay in its cache."""
+_FEW_ROWS = 2
+"""Rows whose sums of one panel would leave most registers empty."""
 _MOST_TILE_ROWS = 6
 _DEPTH = 2048
 """Inputs after which a thread turns to the next rows, so that the tile's weights stay in its cache."""
@@ -213,45 +215,75 @@ def _add_rows(
     stored: Any,
 ) -> None:
     """Add the products of ``depth`` inputs, in tiles that fill the registers."""
+    if num_rows > _FEW_ROWS:
+        _add_tiles(inputs, input_stride, weight, in_features, depth, output, output_stride, num_rows, stored)
+    else:
+        _add_few_rows(
+            inputs, input_stride, weight, in_features, depth, output, output_stride, num_rows, stored
+        )
+
+
+@exact
+def _add_tiles(
+    inputs: int,
+    input_stride: int,
+    weight: int,
+    in_features: int,
+    depth: int,
+    output: int,
+    output_stride: int,
+    num_rows: int,
+    stored: Any,
+) -> None:
+    """Add the products of rows in tiles of one panel, whose numbers of rows differ by one at most."""
     panel_bytes = bytes_per_input(stored) * in_features
     strides = (np.int64(output_stride), np.int64(input_stride), np.int64(panel_bytes))
-    num_whole = num_rows - num_rows % _MOST_TILE_ROWS
-    for panel in range(_PANELS if num_whole else 0):
-        for row in range(0, num_whole, _MOST_TILE_ROWS):
-            add_rows_product(
-                np.int64(output + 4 * (row * output_stride + panel * TILE_COLUMNS)),
-                np.int64(inputs + 4 * row * input_stride),
-                np.int64(weight + panel * panel_bytes),
-                np.int64(depth),
-                strides,
-                6,
-                1,
-                stored,
-            )
-    rest = num_rows - num_whole
-    totals, lefts = np.int64(output + 4 * num_whole * output_stride), inputs + 4 * num_whole * input_stride
-    left, right, count = np.int64(lefts), np.int64(weight), np.int64(depth)
-    # The sums of one row leave enough registers for four panels of floats, but only for two of integers.
-    has_wide_tile = rest == 1 and quantized_bits(stored) == 0
-    if has_wide_tile:
-        add_rows_product(totals, left, right, count, strides, 1, _PANELS, stored)
-    for panel in range(0, _PANELS if rest and not has_wide_tile else 0, _PAIR):
-        total = np.int64(totals + 4 * panel * TILE_COLUMNS)
+    count = np.int64(depth)
+    num_tiles = -(-num_rows // _MOST_TILE_ROWS)
+    for panel in range(_PANELS):
         right = np.int64(weight + panel * panel_bytes)
-        if rest == 1:
+        for tile in range(num_tiles):
+            first, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
+            total = np.int64(output + 4 * (first * output_stride + panel * TILE_COLUMNS))
+            left = np.int64(inputs + 4 * first * input_stride)
+            if end - first == 6:
+                add_rows_product(total, left, right, count, strides, 6, 1, stored)
+            elif end - first == 5:
+                add_rows_product(total, left, right, count, strides, 5, 1, stored)
+            elif end - first == 4:
+                add_rows_product(total, left, right, count, strides, 4, 1, stored)
+            else:
+                add_rows_product(total, left, right, count, strides, 3, 1, stored)
+
+
+@exact
+def _add_few_rows(
+    inputs: int,
+    input_stride: int,
+    weight: int,
+    in_features: int,
+    depth: int,
+    output: int,
+    output_stride: int,
+    num_rows: int,
+    stored: Any,
+) -> None:
+    """Add the products of one or two rows, in tiles of several panels."""
+    panel_bytes = bytes_per_input(stored) * in_features
+    strides = (np.int64(output_stride), np.int64(input_stride), np.int64(panel_bytes))
+    left, count = np.int64(inputs), np.int64(depth)
+    # The sums of one row leave enough registers for four panels of floats, but only for two of integers.
+    if num_rows == 1 and quantized_bits(stored) == 0:
+        total, right = np.int64(output), np.int64(weight)
+        add_rows_product(total, left, right, count, strides, 1, _PANELS, stored)
+        return
+    for panel in range(0, _PANELS, _PAIR):
+        total = np.int64(output + 4 * panel * TILE_COLUMNS)
+        right = np.int64(weight + panel * panel_bytes)
+        if num_rows == 1:
             add_rows_product(total, left, right, count, strides, 1, _PAIR, stored)
-        elif rest == 2:
+        else:
             add_rows_product(total, left, right, count, strides, 2, _PAIR, stored)
-        elif rest == 3:
-            add_rows_product(total, left, right, count, strides, 3, _PAIR, stored)
-        elif rest >= 4:
-            for next_panel in range(_PAIR):
-                total = np.int64(totals + 4 * (panel + next_panel) * TILE_COLUMNS)
-                right = np.int64(weight + (panel + next_panel) * panel_bytes)
-                if rest == 4:
-                    add_rows_product(total, left, right, count, strides, 4, 1, stored)
-                else:
-                    add_rows_product(total, left, right, count, strides, 5, 1, stored)
 
 
 @cache

@@ -35,7 +35,7 @@ GROUP = 32
 """Inputs that share a scale in each column of a quantized weight."""
 _SCALE_BYTES = 2
 _AHEAD = 1024
-"""Weights by which a product prefetches; one with fewer than 4 rows reads several panels at a time."""
+"""Weights by which a product prefetches; one with fewer than 3 rows reads several panels at a time."""
 _GROUPS_AHEAD = 8
 """Groups by which it prefetches quantized weights."""
 
@@ -199,7 +199,7 @@ def _add_plain(tile: _Tile, depth: Any, element: Any, stored: Any) -> None:
 
     def add(k: Any, sums: _Sums) -> _Sums:
         offset = builder.mul(k, ir.Constant(_INT64, TILE_COLUMNS * item_bytes))
-        if len(tile.lefts) > 3:
+        if len(tile.lefts) > 2:
             tile.prefetch(offset, (_AHEAD * item_bytes,))
         weights = [
             widened_vector(builder, stored, tile.stored(panel, offset, element))
