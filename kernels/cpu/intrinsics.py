@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,29 @@ SQUARE = 16 if TILE_COLUMNS == 64 else 8
 
 
 def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
-    instruction: Callable[..., Any] = intrinsic(prefer_literal=True)(emit)
+    """Make an instruction of a function that returns a signature and emits LLVM IR.
+
+    Generating machine code also rewrites the IR, and Numba links that into callers and optimizes it again.
+    Address arithmetic on integers may by then begin at a null pointer, which LLVM takes for an access that
+    never happens: a kernel then lost a store, but only when it was loaded from Numba's cache. Functions that
+    may use the null pointer keep it.
+    """
+
+    @wraps(emit)
+    def with_null_pointers(*arguments: Any) -> Any:
+        emitted = emit(*arguments)
+        if emitted is None:
+            return None
+        signature, codegen = emitted
+
+        def emit_instruction(context: Any, builder: Any, *rest: Any) -> Any:
+            # llvmlite knows only some names of attributes, and checks them in ``add``.
+            set.add(builder.function.attributes, "null_pointer_is_valid")
+            return codegen(context, builder, *rest)
+
+        return signature, emit_instruction
+
+    instruction: Callable[..., Any] = intrinsic(prefer_literal=True)(with_null_pointers)
     return instruction
 
 
