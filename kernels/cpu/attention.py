@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
@@ -43,6 +43,7 @@ from quire.kernels.cpu.intrinsics import (
     transpose,
     widen,
 )
+from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.storage import STORAGE
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -532,4 +533,4 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
             _write_rows(total, weight, outputs, num_tokens, group, head_dim)
 
     signature = types.void(types.CPointer(_ARGUMENTS_TYPE))
-    return cfunc(signature, fastmath=FAST_MATH, error_model="numpy", cache=True)(kernel)
+    return compile_kernel(signature, kernel, fastmath=FAST_MATH, error_model="numpy")

@@ -9,6 +9,7 @@ import torch
 from numba import njit
 
 from quire.kernels.cpu.intrinsics import bits_of_float
+from quire.kernels.cpu.kernel_cache import stored_njit
 from quire.kernels.quantization import KV_FORMATS, LOWEST_MAGNITUDE
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -63,7 +64,7 @@ def _bits(tensor: torch.Tensor) -> Array:
     return view
 
 
-@njit(cache=True, nogil=True)
+@stored_njit
 def _write(key: Array, value: Array, kv_layer: Array, slot_mapping: Array) -> None:
     block_size = kv_layer.shape[3]
     for token in range(slot_mapping.shape[0]):
@@ -76,7 +77,7 @@ def _write(key: Array, value: Array, kv_layer: Array, slot_mapping: Array) -> No
                 kv_layer[block, 1, head, offset, d] = value[token, head, d]
 
 
-@njit(cache=True, nogil=True)
+@stored_njit
 def _quantize(
     vectors: Array,
     stored: Array,
@@ -97,7 +98,7 @@ def _quantize(
             quantize_vector(vectors[token, head], target, scale, offset, per_magnitude, is_integer)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def quantize_vector(
     vector: Array, stored: Array, scale: Array, offset: int, per_magnitude: np.float32, is_integer: bool
 ) -> None:
@@ -121,13 +122,13 @@ def quantize_vector(
         stored[d] = np.uint8(_int8(x)) if is_integer else _e4m3(x)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _int8(x: np.float32) -> np.int8:
     """Round to int8, half to even and saturating."""
     return np.int8(np.rint(min(max(x, np.float32(-127.0)), np.float32(127.0))))
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _e4m3(x: np.float32) -> np.uint8:
     """Round to e4m3, half to even and saturating."""
     sign = np.uint8(128) if x < 0 else np.uint8(0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
@@ -25,6 +25,7 @@ from quire.kernels.cpu.intrinsics import (
     keep_apart,
     pointer,
 )
+from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.packed_product import add_rows_product, bytes_per_input, quantized_bits
 from quire.kernels.cpu.storage import STORAGE
 
@@ -311,4 +312,4 @@ def _kernel(stored: Any) -> Any:
             )
 
     signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
-    return cfunc(signature, error_model="numpy", cache=True)(kernel)
+    return compile_kernel(signature, kernel, error_model="numpy")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
@@ -25,6 +25,7 @@ from quire.kernels.cpu.intrinsics import (
     sum_powers,
     widen,
 )
+from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.storage import STORAGE
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -219,4 +220,4 @@ def _kernel(storage: Any) -> Any:
             activate(args.activation, values, args.length, storage)
 
     signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
-    return cfunc(signature, error_model="numpy", cache=True)(kernel)
+    return compile_kernel(signature, kernel, error_model="numpy")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
@@ -32,6 +32,7 @@ from quire.kernels.cpu.intrinsics import (
     pointer,
     sum_range,
 )
+from quire.kernels.cpu.kernel_cache import compile_kernel
 
 UNUSABLE = -1
 """Stands for the token of a row whose logits are not finite."""
@@ -466,4 +467,4 @@ def _kernel() -> Any:
                 token_ids[row] = _draw(scratch, padded, _uniform(draw.seed, draw.position))
 
     signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
-    return cfunc(signature, error_model="numpy", cache=True)(kernel)
+    return compile_kernel(signature, kernel, error_model="numpy")

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.blocks import quantize_vector
 from quire.kernels.cpu.intrinsics import (
@@ -28,6 +28,7 @@ from quire.kernels.cpu.intrinsics import (
     read_shared,
     widen,
 )
+from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.linear import ROWS, UNIT, multiply_unit, unit_offset
 from quire.kernels.cpu.packed_product import bytes_per_input, read_weight
 from quire.kernels.cpu.rows import activate, narrow, normalize
@@ -478,7 +479,8 @@ def _attend(
         _quantize_tokens(args, layer, thread, num_threads)
         phase = _wait(args, num_threads, phase)
     call(args.attend, layer.attention)
-    return _wait(args, num_threads, phase)
+    next_phase: int = _wait(args, num_threads, phase)
+    return next_phase
 
 
 @exact
@@ -578,4 +580,4 @@ def program(storage: Any, stored: Any) -> Any:
         _run_step(both[0], both[1], storage, item_bytes, stored)
 
     signature = types.void(types.CPointer(from_dtype(STEP)))
-    return cfunc(signature, error_model="numpy", cache=True)(step)
+    return compile_kernel(signature, step, error_model="numpy")

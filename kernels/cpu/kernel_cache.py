@@ -1,0 +1,90 @@
+"""Compiles kernels, and keeps them on disk for the next processes.
+
+Numba's own cache can give a process the wrong kernel in two ways. It looks only at the file that defines a
+kernel, so that a change of a function in another file goes unnoticed. And two processes that store different
+kernels at the same time may take the same file name. Here all kernels are compiled again when one of the
+source files changes, and a lock is held while a kernel is stored, under a name of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import llvmlite
+from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
+
+logger = logging.getLogger(__name__)
+
+
+def compile_kernel(signature: Any, kernel: Callable[..., Any], **options: Any) -> Any:
+    """Return a C function that runs a kernel, from the disk if it was compiled before.
+
+    Args:
+        signature: the Numba signature of the C function.
+        kernel: the function to compile.
+        options: options of ``numba.cfunc``.
+    """
+    compiled: Any = CFunc(kernel, normalize_signature(signature), locals={}, options=options)
+    compiled._cache = _KernelCache(kernel)
+    compiled.compile()
+    return compiled
+
+
+def stored_njit(function: Callable[..., Any]) -> Any:
+    """Compile a function for the types of each call, without the GIL, and keep it on disk."""
+    compiled: Any = njit(nogil=True)(function)
+    compiled._cache = _KernelCache(function)
+    return compiled
+
+
+class _KernelCache(FunctionCache):
+    """The kernels of one function: one for each signature and for each content of its closure."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        self._cache_file = _KernelFiles(  # type: ignore[no-untyped-call]
+            self._cache_path, self._impl.filename_base, _digest_of_sources()
+        )
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Store a kernel; if that fails, the next process compiles it again."""
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except OSError as error:
+            logger.warning("a compiled kernel cannot be stored in %s: %s", self._cache_path, error)
+
+
+class _KernelFiles(IndexDataCacheFile):
+    """The index of a function's kernels, and a file for each of them."""
+
+    def save(self, key: Any, data: Any) -> None:
+        """Store a kernel. The index names it only after it was written as a whole."""
+        index = Path(self._index_path)
+        with index.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            names = self._load_index()  # type: ignore[no-untyped-call]
+            name = names.setdefault(key, f"{index.stem}.{uuid4().hex}.nbc")
+            self._save_data(name, data)  # type: ignore[no-untyped-call]
+            self._save_index(names)  # type: ignore[no-untyped-call]
+            for path in index.parent.glob(f"{index.stem}.*.nbc"):
+                if path.name not in names.values():
+                    path.unlink()
+
+
+@cache
+def _digest_of_sources() -> str:
+    """Return a digest of what kernels are compiled from; Numba itself checks its own version."""
+    digest = sha256(llvmlite.__version__.encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,73 @@
+"""Kernels that come from the disk are the right ones, and compute what they computed when they were compiled.
+
+The two are different machine code: functions that are not inlined are optimized again with the kernel that
+is stored, while the process that compiles them calls the first versions.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.kernels.cpu.kernel_cache import _KernelFiles
+
+PROGRAM = """
+import sys
+import torch
+from quire.kernels.cpu.linear import linear, pack
+from quire.kernels.cpu.quantized_weight import quantize
+
+torch.manual_seed(0)
+weight = torch.randn(96, 64)
+packed = pack(weight) if sys.argv[1] == "float32" else quantize(weight, sys.argv[1])
+expected_weight = packed.unpack()
+for num_rows in range(1, 15):
+    inputs = torch.randn(num_rows, 64)
+    torch.testing.assert_close(linear(inputs, packed, None), inputs @ expected_weight.T)
+"""
+
+
+@pytest.mark.parametrize("weight_dtype", ["float32", "int8", "int4"])
+def test_linear_layers_from_the_cache_are_right(tmp_path: Path, weight_dtype: str) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", PROGRAM, weight_dtype], env=environment, check=True)
+        assert list(tmp_path.rglob("linear*.nbc")), "the kernel was not stored"
+
+
+def files(folder: Path, stamp: str = "sources") -> Any:
+    return _KernelFiles(str(folder), "kernel", stamp)  # type: ignore[no-untyped-call]
+
+
+def store(folder: Path, key: int) -> None:
+    files(folder).save(key, f"kernel {key}")
+
+
+def test_kernels_that_are_stored_at_the_same_time_are_kept_apart(tmp_path: Path) -> None:
+    # Each call opens the lock's file anew, so threads exclude each other as processes do.
+    keys = range(64)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(store, [tmp_path] * len(keys), keys))
+    assert [files(tmp_path).load(key) for key in keys] == [f"kernel {key}" for key in keys]
+
+
+def test_kernels_of_other_sources_are_not_used_and_removed(tmp_path: Path) -> None:
+    store(tmp_path, 1)
+    changed = files(tmp_path, "changed sources")
+    assert changed.load(1) is None
+    changed.save(2, "another kernel")
+    assert changed.load(2) == "another kernel"
+    assert len(list(tmp_path.glob("*.nbc"))) == 1
+
+
+def test_a_kernel_whose_file_is_gone_is_compiled_again(tmp_path: Path) -> None:
+    store(tmp_path, 1)
+    for path in tmp_path.glob("*.nbc"):
+        path.unlink()
+    assert files(tmp_path).load(1) is None
