@@ -134,6 +134,7 @@ class Engine:
         eviction = parts.eviction or PagedEviction(memory)
         self.transfers = Transfers(self.requests, queues, tables, eviction, rules)
         self._results = StepResults(self.requests, tables, eviction, rules, self.speculator)
+        self._on_schedule: Callable[[Schedule], None] | None = None
         self.step_seconds = StepSeconds()
         self.num_stepped = 0
         """Sequences that the last step computed, including beams of a beam search, which bring no updates."""
@@ -206,6 +207,10 @@ class Engine:
         if self.tiers is not None and self.tiers.disk is not None:
             self.tiers.disk.subscribe(on_read)
 
+    def subscribe_to_schedules(self, on_schedule: Callable[[Schedule], None]) -> None:
+        """Call ``on_schedule`` in each step, before the blocks are moved and the tokens computed."""
+        self._on_schedule = on_schedule
+
     def pin(self, name: str, block_hashes: Items[bytes]) -> list[int]:
         """Begin a pin with the leading blocks that are in the pool or in host memory; return their ids."""
         if self.tiers is not None:
@@ -253,6 +258,8 @@ class Engine:
         self.num_stepped = len(schedule.sequences)
         for group in schedule.admitted:
             group.prompt.started_at = group.prompt.started_at or started_at
+        if self._on_schedule is not None:
+            self._on_schedule(schedule)
         if schedule.moves_blocks:
             self._move_blocks(schedule)
         return schedule

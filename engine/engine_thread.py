@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from quire.engine.engine import Engine
+from quire.engine.schedule import Schedule
 from quire.engine.sequence import SequenceUpdate
 from quire.engine.step_clock import StepSeconds
 from quire.engine.step_watch import TICK_SECONDS, StepWatch
@@ -46,6 +47,7 @@ class EngineThread:
         on_step: called in the engine's thread after each step, for metrics, with the engine and the number of
             sequences in the step.
         on_failure: called in the event loop, once, if the engine fails or is stuck.
+        on_stall: called in the event loop with whether the engine is stalled, each time that this changes.
         watch: says whether the thread makes progress; None means that it is never taken for stuck.
     """
 
@@ -54,11 +56,13 @@ class EngineThread:
         engine: Engine,
         on_step: Callable[[Engine, int], None] | None = None,
         on_failure: Callable[[EngineStoppedError], None] | None = None,
+        on_stall: Callable[[bool], None] | None = None,
         watch: StepWatch | None = None,
     ) -> None:
         self._engine = engine
         self._on_step = on_step
         self._on_failure = on_failure
+        self._on_stall = on_stall
         self._watch = watch or StepWatch(math.inf)
         self._commands: deque[Callable[[], None]] = deque()
         self._unfinished: set[Future[Any]] = set()
@@ -70,6 +74,7 @@ class EngineThread:
         self._receivers: dict[str, Receive] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         engine.subscribe_to_disk_reads(self._apply_disk_reads)
+        engine.subscribe_to_schedules(self._plan)
 
     def _apply_disk_reads(self) -> None:
         """Let the engine apply finished disk reads; called from the disk cache's threads."""
@@ -101,9 +106,14 @@ class EngineThread:
 
     async def watch(self) -> None:
         """Observe the thread until it is stuck, then fail everything that waits for it and return."""
+        was_stalled = False
         while not self._watch.is_stuck:
             await asyncio.sleep(TICK_SECONDS)
             self._watch.observe()
+            if self.is_stalled != was_stalled:
+                was_stalled = not was_stalled
+                if self._on_stall is not None:
+                    self._on_stall(was_stalled)
         seconds = self._watch.stalled_seconds
         logger.error("engine_stuck", extra={"fields": {"seconds": round(seconds, 1)}})
         self._refuse_commands()
@@ -237,6 +247,11 @@ class EngineThread:
             self._engine.transfers.grant_blocks()
             if not self._engine.is_idle:
                 return True
+
+    def _plan(self, schedule: Schedule) -> None:
+        # The time of a swap is not that of the tokens.
+        if not (schedule.num_swapped_blocks or schedule.promotions):
+            self._watch.plan(schedule.kind)
 
     @property
     def step_seconds(self) -> StepSeconds:

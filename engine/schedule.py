@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from quire.engine.sequence import Sequence
 from quire.engine.sequence_group import SequenceGroup
+from quire.engine.step_watch import StepKind
 
 
 class ScheduledSequence(NamedTuple):
@@ -50,6 +51,15 @@ class Schedule:
     def moves_blocks(self) -> bool:
         """Whether the step copies any block."""
         return bool(self.swap_out or self.swap_in or self.copies or self.promotions)
+
+    @property
+    def kind(self) -> StepKind:
+        """The size of the computation."""
+        num_tokens = num_read_tokens = 0
+        for sequence, num_scheduled in self.sequences:
+            num_tokens += num_scheduled
+            num_read_tokens += num_scheduled * (sequence.num_computed_tokens + num_scheduled)
+        return StepKind.of(num_tokens, num_read_tokens)
 
     @property
     def num_swapped_blocks(self) -> int:

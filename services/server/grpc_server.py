@@ -27,6 +27,7 @@ from quire.services.server.request_intake import RequestIntake
 PUBLIC_MESSAGE_BYTES = 16 << 20
 MAX_CONCURRENT_STREAMS = 4096
 HANDSHAKE_SECONDS = 20.0
+MIN_PING_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 """Interval at which a stopping server checks how many calls it waits for."""
 TELL_SECONDS = 5.0
@@ -70,8 +71,13 @@ class Service(NamedTuple):
     full_name: str
 
 
-def server_options(max_message_bytes: int) -> ServerOptions:
-    """Return the gRPC options of a server that takes messages of up to ``max_message_bytes``."""
+def server_options(max_message_bytes: int, min_ping_seconds: float = MIN_PING_SECONDS) -> ServerOptions:
+    """Return the gRPC options of a server.
+
+    Args:
+        max_message_bytes: size of the largest message that it takes.
+        min_ping_seconds: interval at which a client may ping.
+    """
     return [
         # The default of 4 MiB is too small for a long prompt or a batch of KV blocks.
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -81,7 +87,7 @@ def server_options(max_message_bytes: int) -> ServerOptions:
         # By default a connection that never completes its handshake would be kept for two minutes.
         ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_SECONDS)),
         # By default a client that pings during a long prefill is disconnected with GOAWAY too_many_pings.
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(1000 * min_ping_seconds)),
         ("grpc.keepalive_permit_without_calls", 1),
         # A client whose machine vanished sends no FIN: without pings its requests would keep their blocks.
         ("grpc.keepalive_time_ms", 30_000),
@@ -161,6 +167,7 @@ async def grpc_server(
     read_seconds: float = READ_SECONDS,
     call_seconds: float | None = None,
     checks_parts: bool = False,
+    min_ping_seconds: float = MIN_PING_SECONDS,
 ) -> AsyncIterator[GrpcServer]:
     """Serve ``services`` until the context ends; health is NOT_SERVING until ``GrpcServer.ready`` is called.
 
@@ -171,6 +178,7 @@ async def grpc_server(
         read_seconds: see ``CallLimits``.
         call_seconds: see ``CallLimits``.
         checks_parts: see ``RequestIntake``.
+        min_ping_seconds: see ``server_options``.
 
     Raises:
         OSError: the address cannot be bound.
@@ -183,7 +191,7 @@ async def grpc_server(
             *interceptors,
             RequestIntake(checks_parts=checks_parts),
         ],
-        options=server_options(max_message_bytes),
+        options=server_options(max_message_bytes, min_ping_seconds),
     )
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

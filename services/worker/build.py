@@ -22,6 +22,7 @@ from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.engine.speculators import load_draft_model, make_speculator
+from quire.engine.step_watch import StepKind
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvLayout
 from quire.models.source import pin_revision
@@ -136,15 +137,20 @@ def _warm_up(engine: Engine) -> None:
     _run_full_step(engine)
 
 
-def full_step_seconds(engine: Engine) -> float:
+def known_step_seconds(engine: Engine) -> dict[StepKind, float]:
     """Time a step of as many tokens as one may have; its kernels have been compiled."""
     start = perf_counter()
     _run_full_step(engine)
-    return perf_counter() - start
+    length = _full_length(engine)
+    return {StepKind.of(length, length * length): perf_counter() - start}
+
+
+def _full_length(engine: Engine) -> int:
+    return min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 3)
 
 
 def _run_full_step(engine: Engine) -> None:
-    length = min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 3)
+    length = _full_length(engine)
     prompt = Sequence(
         "warm-up", [0] * length, length, SamplingParams(max_tokens=3, ignore_eos=True), b"warm-up"
     )

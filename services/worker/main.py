@@ -63,6 +63,7 @@ async def serve(
         services = [*await compose(config, parts), pull_service(parts, pulls, stack)]
         server = await stack.enter_async_context(worker_server(start, services))
         server.call_before_end(parts.outputs.close)
+        server.call_before_end(parts.reports.close)
         start.address.set_result(reachable_address(config, server))
         metrics_port = stack.enter_context(metrics_server(start.registry, config.host, config.metrics_port))
         _join(start)

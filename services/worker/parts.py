@@ -10,6 +10,7 @@ from quire.engine.kv_memory import KvMemory
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.services.worker.drain import Drain
+from quire.services.worker.engine_reports import EngineReports
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.metrics import PromptMetrics
 from quire.services.worker.output_streams import OutputStreams
@@ -26,6 +27,7 @@ class WorkerParts:
         address: returns the host:port at which others reach this worker; known once the server is bound.
         reader: turns the router's sequences into the engine's.
         channels: the connections to other workers.
+        reports: tells routers whether the engine makes progress.
         outputs: the streams in which routers get the outputs of their decodes.
         puller: fills the prefix cache from other workers.
     """
@@ -37,6 +39,7 @@ class WorkerParts:
     reader: SequenceReader
     requests: RunningRequests
     drain: Drain
+    reports: EngineReports
     outputs: OutputStreams
     channels: ChannelPool
     puller: PrefixPuller

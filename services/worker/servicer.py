@@ -102,6 +102,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         info.is_stalled = self._parts.engine.is_stalled
         return info
 
+    async def WatchEngine(
+        self, request: worker_pb2.WatchEngineRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.WatchEngineResponse, None]:
+        """Tell whether the engine makes progress, until the worker ends."""
+        async with aclosing(self._parts.reports.follow()) as reports:
+            async for report in reports:
+                yield report
+
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
         """Count this worker's requests and blocks."""
         return _load(await self._parts.engine.call(take_snapshot))

@@ -38,9 +38,10 @@ from quire.services.server.log import get_logger
 from quire.services.server.open_tracer import open_tracer
 from quire.services.server.tls import ClusterTls
 from quire.services.worker.address import WILDCARDS, address_towards
-from quire.services.worker.build import Models, build_engine, full_step_seconds, open_disk_cache
+from quire.services.worker.build import Models, build_engine, known_step_seconds, open_disk_cache
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.drain import Drain
+from quire.services.worker.engine_reports import EngineReports
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.metrics import (
     CacheInfo,
@@ -65,6 +66,9 @@ LENT_SHARE = 0.3
 ROUTER_READ_SECONDS = 2 * READ_SECONDS
 """A router stops reading while its client does, and is the first to drop that."""
 
+MIN_PING_SECONDS = 0.1
+"""Routers may ping this often: they do twice a second, to notice soon that a worker has vanished."""
+
 _log = get_logger("worker")
 
 
@@ -75,6 +79,7 @@ class Start:
     Attributes:
         address: host:port at which others reach the worker, once the server is bound.
         failure: gets the error of an engine that fails or is given up.
+        reports: tells routers whether the engine makes progress.
         stack: ends what a step began, the latest first.
     """
 
@@ -86,6 +91,7 @@ class Start:
     tls: ClusterTls | None
     address: asyncio.Future[str]
     failure: asyncio.Future[EngineStoppedError]
+    reports: EngineReports
     stack: AsyncExitStack
 
 
@@ -101,6 +107,7 @@ def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack:
         tls=None if config.cluster_tls is None else ClusterTls(config.cluster_tls),
         address=loop.create_future(),
         failure=loop.create_future(),
+        reports=EngineReports(),
         stack=stack,
     )
 
@@ -138,8 +145,10 @@ async def start_engine(start: Start) -> EngineThread:
     # visits all of them now and then, which stops the steps for a quarter of a second.
     gc.collect()
     gc.freeze()
-    watch = StepWatch(config.max_step_seconds, await asyncio.to_thread(full_step_seconds, engine))
-    thread = EngineThread(engine, StepMetrics(start.registry).stepped, start.failure.set_result, watch)
+    watch = StepWatch(config.max_step_seconds, await asyncio.to_thread(known_step_seconds, engine))
+    thread = EngineThread(
+        engine, StepMetrics(start.registry).stepped, start.failure.set_result, start.reports.tell, watch
+    )
     thread.start()
     stack.push_async_callback(_stop_engine, thread)
     _describe(start.registry, thread, models.memory)
@@ -191,6 +200,7 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
         reader=reader,
         requests=RunningRequests(engine, drain, prompts.phases, tracer),
         drain=drain,
+        reports=start.reports,
         outputs=OutputStreams(config.stream_interval),
         channels=channels,
         puller=PrefixPuller(engine, memory, identity.layout, block_hash, channels, pulls),
@@ -239,6 +249,7 @@ def worker_server(start: Start, services: Sequence[Service]) -> AbstractAsyncCon
         credentials=None if start.tls is None else start.tls.server_credentials(),
         interceptors=guards,
         read_seconds=ROUTER_READ_SECONDS,
+        min_ping_seconds=MIN_PING_SECONDS,
     )
 
 

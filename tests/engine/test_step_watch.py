@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.step_watch import STALL_SECONDS, STALL_STEPS, TICK_SECONDS, StepWatch
+from quire.engine.step_watch import (
+    STALL_SECONDS,
+    STALL_STEPS,
+    TICK_SECONDS,
+    UNKNOWN_STALL_SECONDS,
+    StepKind,
+    StepWatch,
+)
+
+FULL, SINGLE = StepKind.of(512, 512 * 512), StepKind.of(1, 100)
 
 
 class Clock:
@@ -32,7 +41,7 @@ def wait(watch: StepWatch, clock: Clock, seconds: float) -> None:
 def test_a_step_that_does_not_end_is_stalled_and_then_stuck(clock: Clock) -> None:
     watch = StepWatch(60.0, clock=clock)
     watch.begin()
-    wait(watch, clock, STALL_SECONDS - 1)
+    wait(watch, clock, UNKNOWN_STALL_SECONDS - 1)
     assert not watch.is_stalled
     wait(watch, clock, 2)
     assert watch.is_stalled
@@ -45,7 +54,7 @@ def test_steps_that_end_and_rest_are_no_stall(clock: Clock) -> None:
     watch = StepWatch(60.0, clock=clock)
     for _ in range(5):
         watch.begin()
-        wait(watch, clock, STALL_SECONDS - 1)
+        wait(watch, clock, UNKNOWN_STALL_SECONDS - 1)
         watch.end_step()
     watch.rest()
     wait(watch, clock, 1000)
@@ -56,12 +65,14 @@ def test_steps_that_end_and_rest_are_no_stall(clock: Clock) -> None:
 @pytest.mark.parametrize("is_measured_at_start", [True, False])
 def test_a_slow_engine_may_take_its_time(clock: Clock, is_measured_at_start: bool) -> None:
     step_seconds = 7.0
-    watch = StepWatch(60.0, step_seconds if is_measured_at_start else 0.0, clock)
+    watch = StepWatch(60.0, {FULL: step_seconds} if is_measured_at_start else {}, clock)
     if not is_measured_at_start:
         watch.begin()
+        watch.plan(FULL)
         wait(watch, clock, step_seconds)
         watch.end_step()
     watch.begin()
+    watch.plan(FULL)
     wait(watch, clock, STALL_STEPS * step_seconds - 1)
     assert not watch.is_stalled
     wait(watch, clock, 2)
@@ -77,7 +88,7 @@ def test_one_long_step_is_forgotten(clock: Clock) -> None:
         watch.begin()
         watch.end_step()
     watch.begin()
-    wait(watch, clock, STALL_SECONDS + 1)
+    wait(watch, clock, UNKNOWN_STALL_SECONDS + 1)
     assert watch.is_stalled
 
 
@@ -88,3 +99,43 @@ def test_a_process_that_was_stopped_itself_is_not_stalled(clock: Clock) -> None:
     clock.now += 1000.0
     watch.observe()
     assert not watch.is_stalled
+
+
+def run_step(watch: StepWatch, clock: Clock, kind: StepKind, seconds: float) -> None:
+    watch.begin()
+    watch.plan(kind)
+    wait(watch, clock, seconds)
+    watch.end_step()
+
+
+def test_a_short_step_that_hangs_is_noticed_soon_although_others_are_long(clock: Clock) -> None:
+    watch = StepWatch(60.0, {FULL: 6.0}, clock)
+    run_step(watch, clock, SINGLE, 0.1)
+    watch.begin()
+    watch.plan(SINGLE)
+    wait(watch, clock, STALL_SECONDS + 0.3)
+    assert watch.is_stalled
+    run_step(watch, clock, FULL, 6.0)
+    assert not watch.is_stalled
+
+
+def test_a_step_of_a_new_kind_is_judged_by_the_next_larger_one(clock: Clock) -> None:
+    watch = StepWatch(60.0, {FULL: 1.0}, clock)
+    run_step(watch, clock, StepKind.of(100, 5_000), 0.3)
+    watch.begin()
+    watch.plan(SINGLE)
+    wait(watch, clock, STALL_STEPS * 0.3 - 0.3)
+    assert not watch.is_stalled
+    wait(watch, clock, 0.6)
+    assert watch.is_stalled
+
+
+@pytest.mark.parametrize("kind", [StepKind.of(1024, 512), StepKind.of(1, 1 << 30)])
+def test_a_step_that_is_larger_than_all_before_gets_more_time(clock: Clock, kind: StepKind) -> None:
+    watch = StepWatch(60.0, {FULL: 0.1}, clock)
+    watch.begin()
+    watch.plan(kind)
+    wait(watch, clock, UNKNOWN_STALL_SECONDS - 1)
+    assert not watch.is_stalled
+    wait(watch, clock, 2)
+    assert watch.is_stalled
