@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from quire.sampling.params import SamplingParams
 from quire.services.router.output import OutputAssembler
+from quire.services.router.suspects import Death
 
 
 @dataclass(slots=True)
@@ -16,7 +17,8 @@ class AnswerGroup:
         sequence_id: id under which the workers know this group.
         answers: the answers, in the order of their index; a finished beam search may have fewer than beams.
         attempt: number of earlier attempts of this group and of the group that it was split from.
-        deaths: ids of the workers that died with it since it was last cleared of suspicion.
+        num_retries: number of those attempts that failed while other workers were there.
+        deaths: the workers that died with it since it was last cleared of suspicion.
     """
 
     sequence_id: str
@@ -24,7 +26,8 @@ class AnswerGroup:
     params: SamplingParams
     answers: list[OutputAssembler]
     attempt: int = 0
-    deaths: tuple[str, ...] = ()
+    num_retries: int = 0
+    deaths: tuple[Death, ...] = ()
 
     @property
     def is_single(self) -> bool:
@@ -76,4 +79,4 @@ class AnswerGroup:
     def _separate(self, answer: OutputAssembler) -> AnswerGroup:
         params = replace(self.params, n=1, seed=(self.params.seed + answer.index) % 2**64)
         sequence_id = f"{self.sequence_id}-{answer.index}"
-        return AnswerGroup(sequence_id, self.prompt_token_ids, params, [answer], self.attempt, self.deaths)
+        return replace(self, sequence_id=sequence_id, params=params, answers=[answer])

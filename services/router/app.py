@@ -34,6 +34,7 @@ from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
 from quire.services.router.tenants.authentication import RequireTenant
 from quire.services.router.worker_calls import Spawn
+from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
 from quire.services.router.write_back import WriteBackCalls, WriteBackMetrics
 from quire.services.server.call_limits import CALL_MARGIN_SECONDS
@@ -156,7 +157,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             authenticator,
             Admission(config.max_requests, metrics, instruments.clock),
             request_timeout_seconds=config.request_timeout_seconds,
-            join_wait_seconds=config.join_wait_seconds,
+            worker_wait_seconds=config.worker_wait_seconds,
         )
         sources = await stack.enter_async_context(_open_sources(config, metrics))
         workers = _worker_set(config, sources, tls)
@@ -239,7 +240,15 @@ async def _cluster(
     planner = Planner(config.placing, blocks, time.monotonic, Random())
     workers.call_on_leave(planner.forget)
     write_backs = WriteBackCalls(spawn, WriteBackMetrics(metrics.registry)) if config.write_back else None
-    return Cluster(model, workers, sources.prefixes(model), metrics, spawn, planner, write_backs=write_backs)
+    queue = WorkerQueue(
+        lambda: bool(workers.serving("decode")),
+        max_wait_seconds=config.worker_wait_seconds,
+        clock=time.monotonic,
+        waiting=metrics.requests_waiting,
+    )
+    workers.call_on_return(queue.wake)
+    prefixes = sources.prefixes(model)
+    return Cluster(model, workers, queue, prefixes, metrics, spawn, planner, write_backs=write_backs)
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from quire.services.router.metrics import RouterMetrics
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.suspects import Suspects
 from quire.services.router.worker_calls import Spawn
+from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
 from quire.services.router.write_back import WriteBackCalls
 
@@ -22,6 +23,7 @@ class Cluster:
 
     model: ServedModel
     workers: WorkerSet
+    queue: WorkerQueue
     prefixes: PrefixLookup
     metrics: RouterMetrics
     spawn: Spawn

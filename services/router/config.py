@@ -73,7 +73,6 @@ class RouterConfig(ServiceConfig):
 
     Attributes:
         http_times: time limits of HTTP clients.
-        join_wait_seconds: time that a request waits for the first worker to join.
         poll_seconds: interval at which the router looks for workers and probes the busy ones.
         silent_seconds: time after which a worker that answers no probe is lost.
 
@@ -131,6 +130,13 @@ class RouterConfig(ServiceConfig):
         Panel.LIMITS,
         minimum=0.001,
     )
+    worker_wait_seconds: float = setting(
+        30.0,
+        "--worker-wait",
+        "Longest time that a request waits while no worker can take it, in seconds; 0 refuses it at once.",
+        Panel.LIMITS,
+        minimum=0,
+    )
     write_back: bool = setting(
         False,
         "--write-back",
@@ -153,7 +159,6 @@ class RouterConfig(ServiceConfig):
     placing: PolicyConfig = field(default_factory=PolicyConfig)
     slo: SloTargets = field(default_factory=SloTargets)
     http_times: HttpTimes = field(default_factory=HttpTimes)
-    join_wait_seconds: float = 2.0
     poll_seconds: float = POLL_SECONDS
     silent_seconds: float = SILENT_SECONDS
 

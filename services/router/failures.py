@@ -41,6 +41,8 @@ _RETRYABLE = frozenset(
 
 # Beginnings of gRPC's details for a call that never reached its server.
 _NEVER_REACHED = ("failed to connect", "name resolution", "dns resolution")
+# In gRPC's details where a ping was not answered: the process was stopped, or the machine or network is gone.
+_NO_ANSWER = ("ping timeout", "keepalive watchdog timeout")
 
 
 class WorkerCallFailed(Exception):
@@ -64,16 +66,20 @@ class WorkerCallFailed(Exception):
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether other requests should prefer other workers for a while."""
+        """Whether the worker may be gone, so that no request goes there until it has answered."""
         return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
 
     @property
     def is_death(self) -> bool:
-        """Whether the worker died while it served the request: its engine failed or its connection broke."""
+        """Whether the worker died while it served the request: its engine failed or it closed its connection.
+
+        A worker that vanished without a word is not counted: requests end processes, and not networks.
+        """
         if self.reason:
             return self.reason == ENGINE_FAILED
-        is_reached = not self.details.lower().startswith(_NEVER_REACHED)
-        return self.code is grpc.StatusCode.UNAVAILABLE and is_reached
+        details = self.details.lower()
+        has_vanished = details.startswith(_NEVER_REACHED) or any(text in details for text in _NO_ANSWER)
+        return self.code is grpc.StatusCode.UNAVAILABLE and not has_vanished
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

@@ -32,7 +32,7 @@ from quire.services.router.merge import merged
 from quire.services.router.output import OutputAssembler
 from quire.services.router.pulls import pull_source
 from quire.services.router.request_account import RequestAccount
-from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS
+from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Death
 from quire.services.router.worker import Worker
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.server.errors import InvalidArgument
@@ -46,7 +46,7 @@ _log = get_logger("router")
 
 
 class GenerationRun:
-    """Serves one request in one or more attempts, up to ``MAX_RETRIES`` + 1.
+    """Serves one request in one or more attempts, up to ``MAX_RETRIES`` + 1 while there are workers.
 
     1. Choose: look up in the index which workers have cached the prompt's blocks. Choose D, and also P if a
        prefill worker is worth it.
@@ -64,6 +64,7 @@ class GenerationRun:
        answers continue separately. A beam search has sent nothing yet and starts again.
 
     One deadline, a reading of the cluster's clock, limits all attempts: every call carries the time left.
+    While no decode worker takes requests, the request waits for one, by its arrival, another reading.
     """
 
     def __init__(
@@ -73,11 +74,14 @@ class GenerationRun:
         scope: CacheScope,
         deadline: float,
         phases: RequestPhases,
+        *,
+        arrival: float,
     ) -> None:
         self._cluster = cluster
         self._request = request
         self._scope = scope
         self._deadline = deadline
+        self._arrival = arrival
         self._phases = phases
         # Clients may choose the same id; a worker must never see it twice.
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
@@ -186,6 +190,28 @@ class GenerationRun:
                     raise await attempt.cause(failure) from failure
 
     async def _choose(self, group: AnswerGroup) -> Plan:
+        while True:
+            await self._wait_for_worker()
+            # While the prefix is looked up, the last worker may go.
+            if (plan := await self._choose_now(group)) is not None:
+                return plan
+
+    async def _wait_for_worker(self) -> None:
+        """Wait until a decode worker takes requests and older requests that wait for one have gone on.
+
+        Raises:
+            Unavailable: there was none within the longest wait.
+            DeadlineExceeded: the deadline passed first.
+        """
+        cluster = self._cluster
+        try:
+            await cluster.queue.turn(self._arrival, self._deadline)
+        except TimeoutError:
+            self._remaining_seconds()
+            raise no_decode_worker(cluster.workers, {"tokens_emitted": str(self._num_emitted)}) from None
+
+    async def _choose_now(self, group: AnswerGroup) -> Plan | None:
+        """Return the workers of the next attempt, or None if no decode worker takes requests any more."""
         cluster, token_ids = self._cluster, group.token_ids
         start = cluster.clock()
         block_hashes, cached_by_worker = await cluster.prefixes.look_up(token_ids, self._scope)
@@ -209,10 +235,10 @@ class GenerationRun:
             self._states("decode", group),
         )
         if placement is None:
-            raise no_decode_worker(cluster.workers, {"tokens_emitted": str(self._num_emitted)})
+            return None
         self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
         self._account.record_placement(group, placement)
-        workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.live(role)}
+        workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.serving(role)}
         return Plan(
             workers[placement.decode.worker_id],
             workers[placement.prefill.worker_id] if placement.prefill else None,
@@ -224,8 +250,8 @@ class GenerationRun:
         return self._cluster.workers.is_unhealthy(worker) or worker.worker_id in self._unhealthy
 
     def _healthy_decode_workers(self) -> list[str]:
-        live = self._cluster.workers.live("decode")
-        return [worker.worker_id for worker in live if not self._is_unhealthy(worker)]
+        serving = self._cluster.workers.serving("decode")
+        return [worker.worker_id for worker in serving if not self._is_unhealthy(worker)]
 
     def _states(self, role: str, group: AnswerGroup) -> list[WorkerState]:
         suspects = self._cluster.suspects
@@ -239,7 +265,7 @@ class GenerationRun:
                 is_unhealthy=self._is_unhealthy(worker)
                 or bool(group.deaths and suspects.is_near(worker.worker_id)),
             )
-            for worker in self._cluster.workers.live(role)
+            for worker in self._cluster.workers.serving(role)
         ]
 
     def _sequence(self, group: AnswerGroup) -> worker_pb2.Sequence:
@@ -267,21 +293,28 @@ class GenerationRun:
         write_backs.offer(plan.decode, plan.prefill, tokens, len(prompt), scope)
 
     def _give_up_attempt(self, group: AnswerGroup, failure: WorkerCallFailed) -> None:
-        """Prepare the next attempt, or raise the error for the client if this attempt was the last."""
+        """Prepare the next attempt, or raise the error for the client if this attempt was the last.
+
+        A failure that leaves no worker does not count as a retry: the next attempt waits for a worker.
+        """
+        workers = self._cluster.workers
         if failure.is_death:
-            group.deaths += (failure.worker.worker_id,)
-        is_suspect = failure.is_death and len(group.deaths) >= MAX_DEATHS
-        is_last = is_suspect or not failure.is_retryable or group.attempt >= MAX_RETRIES
-        self._account.record_failure(group, failure, self._num_emitted, is_last=is_last)
+            deaths = (*group.deaths, Death.of(failure.worker))
+            group.deaths = tuple(death for death in deaths if death.has_lasted)
         if failure.is_unreachable:
-            self._cluster.workers.set_unhealthy(failure.worker)
+            workers.set_aside(failure.worker)
+        if not failure.is_unreachable or workers.serving("decode"):
+            group.num_retries += 1
+        is_suspect = failure.is_death and len(group.deaths) >= MAX_DEATHS
+        is_last = is_suspect or not failure.is_retryable or group.num_retries > MAX_RETRIES
+        self._account.record_failure(group, failure, self._num_emitted, is_last=is_last)
         request_id, num_emitted = self._request.request_id, self._num_emitted
         if is_suspect:
             _log.error(
                 "request_suspected",
                 request_id=request_id,
                 sequence_id=group.sequence_id,
-                workers=",".join(group.deaths),
+                workers=",".join(death.worker.worker_id for death in group.deaths),
             )
             raise suspected(request_id, len(group.deaths), num_emitted, group.attempt) from failure
         if is_last:

@@ -44,6 +44,9 @@ class RouterMetrics:
         self.requests_running = Gauge(
             "quire_router_requests_running", "Requests accepted and not finished.", registry=registry
         )
+        self.requests_waiting = Gauge(
+            "quire_router_requests_waiting", "Requests that wait for a worker.", registry=registry
+        )
         self.workers = Gauge("quire_workers", "Live workers.", ["role"], registry=registry)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of accepted requests.")
         self.prompt_tokens_cached = _counter(

@@ -23,7 +23,7 @@ from quire.services.router.answer_size import (
 )
 from quire.services.router.batch import batch_answers, check_batch_size
 from quire.services.router.cluster import Cluster
-from quire.services.router.failures import no_decode_worker
+from quire.services.router.failures import deadline_exceeded, no_decode_worker
 from quire.services.router.generation import GenerationRun
 from quire.services.router.instruments import Instruments
 from quire.services.router.open_calls import OpenCalls
@@ -31,6 +31,7 @@ from quire.services.router.request_timer import RequestTimer, outcome_of
 from quire.services.router.tenants.api_keys import Authenticator, Headers
 from quire.services.router.tenants.authentication import CALLER
 from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.worker_queue import shown
 from quire.services.server.errors import RETRY_AFTER_SECONDS, Unavailable
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
@@ -47,7 +48,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     Args:
         cluster: resolves once the first worker has described its model.
         request_timeout_seconds: longest deadline of a request.
-        join_wait_seconds: time that a request waits for the first worker to join.
+        worker_wait_seconds: longest time that a request waits for the first worker to join.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         admission: Admission,
         *,
         request_timeout_seconds: float,
-        join_wait_seconds: float,
+        worker_wait_seconds: float,
     ) -> None:
         self._cluster = cluster
         self._metrics, self._tracer, self._clock = instruments
@@ -66,7 +67,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         self._admission = admission
         self.calls = OpenCalls()
         self._request_timeout_seconds = request_timeout_seconds
-        self._join_wait_seconds = join_wait_seconds
+        self._worker_wait_seconds = worker_wait_seconds
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Generate all answers and return them in one message."""
@@ -114,21 +115,23 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
         The call counts as a request for admission, because a long text takes seconds.
         """
-        async with self.calls.entered(), self._admission.admitted(CALLER.get(), self._deadline(context)):
-            model = (await self.joined_cluster()).model
+        deadline = self._deadline(context)
+        async with self.calls.entered(), self._admission.admitted(CALLER.get(), deadline):
+            model = (await self.joined_cluster(deadline)).model
             if request.WhichOneof("prompt") == "chat":
                 return pb.TokenizeResponse(token_ids=await encode_chat(request.chat, model))
             return pb.TokenizeResponse(token_ids=await encode_text(request.text, model))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """Return the text of token ids; the call counts as a request for admission."""
-        async with self.calls.entered(), self._admission.admitted(CALLER.get(), self._deadline(context)):
-            model = (await self.joined_cluster()).model
+        deadline = self._deadline(context)
+        async with self.calls.entered(), self._admission.admitted(CALLER.get(), deadline):
+            model = (await self.joined_cluster(deadline)).model
             return await asyncio.to_thread(_detokenized, request, model)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         """Return the model's name and limits, and the number of live workers of each role."""
-        cluster = await self.joined_cluster()
+        cluster = await self.joined_cluster(self._deadline(context))
         return pb.GetModelInfoResponse(
             model=cluster.model.name,
             max_model_len=cluster.model.max_model_len,
@@ -171,7 +174,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 phases = RequestPhases(self._metrics.phases, span)
                 admitted = self._clock()
                 phases.record(Phase.ADMIT, timer.arrival, admitted)
-                cluster = await self.joined_cluster()
+                cluster = await self.joined_cluster(deadline)
                 request = await validate(generation, cluster.model)
                 check_prompt_logprobs(len(request.prompt_token_ids), request.response.prompt_logprobs)
                 allowance.spend_prompt(len(request.prompt_token_ids))
@@ -179,7 +182,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                 self._metrics.request_prompt_tokens.observe(len(request.prompt_token_ids))
                 scope = CacheScope(tenant.name, request.cache_salt)
-                run = GenerationRun(cluster, request, scope, deadline, phases)
+                run = GenerationRun(cluster, request, scope, deadline, phases, arrival=timer.arrival)
                 with _described(request.request_id, tenant, run.usage, timer, span):
                     async with aclosing(run.stream()) as responses:
                         async for response in responses:
@@ -214,17 +217,35 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     def _deadline(self, context: Any) -> float:
         return self.deadline(_remaining_seconds(context))
 
-    async def joined_cluster(self) -> Cluster:
-        """Return the cluster, after waiting up to ``join_wait_seconds`` if no worker has ever joined.
+    async def joined_model(self, tenant: Tenant) -> ServedModel:
+        """Return the served model; a request that waits for the first worker counts as running meanwhile."""
+        if self._cluster.done():
+            return self._cluster.result().model
+        deadline = self.deadline()
+        async with self._admission.admitted(tenant, deadline):
+            return (await self.joined_cluster(deadline)).model
+
+    async def joined_cluster(self, deadline: float = math.inf) -> Cluster:
+        """Return the cluster, after waiting up to ``worker_wait_seconds`` if no worker has ever joined.
+
+        Args:
+            deadline: a reading of the clock.
 
         Raises:
             Unavailable: no worker joined in that time.
+            DeadlineExceeded: the deadline passed first.
         """
+        if self._cluster.done():
+            return self._cluster.result()
+        remaining = deadline - self._clock()
         try:
-            async with asyncio.timeout(self._join_wait_seconds):
+            async with (
+                shown(self._metrics.requests_waiting),
+                asyncio.timeout(max(0.0, min(self._worker_wait_seconds, remaining))),
+            ):
                 return await asyncio.shield(self._cluster)
         except TimeoutError:
-            raise _no_worker() from None
+            raise (deadline_exceeded(0) if remaining < self._worker_wait_seconds else _no_worker()) from None
 
 
 def _detokenized(request: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:

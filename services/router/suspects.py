@@ -11,6 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
+
+from quire.services.router.worker import Worker
 
 MAX_DEATHS = 2
 """Number of worker deaths after which a request is refused."""
@@ -18,6 +21,23 @@ CLEARING_TOKENS = 8
 """New tokens that clear a suspect: more than one, as the dead worker may have sampled some that were lost."""
 PATIENCE_SECONDS = 2.0
 """Longest time that a suspect waits for a worker without another suspect."""
+
+
+class Death(NamedTuple):
+    """A worker that ended while it served a request, or whose engine hung."""
+
+    worker: Worker
+    is_hang: bool
+
+    @classmethod
+    def of(cls, worker: Worker) -> Death:
+        """Return the death of a worker that has just ended or hangs."""
+        return cls(worker, worker.is_stalled)
+
+    @property
+    def has_lasted(self) -> bool:
+        """Whether the worker is still gone: an engine that seemed to hang may have had a very long step."""
+        return not self.is_hang or self.worker.is_stalled
 
 
 class Suspects:

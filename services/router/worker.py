@@ -14,6 +14,16 @@ from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.services.router.output_stream import OutputStream
 from quire.services.server.tls import Connect
 
+PING_OPTIONS = [
+    # A process that was stopped, or whose machine vanished, keeps its connections. These pings, which gRPC
+    # answers in threads of its own however busy a worker's event loop is, end them after 1.5 s.
+    ("grpc.keepalive_time_ms", 500),
+    ("grpc.keepalive_timeout_ms", 1_000),
+    ("grpc.http2.ping_timeout_ms", 1_000),
+    # Workers are watched without any request, too.
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
 
 def worker_stub(channel: grpc.aio.Channel | Peer) -> worker_pb2_grpc.WorkerServiceStub:
     """Return the worker's service over a channel."""
@@ -40,7 +50,8 @@ class WorkerConnection:
     def to(cls, address: str, connect: Connect) -> WorkerConnection:
         """Return a connection to an address; its channel connects with the first call."""
         # gRPC must not retry: only the router knows what was already sent to the client.
-        channel = connect(address, options=[*CHANNEL_OPTIONS, ("grpc.enable_retries", 0)])
+        options = {**dict(CHANNEL_OPTIONS), **dict(PING_OPTIONS), "grpc.enable_retries": 0}
+        channel = connect(address, options=list(options.items()))
         return cls(channel, worker_stub(channel), health_pb2_grpc.HealthStub(channel))
 
     def sign_as(self, caller: Caller, info: worker_pb2.GetWorkerInfoResponse) -> None:
@@ -78,6 +89,8 @@ class Worker:
     """Whether its lease is gone, and it has not answered yet whether it stays."""
     is_stalled: bool = False
     """Whether it reports that its engine makes no progress."""
+    is_set_aside: bool = False
+    """Whether its connection has broken, or it refused a call, and it has not answered a probe since then."""
     silent_since: float | None = None
     """Start of the first unanswered probe, a reading of the clock; None: the last probe was answered."""
     num_unanswered: int = 0
@@ -109,4 +122,9 @@ class Worker:
     @property
     def is_in_doubt(self) -> bool:
         """Whether it may be unable to serve; the router prefers other workers until it answers a probe."""
-        return self.is_asked_to_stay or self.is_stalled or self.num_unanswered > 0
+        return self.is_asked_to_stay or self.num_unanswered > 0 or not self.can_serve
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether it may get requests."""
+        return not (self.is_draining or self.is_set_aside or self.is_stalled)

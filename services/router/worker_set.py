@@ -16,6 +16,7 @@ from quire.services.router.config import SILENT_SECONDS
 from quire.services.router.membership import Member, Membership, MembershipLost
 from quire.services.router.probe import Probe, StrangerError, probe_worker
 from quire.services.router.worker import Worker, WorkerConnection
+from quire.services.router.worker_watch import watch_worker
 from quire.services.server.closed_channel import ChannelClosedError
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.log import get_logger
@@ -23,6 +24,8 @@ from quire.services.server.tls import Connect
 
 PROBE_SECONDS = 2.0
 PENALTY_SECONDS = 2.0
+ASK_AGAIN_SECONDS = 0.2
+"""Pause between two probes of a worker that is set aside."""
 _MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor", "index_stride")
 
 _log = get_logger("router")
@@ -61,6 +64,10 @@ class WorkerSet:
         """Last logged reason for refusing the worker at each address."""
         self._is_membership_lost = False
         self._on_leave: list[Callable[[str], None]] = []
+        self._on_return: list[Callable[[], None]] = []
+        self._watches: dict[Worker, asyncio.Task[None]] = {}
+        self._asking: dict[Worker, asyncio.Task[None]] = {}
+        """Probes of the workers that are set aside."""
         self._closing: set[asyncio.Task[None]] = set()
         self._refreshing = asyncio.Lock()
         self.reference: worker_pb2.GetWorkerInfoResponse | None = None
@@ -70,21 +77,39 @@ class WorkerSet:
         """Call a function with the id of each worker that leaves from now on."""
         self._on_leave.append(forget)
 
+    def call_on_return(self, notice: Callable[[], None]) -> None:
+        """Call a function whenever a worker has joined or takes requests again."""
+        self._on_return.append(notice)
+
     def all(self) -> list[Worker]:
         """Return every worker, including those that drain."""
         return list(self._workers.values())
 
     def live(self, role: str) -> list[Worker]:
-        """Return the workers of a role that take new requests."""
+        """Return the workers of a role that do not drain."""
         return [w for w in self._workers.values() if w.info.role == role and not w.is_draining]
+
+    def serving(self, role: str) -> list[Worker]:
+        """Return the workers of a role that may get requests: they are live and not set aside or stalled."""
+        return [w for w in self._workers.values() if w.info.role == role and w.can_serve]
 
     def is_unhealthy(self, worker: Worker) -> bool:
         """Return whether the worker is unhealthy: it failed recently, or it may be unable to serve."""
         return worker.is_in_doubt or self._clock() < worker.unhealthy_until
 
-    def set_unhealthy(self, worker: Worker) -> None:
-        """Mark a worker as unhealthy for ``PENALTY_SECONDS``, so that other workers are preferred."""
+    def set_aside(self, worker: Worker) -> asyncio.Task[None]:
+        """Give a worker no requests until it has answered a probe; return the task that asks it.
+
+        Then other workers are preferred for another ``PENALTY_SECONDS``.
+        """
         worker.unhealthy_until = self._clock() + PENALTY_SECONDS
+        task = self._asking.get(worker)
+        if task is None:
+            worker.is_set_aside = True
+            _log.warning("worker_set_aside", worker=worker.worker_id)
+            task = self._asking[worker] = asyncio.create_task(self._ask_until_answered(worker))
+            task.add_done_callback(lambda _: self._asking.pop(worker, None))
+        return task
 
     @contextmanager
     def dispatched(
@@ -151,6 +176,10 @@ class WorkerSet:
 
     async def close(self) -> None:
         """Close every channel."""
+        tasks = [*self._watches.values(), *self._asking.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         connections = [worker.connection for worker in self._workers.values()]
         self._workers.clear()
         await asyncio.gather(*(c.channel.close(grace=None) for c in connections), *self._closing)
@@ -234,6 +263,8 @@ class WorkerSet:
             worker.silent_since, worker.num_unanswered = None, 0
             if probe.info.epoch == worker.info.epoch:
                 self._set_stalled(worker, probe.info.is_stalled)
+                if worker.is_set_aside:
+                    self._take_back(worker, probe)
         elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
             worker.num_unanswered += 1
             worker.silent_since = begin if worker.silent_since is None else worker.silent_since
@@ -245,6 +276,27 @@ class WorkerSet:
         elif code is not None:
             self._leave(worker, "no_answer")
         return probe
+
+    async def _ask_until_answered(self, worker: Worker) -> None:
+        while worker.is_set_aside and self._workers.get(worker.address) is worker:
+            await self._ask(worker)
+            if worker.is_set_aside:
+                await asyncio.sleep(ASK_AGAIN_SECONDS)
+
+    async def _until_answered(self, worker: Worker) -> None:
+        await asyncio.wait([self.set_aside(worker)])
+
+    def _take_back(self, worker: Worker, probe: Probe) -> None:
+        """Use a worker again that was set aside, unless its answer says that it is about to end."""
+        worker.is_set_aside = False
+        _log.info("worker_answers", worker=worker.worker_id)
+        self._mark(worker, worker.is_draining or probe.is_draining)
+        self._tell_return(worker)
+
+    def _tell_return(self, worker: Worker) -> None:
+        if worker.can_serve:
+            for notice in self._on_return:
+                notice()
 
     def _accepts(self, member: Member, probe: Probe) -> bool:
         info = probe.info
@@ -280,9 +332,13 @@ class WorkerSet:
             self.reference = worker.info
         self._workers[worker.address] = worker
         _log.info("worker_joined", worker=worker.worker_id, role=worker.info.role, address=worker.address)
+        watch = watch_worker(worker, self._set_stalled, self._until_answered)
+        self._watches[worker] = asyncio.create_task(watch)
+        self._tell_return(worker)
 
     def _leave(self, worker: Worker, reason: str) -> None:
         del self._workers[worker.address]
+        self._watches.pop(worker).cancel()
         _log.warning("worker_left", worker=worker.worker_id, address=worker.address, reason=reason)
         for forget in self._on_leave:
             forget(worker.worker_id)
@@ -295,12 +351,14 @@ class WorkerSet:
         if worker.is_draining != is_draining:
             worker.is_draining = is_draining
             _log.info("worker_draining" if is_draining else "worker_serving", worker=worker.worker_id)
+            self._tell_return(worker)
 
     def _set_stalled(self, worker: Worker, is_stalled: bool) -> None:
         if worker.is_stalled != is_stalled:
             worker.is_stalled = is_stalled
             log = _log.warning if is_stalled else _log.info
             log("worker_stalled" if is_stalled else "worker_moves", worker=worker.worker_id)
+            self._tell_return(worker)
         if is_stalled and worker.num_requests and self._has_substitute(worker):
             # Closing the channel ends its calls, and their requests continue on other workers.
             self._close_soon(worker.connection)

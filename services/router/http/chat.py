@@ -49,7 +49,7 @@ class ChatCompletions:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Return the complete answer, or stream it as events if the body asks for that."""
         body = await read_body(request, ChatCompletionRequest)
-        model = (await self._servicer.joined_cluster()).model
+        model = await self._servicer.joined_model(request[TENANT])
         name = request_id(request, body.request_id)
         use = ToolUse.of(body)
         writer = _Writer(body, use, model, name)

@@ -43,7 +43,7 @@ class Completions:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Return the complete answer, or stream it as events if the body asks for that."""
         body = await read_body(request, CompletionRequest)
-        model = (await self._servicer.joined_cluster()).model
+        model = await self._servicer.joined_model(request[TENANT])
         name = request_id(request, body.request_id)
         generations = _generations(body, name)
         writer = _Writer(body, model, name)

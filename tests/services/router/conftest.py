@@ -152,6 +152,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self.ended.set()
 
+    async def WatchEngine(
+        self, request: worker_pb2.WatchEngineRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.WatchEngineResponse]:
+        yield worker_pb2.WatchEngineResponse(is_stalled=self.is_stalled)
+        await asyncio.Event().wait()
+
     async def StreamOutputs(
         self, request: worker_pb2.StreamOutputsRequest, context: Any
     ) -> AsyncIterator[worker_pb2.StreamOutputsResponse]:
@@ -257,7 +263,7 @@ class Cluster:
                 "port": 0,
                 "metrics_port": 0,
                 "worker_addresses": addresses,
-                "join_wait_seconds": 5.0 if addresses else 0.05,
+                "worker_wait_seconds": 5.0 if addresses else 0.05,
                 "poll_seconds": 0.05,
                 "grace_seconds": 0.0,
                 # Short as they are, prompts go to prefill workers.

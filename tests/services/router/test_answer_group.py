@@ -10,8 +10,11 @@ from quire.protos import inference_pb2 as pb
 from quire.sampling.params import BeamParams, SamplingParams
 from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.output import OutputAssembler
+from quire.services.router.suspects import Death
+from quire.services.router.worker import Worker
 
 PROMPT = [10, 11, 12]
+DEATHS = (Death(cast(Worker, "d1"), is_hang=False),)
 
 
 class Answer:
@@ -25,7 +28,7 @@ class Answer:
 
 def group(*answers: Answer, params: SamplingParams | None = None) -> AnswerGroup:
     params = params or SamplingParams(n=len(answers), seed=2**64 - 1)
-    return AnswerGroup("r", PROMPT, params, cast("list[OutputAssembler]", list(answers)), 2, ("d1",))
+    return AnswerGroup("r", PROMPT, params, cast("list[OutputAssembler]", list(answers)), 2, 1, DEATHS)
 
 
 def test_a_single_answer_continues_after_its_tokens() -> None:
@@ -58,7 +61,7 @@ def test_each_unfinished_answer_keeps_its_own_random_numbers() -> None:
     # Answer i samples with the seed + i, and seeds are numbers of 64 bits.
     assert [(part.params.n, part.params.seed) for part in parts] == [(1, 2**64 - 1), (1, 1)]
     assert [part.output_token_ids for part in parts] == [[0], [0, 1, 2]]
-    assert {(part.attempt, part.deaths) for part in parts} == {(2, ("d1",))}
+    assert {(part.attempt, part.num_retries, part.deaths) for part in parts} == {(2, 1, DEATHS)}
     assert not any(part.must_split for part in parts)
 
 

@@ -178,7 +178,7 @@ async def test_who_takes_the_address_of_a_dead_worker_is_found_out(cluster: Any)
     """Its answers reach no client, and the router does not keep it."""
     honest = await cluster.add("d1", "decode", secret=SECRET)
     other = await cluster.add("d2", "decode", secret=SECRET)
-    stub = await cluster.start(cluster_secret=SECRET, poll_seconds=60.0)
+    stub = await cluster.start(cluster_secret=SECRET, poll_seconds=60.0, worker_wait_seconds=1.0)
     await other.server.not_ready()
     workers = cluster.running.workers
     await workers.refresh()

@@ -338,7 +338,8 @@ async def test_a_penalty_passes(cluster: Any, make_set: Any) -> None:
     workers = make_set(StaticMembership([worker.server.address]), clock=lambda: now)
     await workers.refresh()
     (live,) = workers.live("decode")
-    workers.set_unhealthy(live)
+    await workers.set_aside(live)
+    assert live.can_serve
     assert workers.is_unhealthy(live)
     now += PENALTY_SECONDS
     assert not workers.is_unhealthy(live)
@@ -381,9 +382,7 @@ async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_pa
             record = WorkerRecord(name, role, worker.server.address, "1", fingerprint(DESCRIPTOR, secret))
             leases[name] = WorkerLease(client, 30)
             await leases[name].join(record)
-        stub = await cluster.start(
-            redis_url=url, cluster_secret=secret, join_wait_seconds=5.0, worker_addresses=()
-        )
+        stub = await cluster.start(redis_url=url, cluster_secret=secret, worker_addresses=())
         await cluster.joined(3)
         for name, prompt in (("p1", list(range(2, 22))), ("p2", list(range(30, 50)))):
             await leases[name].publish(block_hashes(root_hash(DESCRIPTOR, secret, SHARED), prompt, 4))

@@ -1,0 +1,45 @@
+"""Follows one worker in a call that lasts, so that the router notices within two seconds that it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from quire.protos import worker_pb2
+from quire.services.router.worker import Worker
+from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
+
+REOPEN_SECONDS = 0.2
+"""Pause before a call that has ended is opened again."""
+
+
+async def watch_worker(
+    worker: Worker,
+    set_stalled: Callable[[Worker, bool], None],
+    until_answered: Callable[[Worker], Awaitable[None]],
+) -> None:
+    """Report what a worker says about its engine, and when its connection breaks, until cancelled.
+
+    A worker that is killed closes its connections. If it vanishes without that, gRPC's pings find out
+    (``PING_OPTIONS`` in ``worker.py``). Both end the call.
+
+    Args:
+        set_stalled: called with what the worker says.
+        until_answered: called when the connection has broken; returns when the worker has answered a probe.
+    """
+    while True:
+        connection = worker.connection
+        try:
+            with closed_channel_errors():
+                call = connection.stub.WatchEngine(worker_pb2.WatchEngineRequest())
+                await connection.check(call)
+                async for report in call:
+                    set_stalled(worker, report.is_stalled)
+        except (grpc.aio.AioRpcError, ChannelClosedError):
+            pass
+        # If the router has replaced the connection itself, the worker answers.
+        if worker.connection is connection:
+            await until_answered(worker)
+        await asyncio.sleep(REOPEN_SECONDS)

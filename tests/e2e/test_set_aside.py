@@ -1,0 +1,273 @@
+"""Workers that are killed, that vanish or whose engine hangs are soon set aside; slow ones are not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from quire.client import AsyncClient
+from quire.client.types import Delta
+from quire.services.router.app import RunningRouter, router
+from quire.services.router.config import RouterConfig
+from quire.services.router.worker import Worker
+
+SECONDS = 60.0
+NOTICED_SECONDS = 6.0
+"""Three times what it takes: machines that run tests are slow. Health checks would take longer than this."""
+PROMPT_SECONDS = 3.0
+"""Computation of the long prompt."""
+LAG_SECONDS = 3.0
+NUM_TOKENS, NUM_BEFORE = 160, 24
+OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+LONG_PROMPT = 400
+WORKER = """
+import json, signal, sys, threading, time
+from quire.engine.model_runner import ModelRunner
+from quire.services.worker.config import WorkerConfig
+from quire.services.worker_process import run_worker
+
+forward, moves = ModelRunner.forward, threading.Event()
+moves.set()
+seconds_per_token, lag_seconds = float(sys.argv[2]), float(sys.argv[3])
+
+def slow(self, arguments):
+    moves.wait()
+    time.sleep(0.01 + seconds_per_token * len(arguments.input_ids))
+    return forward(self, arguments)
+
+def on_ready(running):
+    signal.signal(signal.SIGUSR1, lambda *_: moves.clear())
+    signal.signal(signal.SIGUSR2, lambda *_: moves.set())
+    signal.signal(signal.SIGHUP, lambda *_: time.sleep(lag_seconds))
+    print(json.dumps(running.address), flush=True)
+
+ModelRunner.forward = slow
+run_worker(WorkerConfig(
+    role="decode", model=sys.argv[1], dtype="float32", num_blocks=512, log_level="error",
+), on_ready)
+"""
+
+
+@dataclass
+class Network:
+    """A way to a worker that can be cut: what is sent then arrives nowhere, and no connection is closed."""
+
+    port: int
+    is_open: asyncio.Event
+
+    @classmethod
+    @asynccontextmanager
+    async def to(cls, address: str) -> AsyncIterator[Network]:
+        """Forward connections to an address."""
+        is_open = asyncio.Event()
+        is_open.set()
+        host, port = address.split(":")
+        tasks = set[asyncio.Task[Any]]()
+
+        async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                while data := await reader.read(1 << 16):
+                    await is_open.wait()
+                    writer.write(data)
+            finally:
+                await is_open.wait()
+                writer.close()
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            tasks.add(task)
+            back_reader, back_writer = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(copy(reader, back_writer), copy(back_reader, writer), return_exceptions=True)
+
+        async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:
+            yield cls(server.sockets[0].getsockname()[1], is_open)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass
+class Setup:
+    """A router and its two decode workers."""
+
+    running: RunningRouter
+    client: AsyncClient
+    processes: dict[str, subprocess.Popen[str]]
+    networks: dict[str, Network]
+    """The processes and the ways to them, by the address at which the router finds them."""
+
+    def serving(self) -> list[str]:
+        return sorted(worker.address for worker in self.running.workers.serving("decode"))
+
+    def busy(self) -> Worker:
+        """Return the worker that has a request."""
+        (worker,) = (worker for worker in self.running.workers.all() if worker.num_requests)
+        return worker
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not is_reached():
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def start_workers(tiny_model: Callable[[str], Path]) -> Callable[..., Any]:
+    """Return a function that starts two workers and yields them by their addresses."""
+
+    @contextmanager
+    def start(seconds_per_token: float = 0.0) -> Iterator[dict[str, subprocess.Popen[str]]]:
+        arguments = [str(tiny_model("llama")), str(seconds_per_token), str(LAG_SECONDS)]
+        command = [sys.executable, "-c", WORKER, *arguments]
+        processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        try:
+            found = {}
+            for process in processes:
+                assert process.stdout is not None
+                found[json.loads(process.stdout.readline())] = process
+            yield found
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+
+    return start
+
+
+@asynccontextmanager
+async def setup_of(processes: dict[str, subprocess.Popen[str]]) -> AsyncIterator[Setup]:
+    """Run a router in front of the workers; each has a network of its own."""
+    async with AsyncExitStack() as stack:
+        networks, by_address = {}, {}
+        for address, process in processes.items():
+            network = await stack.enter_async_context(Network.to(address))
+            networks[f"127.0.0.1:{network.port}"] = network
+            by_address[f"127.0.0.1:{network.port}"] = process
+        config = RouterConfig(port=0, metrics_port=0, worker_addresses=tuple(networks), poll_seconds=0.2)
+        running = await stack.enter_async_context(router(config))
+        client = await stack.enter_async_context(AsyncClient(running.address))
+        setup = Setup(running, client, by_address, networks)
+        await setup.until(lambda: len(setup.serving()) == 2 and running.has_served.is_set())
+        yield setup
+
+
+@pytest.fixture(scope="module")
+def pair(
+    start_workers: Callable[..., AbstractContextManager[dict[str, subprocess.Popen[str]]]],
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Start two quick workers."""
+    with start_workers() as processes:
+        yield processes
+
+
+async def finished(stream: AsyncIterator[Delta], began: float) -> tuple[list[int], float, int]:
+    """Return the tokens of the rest of a stream, its longest pause in seconds, and its retries."""
+    tokens, longest = list[int](), 0.0
+    async for delta in stream:
+        now = monotonic()
+        longest, began = max(longest, now - began), now
+        tokens += delta.token_ids
+    assert delta.usage is not None
+    return tokens, longest, delta.usage.retries
+
+
+async def begun(setup: Setup, prompt: list[int]) -> tuple[AsyncIterator[Delta], list[int]]:
+    """Return a stream that has begun, and the tokens that it brought."""
+    stream, tokens = setup.client.stream(prompt, **OPTIONS), list[int]()
+    while len(tokens) < NUM_BEFORE:
+        tokens += (await anext(stream)).token_ids
+    return stream, tokens
+
+
+async def test_a_stream_soon_goes_on_when_its_worker_is_killed(start_workers: Any, e2e: Any) -> None:
+    with start_workers() as processes:
+        async with asyncio.timeout(SECONDS), setup_of(processes) as setup:
+            prompt = e2e.make_prompt(40)
+            expected = list((await setup.client.generate(prompt, **OPTIONS)).token_ids)
+            stream, tokens = await begun(setup, prompt)
+            setup.processes[setup.busy().address].kill()
+            rest, longest, num_retries = await finished(stream, monotonic())
+            assert (tokens + rest, num_retries) == (expected, 1)
+            assert longest < NOTICED_SECONDS
+
+
+FAULTS: dict[str, tuple[Callable[[Setup, str], None], Callable[[Setup, str], None]]] = {
+    "stopped": (
+        lambda setup, address: setup.processes[address].send_signal(signal.SIGSTOP),
+        lambda setup, address: setup.processes[address].send_signal(signal.SIGCONT),
+    ),
+    "cut off": (
+        lambda setup, address: setup.networks[address].is_open.clear(),
+        lambda setup, address: setup.networks[address].is_open.set(),
+    ),
+    "hangs in a step": (
+        lambda setup, address: setup.processes[address].send_signal(signal.SIGUSR1),
+        lambda setup, address: setup.processes[address].send_signal(signal.SIGUSR2),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_worker_that_vanishes_is_set_aside_until_it_answers(
+    pair: dict[str, subprocess.Popen[str]], e2e: Any, fault: str
+) -> None:
+    break_off, mend = FAULTS[fault]
+    async with asyncio.timeout(SECONDS), setup_of(pair) as setup:
+        prompt = e2e.make_prompt(40)
+        expected = list((await setup.client.generate(prompt, **OPTIONS)).token_ids)
+        stream, tokens = await begun(setup, prompt)
+        address = setup.busy().address
+        break_off(setup, address)
+        try:
+            rest, longest, num_retries = await finished(stream, monotonic())
+            assert (tokens + rest, num_retries) == (expected, 1)
+            assert longest < NOTICED_SECONDS
+            assert address not in setup.serving()
+            answer = await setup.client.generate(prompt, **OPTIONS)
+            assert (list(answer.token_ids), answer.usage.retries) == (expected, 0)
+        finally:
+            mend(setup, address)
+        await setup.until(lambda: address in setup.serving())
+        (other,) = set(setup.processes) - {address}
+        setup.networks[other].is_open.clear()
+        answer = await setup.client.generate(prompt, **OPTIONS)
+        assert list(answer.token_ids) == expected
+        setup.networks[other].is_open.set()
+
+
+async def test_a_worker_whose_event_loop_lags_is_not_set_aside(
+    pair: dict[str, subprocess.Popen[str]], e2e: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with asyncio.timeout(SECONDS), setup_of(pair) as setup:
+        prompt = e2e.make_prompt(40)
+        expected = list((await setup.client.generate(prompt, **OPTIONS)).token_ids)
+        stream, tokens = await begun(setup, prompt)
+        os.kill(setup.processes[setup.busy().address].pid, signal.SIGHUP)
+        rest, longest, num_retries = await finished(stream, monotonic())
+        assert longest > LAG_SECONDS / 2
+        assert (tokens + rest, num_retries) == (expected, 0)
+        assert not {"worker_set_aside", "worker_stalled", "worker_left"} & set(caplog.messages)
+
+
+async def test_a_worker_with_a_long_prompt_is_not_set_aside(
+    start_workers: Any, e2e: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start_workers(PROMPT_SECONDS / LONG_PROMPT) as processes:
+        async with asyncio.timeout(SECONDS), setup_of(processes) as setup:
+            began = monotonic()
+            answer = await setup.client.generate(e2e.make_prompt(LONG_PROMPT), **OPTIONS | {"max_tokens": 8})
+            assert monotonic() - began > PROMPT_SECONDS
+            assert (len(answer.token_ids), answer.usage.retries) == (8, 0)
+            assert not {"worker_set_aside", "worker_stalled", "worker_left"} & set(caplog.messages)

@@ -1,0 +1,231 @@
+"""Requests wait for a worker, in their order of arrival, as long as their deadlines allow."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from quire.client.errors import from_rpc_error
+from quire.protos import inference_pb2 as pb
+from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.services.router.generation import MAX_RETRIES
+from quire.services.router.worker_queue import WorkerQueue
+from quire.services.server.errors import DRAINING, Unavailable
+
+SECONDS = 10.0
+WAITING = "quire_router_requests_waiting"
+
+
+class Workers:
+    """A decode worker that is there or not."""
+
+    def __init__(self, *, is_there: bool = False) -> None:
+        self.is_there = is_there
+
+
+def queue_of(workers: Workers, max_wait_seconds: float = SECONDS) -> WorkerQueue:
+    waiting = Gauge("waiting", "", registry=CollectorRegistry())
+    return WorkerQueue(
+        lambda: workers.is_there, max_wait_seconds=max_wait_seconds, clock=lambda: 100.0, waiting=waiting
+    )
+
+
+async def settle() -> None:
+    """Let every task run until it waits."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_worker_lets_the_oldest_go_first() -> None:
+    workers, admitted = Workers(), list[float]()
+    queue = queue_of(workers)
+
+    async def ask(arrival: float) -> None:
+        await queue.turn(arrival, math.inf)
+        admitted.append(arrival)
+
+    asking = [asyncio.create_task(ask(arrival)) for arrival in (3.0, 1.0, 2.0)]
+    await settle()
+    queue.wake()
+    await settle()
+    assert admitted == []
+    workers.is_there = True
+    queue.wake()
+    # It comes when the others have been woken and have not run yet.
+    await asyncio.gather(ask(4.0), *asking)
+    assert admitted == [1.0, 2.0, 3.0, 4.0]
+
+
+async def test_with_a_worker_nothing_waits() -> None:
+    await queue_of(Workers(is_there=True), max_wait_seconds=0.0).turn(1.0, math.inf)
+
+
+@pytest.mark.parametrize(("max_wait_seconds", "deadline"), [(0.0, math.inf), (SECONDS, 100.0)])
+async def test_the_wait_is_limited_by_the_setting_and_the_deadline(
+    max_wait_seconds: float, deadline: float
+) -> None:
+    async with asyncio.timeout(SECONDS / 2):
+        with pytest.raises(TimeoutError):
+            await queue_of(Workers(), max_wait_seconds).turn(1.0, deadline)
+
+
+async def test_a_request_that_leaves_holds_up_no_other() -> None:
+    workers = Workers()
+    queue = queue_of(workers)
+    older, newer = (asyncio.create_task(queue.turn(arrival, math.inf)) for arrival in (1.0, 2.0))
+    await settle()
+    workers.is_there = True
+    older.cancel()
+    await asyncio.wait_for(newer, SECONDS)
+    assert older.cancelled()
+
+
+async def stream(stub: Any, name: str, seconds: float = SECONDS) -> list[pb.GenerateStreamResponse]:
+    generation = pb.Generation(text="say", request_id=name)
+    call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation), timeout=seconds)
+    return [response async for response in call]
+
+
+def tokens_of(responses: list[pb.GenerateStreamResponse]) -> list[int]:
+    return [token_id for response in responses for token_id in response.token_ids]
+
+
+async def gone(cluster: Any, worker: Any) -> None:
+    """Let a worker say that it does not serve, and wait until the router knows."""
+    await worker.server.not_ready()
+    async with asyncio.timeout(SECONDS):
+        while cluster.running.workers.live("decode"):
+            await asyncio.sleep(0.005)
+
+
+async def until_waiting(cluster: Any, number: int) -> None:
+    async with asyncio.timeout(SECONDS):
+        while cluster.metric(WAITING) != number:
+            await asyncio.sleep(0.005)
+
+
+async def test_requests_wait_and_reach_the_worker_in_their_order(cluster: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    stub = await cluster.start(worker_wait_seconds=SECONDS)
+    await gone(cluster, worker)
+    asking = []
+    for number in range(3):
+        asking.append(asyncio.create_task(stream(stub, f"r{number}")))
+        await until_waiting(cluster, number + 1)
+    await worker.server.ready()
+    for responses in await asyncio.gather(*asking):
+        assert tokens_of(responses) == cluster.script.answer
+        assert responses[-1].usage.retries == 0
+    assert [call.sequence.sequence_id[:2] for call in worker.calls] == ["r0", "r1", "r2"]
+    assert cluster.metric(WAITING) == 0
+
+
+async def test_a_client_that_leaves_frees_its_place(cluster: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    stub = await cluster.start(worker_wait_seconds=SECONDS, max_requests=1)
+    await gone(cluster, worker)
+    leaving = asyncio.create_task(stream(stub, "leaves"))
+    await until_waiting(cluster, 1)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stream(stub, "too many")
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    leaving.cancel()
+    await until_waiting(cluster, 0)
+    async with asyncio.timeout(SECONDS):
+        while cluster.metric("quire_router_requests_running"):
+            await asyncio.sleep(0.005)
+    asking = asyncio.create_task(stream(stub, "stays"))
+    await until_waiting(cluster, 1)
+    await worker.server.ready()
+    assert tokens_of(await asking) == cluster.script.answer
+
+
+@pytest.mark.parametrize(
+    ("wait", "seconds", "code", "reason"),
+    [
+        (0.0, SECONDS, grpc.StatusCode.UNAVAILABLE, DRAINING),
+        (0.1, SECONDS, grpc.StatusCode.UNAVAILABLE, DRAINING),
+        (SECONDS, 0.3, grpc.StatusCode.DEADLINE_EXCEEDED, None),
+    ],
+)
+async def test_a_request_for_which_no_worker_comes_is_told_why(
+    cluster: Any, wait: float, seconds: float, code: grpc.StatusCode, reason: str | None
+) -> None:
+    worker = await cluster.add("d", "decode")
+    stub = await cluster.start(worker_wait_seconds=wait)
+    await gone(cluster, worker)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream(stub, "r", seconds)
+    assert caught.value.code() is code
+    # gRPC itself ends a call at its deadline, and gives no reason.
+    assert from_rpc_error(caught.value).reason in (reason, "DEADLINE_EXCEEDED")
+    await until_waiting(cluster, 0)
+
+
+async def test_requests_wait_for_the_first_worker(cluster: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    await worker.server.not_ready()
+    starting = asyncio.create_task(cluster.start(worker_wait_seconds=SECONDS))
+    async with asyncio.timeout(SECONDS):
+        while cluster.running is None:
+            await asyncio.sleep(0.005)
+    async with grpc.aio.insecure_channel(cluster.running.address) as channel:
+        asking = asyncio.create_task(stream(pb_grpc.GenerationServiceStub(channel), "r"))
+        await until_waiting(cluster, 1)
+        await worker.server.ready()
+        assert tokens_of(await asking) == cluster.script.answer
+    await starting
+
+
+async def test_failures_that_leave_no_worker_use_up_no_retries(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only worker refuses more often than a request is retried; each time it answers the next probe."""
+    worker = await cluster.add("d", "decode")
+
+    async def refuse(count: int) -> None:
+        if len(worker.calls) <= 2 * MAX_RETRIES:
+            raise Unavailable("this worker is stopping", reason=DRAINING)
+
+    monkeypatch.setattr(worker, "_before_token", refuse)
+    responses = await stream(await cluster.start(), "r")
+    assert tokens_of(responses) == cluster.script.answer
+    assert responses[-1].usage.retries == 2 * MAX_RETRIES
+
+
+async def test_a_worker_that_refused_gets_nothing_until_it_has_answered(cluster: Any, fault: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    stub = await cluster.start(worker_wait_seconds=SECONDS)
+    worker.answers_probes.clear()
+    worker.fault = fault(0, Unavailable("not now", reason="ENGINE_STOPPED"))
+    asking = asyncio.create_task(stream(stub, "r"))
+    async with asyncio.timeout(SECONDS):
+        while not worker.calls:
+            await asyncio.sleep(0.005)
+    await until_waiting(cluster, 1)
+    assert len(worker.calls) == 1
+    assert cluster.running.workers.serving("decode") == []
+    worker.answers_probes.set()
+    assert tokens_of(await asking) == cluster.script.answer
+    assert len(worker.calls) == 2
+
+
+async def test_a_router_that_stops_serves_those_that_wait(cluster: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    stub = await cluster.start(worker_wait_seconds=SECONDS)
+    await gone(cluster, worker)
+    asking = asyncio.create_task(stream(stub, "r"))
+    await until_waiting(cluster, 1)
+    finishing = asyncio.create_task(cluster.running.finish())
+    await settle()
+    with pytest.raises(grpc.aio.AioRpcError, match="this router is stopping"):
+        await stream(stub, "late")
+    assert not finishing.done()
+    await worker.server.ready()
+    assert tokens_of(await asking) == cluster.script.answer
+    await asyncio.wait_for(finishing, SECONDS)
