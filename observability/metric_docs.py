@@ -22,8 +22,8 @@ for dashboards, alerts and traces.
 
 `quire_request_phase_seconds` observes each of these once for each attempt, in the process in which it
 passes. Those from `admit` to `prefill_compute` add up to the time to the first token, but for what the
-network and the event loops take. The others come between the first token and the second: a push runs beside
-the computation, and only what of it follows counts.
+network and the event loops take, and for a wait for a worker. The others come between the first token and
+the second: a push runs beside the computation, and only what of it follows counts.
 
 """
 

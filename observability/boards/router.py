@@ -42,6 +42,12 @@ def _choice_panels() -> Sequence[Panel]:
             "{{role}}",
         ),
         line(
+            "Requests that wait for a worker",
+            "Requests for which no decode worker is there; they go on when one comes, in their order.",
+            total("quire_router_requests_waiting"),
+            "waiting",
+        ),
+        line(
             "Choices of a prefill worker",
             "By reason; none: the decode worker computes the prompt.",
             rate("quire_router_decision_total", 'role="prefill"', "reason"),

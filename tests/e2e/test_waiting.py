@@ -1,0 +1,101 @@
+"""The only decode worker restarts, and clients see a pause and no error."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quire.client import AsyncClient
+from quire.services.local.redis_process import RedisProcess
+from quire.services.router.app import RunningRouter, router
+from quire.services.router.config import RouterConfig
+
+SECONDS = 120.0
+NUM_TOKENS, NUM_REQUESTS = 64, 3
+OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
+
+
+@contextmanager
+def decode_worker(model: Path, redis_url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the command that containers run."""
+    settings = ["--dtype", "float32", "--num-blocks", "512", "--log-level", "error"]
+    with subprocess.Popen([*QUIRE, "decode", str(model), "--redis-url", redis_url, *settings]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def num_waiting(running: RunningRouter) -> float:
+    return running.metrics.registry.get_sample_value("quire_router_requests_waiting") or 0.0
+
+
+async def until(is_reached: Callable[[], bool]) -> None:
+    while not is_reached():
+        await asyncio.sleep(0.01)
+
+
+async def test_requests_outlast_the_restart_of_the_only_worker(
+    tiny_model: Callable[[str], Path], expected: Any, e2e: Any, monkeypatch: Any
+) -> None:
+    """It is first stopped in order, and then killed in the middle of answers; then another one starts."""
+    monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
+    prompts = [e2e.make_prompt(60, seed) for seed in range(NUM_REQUESTS)]
+    answers = [expected("llama", prompt) for prompt in prompts]
+    model = tiny_model("llama")
+    with RedisProcess() as redis:
+        config = RouterConfig(
+            port=0,
+            metrics_port=0,
+            redis_url=redis.url,
+            cluster_secret=b"shared",
+            worker_wait_seconds=SECONDS,
+            poll_seconds=0.2,
+        )
+        async with (
+            asyncio.timeout(SECONDS),
+            router(config) as running,
+            AsyncClient(running.address) as client,
+        ):
+
+            def ask() -> list[asyncio.Task[Any]]:
+                return [asyncio.create_task(client.generate(prompt, **OPTIONS)) for prompt in prompts]
+
+            asked = ask()
+            await until(lambda: num_waiting(running) == NUM_REQUESTS)
+            with decode_worker(model, redis.worker_url) as first:
+                assert [list((await each).token_ids) for each in asked] == answers
+                streams = [client.stream(prompt, **OPTIONS) for prompt in prompts]
+                tokens = [list((await anext(stream)).token_ids) for stream in streams]
+                first.terminate()
+                for stream, its_tokens in zip(streams, tokens, strict=True):
+                    async for delta in stream:
+                        its_tokens += delta.token_ids
+                    assert delta.usage is not None
+                    assert delta.usage.retries == 0
+                assert tokens == answers
+                assert await asyncio.to_thread(first.wait) == 0
+            asked = ask()
+            await until(lambda: num_waiting(running) == NUM_REQUESTS)
+            with decode_worker(model, redis.worker_url) as second:
+                assert [list((await each).token_ids) for each in asked] == answers
+                streams = [client.stream(prompt, **OPTIONS) for prompt in prompts]
+                tokens = [list((await anext(stream)).token_ids) for stream in streams]
+                second.kill()
+            rests = [asyncio.create_task(rest_of(stream)) for stream in streams]
+            await until(lambda: num_waiting(running) == NUM_REQUESTS)
+            with decode_worker(model, redis.worker_url):
+                for its_tokens, rest in zip(tokens, rests, strict=True):
+                    its_tokens += await rest
+                assert tokens == answers
+            assert num_waiting(running) == 0
+
+
+async def rest_of(stream: Any) -> list[int]:
+    return [token_id async for delta in stream for token_id in delta.token_ids]
