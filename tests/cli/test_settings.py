@@ -31,7 +31,7 @@ NOT_FLAGS = {
         "lease_ttl_seconds",
         "notice_seconds",
     },
-    RouterConfig: {"http_times", "join_wait_seconds", "poll_seconds", "silent_seconds"},
+    RouterConfig: {"http_times", "poll_seconds", "silent_seconds"},
     LocalStackConfig: {"redis_url", "router", "worker", "log_level"},
 }
 

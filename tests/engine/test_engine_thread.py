@@ -194,7 +194,8 @@ async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(
     engine: Engine, runner: ConstantRunner
 ) -> None:
     failures: list[EngineStoppedError] = []
-    thread = EngineThread(engine, on_failure=failures.append, watch=StepWatch(0.1))
+    stalls: list[bool] = []
+    thread = EngineThread(engine, on_failure=failures.append, on_stall=stalls.append, watch=StepWatch(0.1))
     thread.start()
     updates = subscribed(thread, "running")
     for name in ("first", "second"):
@@ -212,6 +213,7 @@ async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(
     late = asyncio.create_task(thread.call(lambda e: None))
     await asyncio.wait_for(thread.watch(), SECONDS)
     assert thread.is_stalled
+    assert stalls == [True]
     error = await asyncio.wait_for(updates.get(), SECONDS)
     assert isinstance(error, EngineStoppedError)
     assert "is stuck" in str(error)
@@ -224,6 +226,28 @@ async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(
     assert await thread.stop()
     await asyncio.sleep(0)  # what the thread says at its end
     assert failures == [error]
+
+
+async def test_an_engine_that_moves_again_says_so(
+    engine: Engine, runner: ConstantRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.step_watch.UNKNOWN_STALL_SECONDS", 0.2)
+    stalls: asyncio.Queue[bool] = asyncio.Queue()
+    thread = EngineThread(engine, on_stall=stalls.put_nowait, watch=StepWatch(SECONDS))
+    thread.start()
+    watching = asyncio.create_task(thread.watch())
+    goes_on = threading.Event()
+
+    def hold() -> None:
+        goes_on.wait(SECONDS)
+
+    runner.before_forward = hold
+    await thread.call(lambda e: e.add_request(prompt("held", 3, 4)))
+    assert await asyncio.wait_for(stalls.get(), SECONDS)
+    goes_on.set()
+    assert not await asyncio.wait_for(stalls.get(), SECONDS)
+    watching.cancel()
+    await thread.stop()
 
 
 async def test_a_step_that_does_not_end_does_not_hold_up_the_stop(

@@ -71,6 +71,7 @@ def test_a_stream_that_ends_too_early_is_tried_again() -> None:
     ("failure", "is_death", "is_unreachable"),
     [
         (failed(Code.UNAVAILABLE, "Socket closed"), True, True),
+        (failed(Code.UNAVAILABLE, "Stream removed (ping timeout)"), False, True),
         (failed(Code.UNAVAILABLE, "failed to connect to all addresses"), False, True),
         (failed(Code.UNAVAILABLE, "DNS resolution failed for x"), False, True),
         (failed(Code.UNAVAILABLE, "this worker stops", "DRAINING"), False, True),

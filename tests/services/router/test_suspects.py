@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
-from quire.services.router.suspects import CLEARING_TOKENS, Suspects
+from quire.protos import worker_pb2
+from quire.services.router.suspects import CLEARING_TOKENS, Death, Suspects
+from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.server.errors import (
     DRAINING,
     ENGINE_FAILED,
@@ -139,6 +141,16 @@ async def test_a_workers_reason_reaches_the_client(five: Any, fault: Callable[..
     code, reason, message = await refusal(stub)
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, NO_TOKEN_LEFT)
     assert message == "stopping.min_tokens: leaves no token"
+
+
+def test_a_hang_is_a_death_only_as_long_as_it_lasts() -> None:
+    worker = Worker("127.0.0.1:1", worker_pb2.GetWorkerInfoResponse(), cast(WorkerConnection, None))
+    ended = Death.of(worker)
+    worker.is_stalled = True
+    hung = Death.of(worker)
+    assert (ended.has_lasted, hung.has_lasted) == (True, True)
+    worker.is_stalled = False
+    assert (ended.has_lasted, hung.has_lasted) == (True, False)
 
 
 async def test_suspects_take_turns_on_a_worker() -> None:
