@@ -122,7 +122,7 @@ class Worker:
     @property
     def is_in_doubt(self) -> bool:
         """Whether it may be unable to serve; the router prefers other workers until it answers a probe."""
-        return self.is_asked_to_stay or self.num_unanswered > 0 or not self.can_serve
+        return self.is_asked_to_stay or self.is_set_aside or self.is_stalled or self.num_unanswered > 0
 
     @property
     def can_serve(self) -> bool:

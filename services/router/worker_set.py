@@ -103,13 +103,12 @@ class WorkerSet:
         Then other workers are preferred for another ``PENALTY_SECONDS``.
         """
         worker.unhealthy_until = self._clock() + PENALTY_SECONDS
-        task = self._asking.get(worker)
-        if task is None:
+        if not worker.is_set_aside:
             worker.is_set_aside = True
             _log.warning("worker_set_aside", worker=worker.worker_id)
-            task = self._asking[worker] = asyncio.create_task(self._ask_until_answered(worker))
-            task.add_done_callback(lambda _: self._asking.pop(worker, None))
-        return task
+        if worker not in self._asking:
+            self._asking[worker] = asyncio.create_task(self._ask_until_answered(worker))
+        return self._asking[worker]
 
     @contextmanager
     def dispatched(
@@ -278,10 +277,13 @@ class WorkerSet:
         return probe
 
     async def _ask_until_answered(self, worker: Worker) -> None:
-        while worker.is_set_aside and self._workers.get(worker.address) is worker:
-            await self._ask(worker)
-            if worker.is_set_aside:
-                await asyncio.sleep(ASK_AGAIN_SECONDS)
+        try:
+            while worker.is_set_aside and self._workers.get(worker.address) is worker:
+                await self._ask(worker)
+                if worker.is_set_aside:
+                    await asyncio.sleep(ASK_AGAIN_SECONDS)
+        finally:
+            del self._asking[worker]
 
     async def _until_answered(self, worker: Worker) -> None:
         await asyncio.wait([self.set_aside(worker)])
