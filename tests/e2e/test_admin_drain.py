@@ -31,8 +31,13 @@ async def test_a_drain_holds_when_it_returns(start_stack: StartStack, e2e: Any, 
     """The router that was asked has stopped; another one follows within its refresh."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
     prompt = e2e.make_prompt(20)
-    with RedisProcess() as redis, start_stack("llama", redis_url=redis.url) as stack:
-        config = RouterConfig(port=0, redis_url=redis.router_url, cluster_secret=b"shared")
+    with (
+        RedisProcess() as redis,
+        start_stack("llama", redis_url=redis.url, worker_wait_seconds=0.0) as stack,
+    ):
+        config = RouterConfig(
+            port=0, redis_url=redis.router_url, cluster_secret=b"shared", worker_wait_seconds=0.0
+        )
         with AdminClient(stack.admin_address) as admin:
             async with (
                 e2e.connected(stack) as (client, _),
