@@ -75,25 +75,25 @@ class CallLimits(OwnCalls):
 
         async def call(request: Any, context: Any) -> None:
             end = self._begin(method)
+            timer = _ReadTimer(end.drop)
             try:
                 async with aclosing(inner(request, context)) as responses:
                     async for response in responses:
-                        await self._send(response, context, end)
+                        await self._send(response, context, end, timer)
             finally:
+                timer.close()
                 # The status can be sent only after the client has read the last message.
                 _in_task(self._read_seconds, end.drop)
 
         return call
 
-    async def _send(self, response: Any, context: Any, end: CallEnd) -> None:
+    async def _send(self, response: Any, context: Any, end: CallEnd, timer: _ReadTimer) -> None:
         """Send one message, and then raise the error that ended the call meanwhile, if there is one."""
-        timer = asyncio.get_running_loop().call_later(self._seconds_for(response), end.drop)
+        timer.begin(self._seconds_for(response))
         end.is_sending = True
-        try:
-            await context.write(response)
-        finally:
-            timer.cancel()
+        await context.write(response)
         end.is_sending = False
+        timer.end()
         if end.error is not None:
             raise end.error
 
@@ -115,6 +115,48 @@ class CallLimits(OwnCalls):
     def _seconds_for(self, response: Any) -> float:
         num_bytes: int = 0 if response is None else response.ByteSize()
         return self._read_seconds + num_bytes / READ_BYTES_PER_SECOND
+
+
+class _ReadTimer:
+    """Drops a call whose client takes too long to read one of its messages.
+
+    Almost every message is read at once. So the loop's timer is not set and cancelled for each message, but
+    looks at its end whether the message that it was set for, or a later one, still waits.
+    """
+
+    def __init__(self, drop: Callable[[], object]) -> None:
+        self._drop = drop
+        self._loop = asyncio.get_running_loop()
+        self._until: float | None = None
+        """Time by which the message that is being sent has to be read; None if there is none."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, seconds: float) -> None:
+        """Begin to wait for the reader of a message."""
+        self._until = until = self._loop.time() + seconds
+        if self._timer is not None and self._timer.when() > until:
+            self.close()
+        if self._timer is None:
+            self._timer = self._loop.call_at(until, self._look)
+
+    def end(self) -> None:
+        """Learn that the message was read."""
+        self._until = None
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._until is None:
+            return
+        if self._until <= self._loop.time():
+            self._drop()
+        else:
+            self._timer = self._loop.call_at(self._until, self._look)
 
 
 def _in_task(seconds: float, drop: Callable[[], object]) -> None:
