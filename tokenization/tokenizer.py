@@ -26,6 +26,8 @@ MAX_WAITING_IDS = 8
 """Most ids whose text an ``IncrementalDecoder`` holds back completely."""
 MAX_WAITING_CHARS = 3
 """Most characters that it holds back with more ids; each may be one byte of an incomplete character."""
+IDS_AT_ONCE = 32
+"""Most ids that it decodes together; the next ones are decoded after them."""
 KEPT_IDS = 12
 """Newest ids that it keeps then. They have more bytes than the characters held back can have."""
 _REPLACEMENT = "\ufffd"
@@ -147,6 +149,30 @@ class IncrementalDecoder:
         self._window: list[int] = []
         self._shown = ""
         self._num_waiting = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Take the next ids and return the text that became certain, as ``step`` does for each.
+
+        Ids whose text has no U+FFFD are decoded together: they end with a whole character, and their text is
+        that of their steps.
+        """
+        return "".join(
+            self._feed(token_ids[start : start + IDS_AT_ONCE])
+            for start in range(0, len(token_ids), IDS_AT_ONCE)
+        )
+
+    def _feed(self, token_ids: Sequence[int]) -> str:
+        has_text, skips = self._tokenizer.has_text, self._skip_special_tokens
+        window = [*self._window, *(each for each in token_ids if has_text(each, skip_special_tokens=skips))]
+        num_waiting = self._num_waiting + len(window) - len(self._window)
+        text = self._decode(window)
+        new = text[len(self._shown) :]
+        if not new or _REPLACEMENT in new or not text.startswith(self._shown):
+            return "".join(map(self.step, token_ids))
+        self._window = window
+        self._keep(num_waiting)
+        self._num_waiting = 0
+        return new
 
     def step(self, token_id: int) -> str:
         """Take the next id and return the text that became certain."""

@@ -17,6 +17,7 @@ import grpc.aio
 from quire.protos import worker_pb2
 from quire.routing.planner import Placement
 from quire.services.router.answer_group import AnswerGroup
+from quire.services.router.answer_part import AnswerPart, part_of_tokens
 from quire.services.router.cluster import Cluster
 from quire.services.router.failures import WorkerCallFailed
 from quire.services.router.request_account import RequestAccount
@@ -74,8 +75,8 @@ class Attempt:
 
     async def outputs(
         self, sequence: worker_pb2.Sequence, remaining_seconds: Callable[[], float]
-    ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
-        """Yield the outputs of the sequence: the first token of P, if there is one, then those of D.
+    ) -> AsyncGenerator[list[AnswerPart], None]:
+        """Yield what comes for the answers: the first token of P, if there is one, then the outputs of D.
 
         Args:
             sequence: the prompt, the tokens already sent, and the parameters.
@@ -108,11 +109,11 @@ class Attempt:
             self._calls.start(plan.prefill, call)
             if self._group.is_single:
                 first = await self._first_token()
-                yield first
+                yield [first]
                 if first.finish_reason:
                     return
-        async for output in self._decoded(remaining_seconds):
-            yield output
+        async for parts in self._decoded(remaining_seconds):
+            yield parts
 
     async def cause(self, failure: WorkerCallFailed) -> WorkerCallFailed:
         """Return the failure that caused ``failure``: a worker aborts its call when the other worker is gone.
@@ -137,7 +138,7 @@ class Attempt:
         """
         start = self._cluster.clock()
         event = await self._calls.next()
-        while self._is_streamed and event.message is not None and not event.message.HasField("accepted"):
+        while self._is_streamed and event.parts is not None:
             # Messages of the stream and of the call are not ordered.
             self._early.append(event)
             event = await self._calls.next()
@@ -155,7 +156,7 @@ class Attempt:
         accepted: worker_pb2.Accepted = message.accepted
         return accepted
 
-    async def _first_token(self) -> worker_pb2.SequenceOutput:
+    async def _first_token(self) -> AnswerPart:
         """Return P's first token; keep the events of D that arrive before it.
 
         Events of the two calls are not ordered. D's end of a short answer may arrive first. D's ABORTED error
@@ -175,11 +176,11 @@ class Attempt:
             self._account.record_prefill(message)
             if message.tokens:
                 self._account.record_times(self._plan.placement, message, start)
-                return worker_pb2.SequenceOutput(tokens=message.tokens, finish_reason=message.finish_reason)
+                return part_of_tokens(message.tokens, message.finish_reason)
 
     async def _decoded(
         self, remaining_seconds: Callable[[], float]
-    ) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
+    ) -> AsyncGenerator[list[AnswerPart], None]:
         """Yield D's outputs.
 
         D's first message proves that the blocks have arrived: a failure of P after it is ignored.
@@ -198,18 +199,18 @@ class Attempt:
                 if event.message is not None:
                     self._account.record_prefill(event.message)
                 continue
-            message = _message(event)
+            if (parts := event.parts) is None:
+                raise WorkerCallFailed(event.worker, event.error)
             has_blocks = True
-            num_left -= sum(bool(output.finish_reason) for output in message.outputs)
-            if self._group.is_beam_search and message.outputs:
+            num_left -= sum(bool(part.finish_reason) for part in parts)
+            if self._group.is_beam_search and parts:
                 # All answers of a beam search come in one message. If few tokens are allowed, there may be
                 # fewer answers than beams.
-                del self._group.answers[len(message.outputs) :]
+                del self._group.answers[len(parts) :]
                 num_left = 0
             if not num_left:
                 await self._finish_calls()
-            for output in message.outputs:
-                yield output
+            yield parts
             if not num_left:
                 return
 
@@ -221,6 +222,8 @@ class Attempt:
         """
         if self._early:
             return self._early.popleft()
+        if seconds is None:
+            return await self._calls.next()
         try:
             async with asyncio.timeout(seconds):
                 return await self._calls.next()
@@ -250,7 +253,7 @@ def _message(event: Event) -> Any:
     """Return the message of an event.
 
     Raises:
-        WorkerCallFailed: the event is an error or the end of the stream.
+        WorkerCallFailed: the event is something else.
     """
     if event.message is None:
         raise WorkerCallFailed(event.worker, event.error)

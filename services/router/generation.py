@@ -18,6 +18,7 @@ from quire.routing.planner import PlannedPrompt, WorkerState
 from quire.sampling.messages import to_proto
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.answer_group import AnswerGroup
+from quire.services.router.answer_part import AnswerPart
 from quire.services.router.attempt import Attempt, Plan
 from quire.services.router.best_of import best_of
 from quire.services.router.cluster import Cluster
@@ -136,19 +137,20 @@ class GenerationRun:
         while not group.is_finished:
             try:
                 async with aclosing(self._attempt(group)) as outputs:
-                    async for output in outputs:
-                        answer = group.answers[output.index]
-                        # D continues an answer past its stop string until the other answers have ended.
-                        if not answer.finish_reason:
-                            self.usage.accepted_draft_tokens += output.num_accepted_draft_tokens
-                            yield answer.respond(output)
-                        if group.is_finished:
-                            return
+                    async for parts in outputs:
+                        for part in parts:
+                            answer = group.answers[part.index]
+                            # D continues an answer past its stop string until the other answers have ended.
+                            if not answer.finish_reason:
+                                self.usage.accepted_draft_tokens += part.num_accepted_draft_tokens
+                                yield answer.respond(part)
+                            if group.is_finished:
+                                return
             except WorkerCallFailed as failure:
                 for answer in group.answers:
                     reason = answer.implied_finish_reason(self._cluster.model.eos_token_ids)
                     if reason and not answer.finish_reason:
-                        yield answer.respond(worker_pb2.SequenceOutput(finish_reason=reason))
+                        yield answer.respond(AnswerPart(finish_reason=reason))
                 if group.is_finished:
                     return
                 self._give_up_attempt(group, failure)
@@ -158,7 +160,7 @@ class GenerationRun:
                     async for response in responses:
                         yield response
 
-    async def _attempt(self, group: AnswerGroup) -> AsyncGenerator[worker_pb2.SequenceOutput, None]:
+    async def _attempt(self, group: AnswerGroup) -> AsyncGenerator[list[AnswerPart], None]:
         self._plan = plan = await self._choose(group)
         with ExitStack() as accounts:
             dispatched = self._cluster.workers.dispatched
@@ -180,9 +182,9 @@ class GenerationRun:
             running = attempt.outputs(self._sequence(group), self._remaining_seconds)
             async with calls, aclosing(running) as outputs:
                 try:
-                    async for output in outputs:
+                    async for parts in outputs:
                         computed()
-                        yield output
+                        yield parts
                         if clear is not None and group.num_tokens >= num_clearing:
                             group.deaths = ()
                             clear()

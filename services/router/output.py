@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.protos import inference_pb2 as pb
-from quire.protos import worker_pb2
 from quire.sampling.params import StoppingParams
 from quire.services.requests.validation import ValidRequest
+from quire.services.router.answer_part import AnswerPart
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
 
@@ -29,34 +29,27 @@ class OutputAssembler:
             keep_stop_string=request.response.keep_stop_string,
         )
 
-    def respond(self, output: worker_pb2.SequenceOutput) -> pb.GenerateStreamResponse:
-        """Return the client's message for a worker's output, without anything after a stop string."""
-        response = pb.GenerateStreamResponse(
-            index=self.index, score=output.score if output.HasField("score") else None
-        )
-        is_stopped = False
-        for token in output.tokens:
-            is_stopped = self._add(token, response)
-            if is_stopped:
-                break
-        if output.finish_reason and not is_stopped:
+    def respond(self, part: AnswerPart) -> pb.GenerateStreamResponse:
+        """Return the client's message for a part of the answer, without anything after a stop string."""
+        shown, num_tokens = self._decoder.feed(part.token_ids)
+        text, is_stopped = shown.text, shown.is_stopped
+        if part.finish_reason and not is_stopped:
             rest = self._decoder.flush()
-            response.text += rest.text
-            is_stopped = rest.is_stopped
-        self.finish_reason = pb.FINISH_REASON_STOP if is_stopped else output.finish_reason
-        response.finish_reason = self.finish_reason
-        return response
-
-    def _add(self, token: worker_pb2.SampledToken, response: pb.GenerateStreamResponse) -> bool:
-        """Add a token to the answer and to ``response``; return whether it completes a stop string."""
-        self.token_ids.append(token.token_id)
-        self.cumulative_logprob += token.logprobs.logprob
-        response.token_ids.append(token.token_id)
-        if self._wants_logprobs:
-            response.logprobs.append(token.logprobs)
-        shown = self._decoder.step(token.token_id)
-        response.text += shown.text
-        return shown.is_stopped
+            text, is_stopped = text + rest.text, rest.is_stopped
+        token_ids, logprobs = part.token_ids[:num_tokens], part.logprobs[:num_tokens]
+        self.token_ids += token_ids
+        # Add them one by one: the sum must not depend on how many tokens come at once.
+        for each in logprobs:
+            self.cumulative_logprob += each.logprob
+        self.finish_reason = pb.FINISH_REASON_STOP if is_stopped else part.finish_reason
+        return pb.GenerateStreamResponse(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs if self._wants_logprobs else None,
+            finish_reason=self.finish_reason,
+            score=part.score,
+        )
 
     def implied_finish_reason(self, eos_token_ids: frozenset[int]) -> pb.FinishReason:
         """Return the finish reason that the tokens imply, for a worker that was lost before it sent one.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from collections import defaultdict
 from typing import Any, Protocol
 
 import grpc
 
 from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.services.router.answer_part import AnswerPart, part_of_output
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.log import get_logger
 
@@ -28,8 +30,8 @@ class Connection(Protocol):
 class Receiver(Protocol):
     """Takes what comes for one decode."""
 
-    def receive(self, output: worker_pb2.SequenceOutput) -> None:
-        """Take an output of the decode."""
+    def receive(self, part: AnswerPart) -> None:
+        """Take what the decode has added to an answer."""
 
     def lose(self, error: grpc.aio.AioRpcError) -> None:
         """Learn that no more outputs will come."""
@@ -92,15 +94,16 @@ class OutputStream:
 
     def _receive(self, message: Any) -> None:
         receivers = self._receivers
-        tokens: dict[int, list[worker_pb2.SampledToken]] = {}
-        for channel, token_id in zip(message.channels, message.token_ids, strict=True):
-            tokens.setdefault(channel, []).append(worker_pb2.SampledToken(token_id=token_id))
-        for channel, its_tokens in tokens.items():
+        token_ids: defaultdict[int, list[int]] = defaultdict(list)
+        # A slice copies a repeated field at once; its iterator makes a call for each member.
+        for channel, token_id in zip(message.channels[:], message.token_ids[:], strict=True):
+            token_ids[channel].append(token_id)
+        for channel, its_token_ids in token_ids.items():
             if (receiver := receivers.get(channel)) is not None:
-                receiver.receive(worker_pb2.SequenceOutput(tokens=its_tokens))
+                receiver.receive(AnswerPart(its_token_ids))
         for other in message.others:
             if (receiver := receivers.get(other.channel)) is not None:
-                receiver.receive(other.output)
+                receiver.receive(part_of_output(other.output))
 
 
 def stream_ended() -> grpc.aio.AioRpcError:

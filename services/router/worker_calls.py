@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from quire.protos import worker_pb2
+from quire.services.router.answer_part import AnswerPart, part_of_output
 from quire.services.router.output_stream import OutputStream
 from quire.services.router.worker import Worker
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
@@ -30,17 +31,18 @@ def connection_lost() -> grpc.aio.AioRpcError:
 
 
 class Event(NamedTuple):
-    """One event of a worker call: a message, an error, or the end of the stream (both None)."""
+    """One event of a worker call: a message, parts of answers, an error, or, if all are None, its end."""
 
     worker: Worker
     message: Any = None
+    parts: list[AnswerPart] | None = None
     error: grpc.aio.AioRpcError | None = None
     ends_call: bool = False
 
     @property
     def is_end(self) -> bool:
         """Whether the call has ended without an error."""
-        return self.message is None and self.error is None
+        return self.message is None and self.parts is None and self.error is None
 
 
 class _RunningCall(NamedTuple):
@@ -85,31 +87,29 @@ class WorkerCalls:
         return len(self._running)
 
     async def next(self) -> Event:
-        """Wait for and return the next event of any worker call; outputs that have come are joined."""
+        """Wait for and return the next event of any worker call; parts that have come are joined."""
         while not self._events:
             self._has_event.clear()
             await self._has_event.wait()
         event = self._events.popleft()
         if event.ends_call:
             self._running.pop(event.worker.worker_id)
-        elif _has_only_outputs(event) and self._events and _has_only_outputs(self._events[0]):
-            return self._joined(event)
+        elif event.parts is not None and self._events and self._events[0].parts is not None:
+            return self._joined(event.worker, event.parts)
         return event
 
-    def _joined(self, event: Event) -> Event:
-        """Return an event with the outputs of this one and of those that follow, one of each sequence."""
-        outputs: dict[int, worker_pb2.SequenceOutput] = {}
+    def _joined(self, worker: Worker, parts: list[AnswerPart]) -> Event:
+        """Return an event with these parts and those of the events that follow, one of each sequence."""
+        joined: dict[int, AnswerPart] = {}
         num_tokens = 0
         while True:
-            for output in event.message.outputs:
-                num_tokens += len(output.tokens)
-                if (earlier := outputs.setdefault(output.index, output)) is not output:
-                    num_accepted = earlier.num_accepted_draft_tokens + output.num_accepted_draft_tokens
-                    earlier.MergeFrom(output)
-                    earlier.num_accepted_draft_tokens = num_accepted
-            if num_tokens >= MAX_JOINED_TOKENS or not (self._events and _has_only_outputs(self._events[0])):
-                return Event(event.worker, worker_pb2.DecodeResponse(outputs=outputs.values()))
-            event = self._events.popleft()
+            for part in parts:
+                num_tokens += len(part.token_ids)
+                if (earlier := joined.setdefault(part.index, part)) is not part:
+                    earlier.extend(part)
+            if num_tokens >= MAX_JOINED_TOKENS or not self._events or self._events[0].parts is None:
+                return Event(worker, parts=list(joined.values()))
+            parts = self._events.popleft().parts or []
 
     def _add(self, event: Event) -> None:
         self._events.append(event)
@@ -133,7 +133,7 @@ class WorkerCalls:
             with closed_channel_errors():
                 await worker.connection.check(call)
                 async for message in call:
-                    self._add(Event(worker, message))
+                    self._add(_event(worker, message))
             self._add(Event(worker, ends_call=True))
         except ChannelClosedError:
             self._add(Event(worker, error=connection_lost(), ends_call=True))
@@ -157,16 +157,17 @@ class _Subscription:
         self._worker = worker
         self._add = add
 
-    def receive(self, output: worker_pb2.SequenceOutput) -> None:
-        """Take an output of the decode."""
-        self._add(Event(self._worker, worker_pb2.DecodeResponse(outputs=(output,))))
+    def receive(self, part: AnswerPart) -> None:
+        """Take what the decode has added to an answer."""
+        self._add(Event(self._worker, parts=[part]))
 
     def lose(self, error: grpc.aio.AioRpcError) -> None:
         """Learn that no more outputs will come; the call itself may still run."""
         self._add(Event(self._worker, error=error))
 
 
-def _has_only_outputs(event: Event) -> bool:
-    """Return whether the event is a message of a decode, without the facts with which a decode begins."""
-    message = event.message
-    return isinstance(message, worker_pb2.DecodeResponse) and not message.HasField("accepted")
+def _event(worker: Worker, message: Any) -> Event:
+    """Return the event of a message; only the first one of a decode has more than parts of answers."""
+    if isinstance(message, worker_pb2.DecodeResponse) and not message.HasField("accepted"):
+        return Event(worker, parts=[part_of_output(output) for output in message.outputs])
+    return Event(worker, message)

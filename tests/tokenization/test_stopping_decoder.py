@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.tokenization.stop_strings import Fed
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
 
@@ -51,3 +52,24 @@ def test_special_tokens_are_skipped_or_kept(tokenizer: Tokenizer) -> None:
     assert run(StoppingDecoder(tokenizer, ["</s>"]), [0, 1])[:2] == ("", None)
     kept = StoppingDecoder(tokenizer, ["</s>"], skip_special_tokens=False)
     assert run(kept, [0, 1])[:2] == ("<s>", "</s>")
+
+
+@pytest.mark.parametrize("stop_strings", [[], ["wor", "nowhere"], ["o w"], ["é!"]])
+@pytest.mark.parametrize("min_tokens", [0, 3, 30])
+@pytest.mark.parametrize("size", [1, 2, 5, 40])
+def test_several_tokens_end_where_each_in_turn_does(
+    tokenizer: Tokenizer, stop_strings: list[str], min_tokens: int, size: int
+) -> None:
+    [ids] = tokenizer.encode_batch(["hello world, stop here é!"], add_special_tokens=False)
+    decoder = StoppingDecoder(tokenizer, stop_strings, min_tokens=min_tokens)
+    text, num_taken, fed = "", 0, Fed("")
+    for start in range(0, len(ids), size):
+        fed, taken = decoder.feed(ids[start : start + size])
+        text, num_taken = text + fed.text, num_taken + taken
+        if fed.is_stopped:
+            break
+    else:
+        fed = decoder.flush()
+        text += fed.text
+    in_turn = StoppingDecoder(tokenizer, stop_strings, min_tokens=min_tokens)
+    assert (text, fed.stop, num_taken) == run(in_turn, ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.errors import ChatTemplateError, MissingTokenizerError
 from quire.tokenization.tokenizer import (
+    IDS_AT_ONCE,
     INLINE_ENCODE_CHARS,
     KEPT_IDS,
     MAX_WAITING_IDS,
@@ -86,6 +88,55 @@ def test_invalid_bytes_cost_no_word(byte_fallback: Tokenizer, token_ids: list[in
         return [character for character in text if character in " ab"]
 
     assert words("".join(deltas(byte_fallback, token_ids))) == words(byte_fallback.decode(token_ids))
+
+
+def fed(tokenizer: Tokenizer, token_ids: list[int], cuts: list[int], *, skip: bool) -> list[str]:
+    """Return the text that several ids at a time added, and the end."""
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip)
+    places = sorted({0, len(token_ids), *(min(cut, len(token_ids)) for cut in cuts)})
+    texts = []
+    for start, end in pairwise(places):
+        texts.append(decoder.feed(token_ids[start:end]))
+        assert len(decoder._window) <= IDS_AT_ONCE + MAX_WAITING_IDS + KEPT_IDS
+    return [*texts, decoder.flush()]
+
+
+@given(
+    token_ids=st.lists(byte_level_ids, max_size=80) | st.text(max_size=60),
+    cuts=st.lists(st.integers(0, 80), max_size=8),
+    skip=st.booleans(),
+)
+def test_several_ids_have_the_text_of_each_in_turn(
+    tokenizer: Tokenizer, token_ids: list[int] | str, cuts: list[int], skip: bool
+) -> None:
+    if isinstance(token_ids, str):
+        [token_ids] = tokenizer.encode_batch([token_ids])
+    whole = "".join(deltas(tokenizer, token_ids, skip=skip))
+    assert "".join(fed(tokenizer, token_ids, cuts, skip=skip)) == whole
+
+
+@given(
+    parts=st.lists(pieces, max_size=20),
+    cuts=st.lists(st.integers(0, 80), max_size=8),
+    skip=st.booleans(),
+)
+def test_several_ids_of_byte_fallback_have_the_text_of_each_in_turn(
+    byte_fallback: Tokenizer, parts: list[list[int]], cuts: list[int], skip: bool
+) -> None:
+    token_ids = [token_id for part in parts for token_id in part]
+    whole = "".join(deltas(byte_fallback, token_ids, skip=skip))
+    assert "".join(fed(byte_fallback, token_ids, cuts, skip=skip)) == whole
+
+
+@given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 40), max_size=8))
+def test_text_becomes_certain_no_later_with_several_ids(
+    tokenizer: Tokenizer, text: str, cuts: list[int]
+) -> None:
+    [token_ids] = tokenizer.encode_batch([text], add_special_tokens=False)
+    in_turn, at_once = IncrementalDecoder(tokenizer), IncrementalDecoder(tokenizer)
+    places = sorted({0, len(token_ids), *(min(cut, len(token_ids)) for cut in cuts)})
+    for start, end in pairwise(places):
+        assert at_once.feed(token_ids[start:end]) == "".join(map(in_turn.step, token_ids[start:end]))
 
 
 @pytest.mark.parametrize("skip", [True, False])

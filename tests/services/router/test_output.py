@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos import inference_pb2 as pb
-from quire.protos import worker_pb2
 from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.validation import ValidRequest
+from quire.services.router.answer_part import AnswerPart
 from quire.services.router.output import OutputAssembler
 from quire.tokenization.tokenizer import Tokenizer
 
@@ -35,11 +35,9 @@ def assembler(tokenizer: Tokenizer, params: dict[str, Any] | None = None, **resp
     return OutputAssembler(request, tokenizer)
 
 
-def output(token_ids: list[int], finish_reason: pb.FinishReason = UNFINISHED) -> worker_pb2.SequenceOutput:
-    tokens = [
-        worker_pb2.SampledToken(token_id=each, logprobs=pb.TokenLogprobs(logprob=-0.5)) for each in token_ids
-    ]
-    return worker_pb2.SequenceOutput(tokens=tokens, finish_reason=finish_reason)
+def part(token_ids: list[int], finish_reason: pb.FinishReason = UNFINISHED) -> AnswerPart:
+    logprobs = [pb.TokenLogprobs(logprob=-0.5)] * len(token_ids)
+    return AnswerPart(token_ids, logprobs, finish_reason=finish_reason)
 
 
 TEXT = "hello world, stop here and say the end"
@@ -57,7 +55,7 @@ async def test_the_messages_are_the_answer_however_the_worker_splits_it(
     responses = []
     for start, end in pairwise(places):
         is_last = end == len(token_ids)
-        responses.append(answer.respond(output(token_ids[start:end], LENGTH if is_last else UNFINISHED)))
+        responses.append(answer.respond(part(token_ids[start:end], LENGTH if is_last else UNFINISHED)))
         if answer.finish_reason:
             break
     expected, found, _ = TEXT.partition(stop)
@@ -71,15 +69,15 @@ async def test_the_messages_are_the_answer_however_the_worker_splits_it(
 
 async def test_logprobs_are_sent_only_if_they_were_asked_for(tokenizer: Tokenizer) -> None:
     answer = assembler(tokenizer)
-    assert len(answer.respond(output([5, 6])).logprobs) == 0
+    assert len(answer.respond(part([5, 6])).logprobs) == 0
     assert answer.cumulative_logprob == -1.0, "the best of several answers are ranked by it"
 
 
 def test_a_score_is_passed_on_even_if_it_is_zero(tokenizer: Tokenizer) -> None:
-    scored = output([5], STOP)
+    scored = part([5], STOP)
     scored.score = 0.0
     assert assembler(tokenizer).respond(scored).HasField("score")
-    assert not assembler(tokenizer).respond(output([5], STOP)).HasField("score")
+    assert not assembler(tokenizer).respond(part([5], STOP)).HasField("score")
 
 
 @pytest.mark.parametrize(
@@ -102,5 +100,5 @@ def test_the_tokens_say_whether_a_lost_answer_was_complete(
     tokenizer: Tokenizer, params: dict[str, Any], token_ids: list[int], reason: pb.FinishReason
 ) -> None:
     answer = assembler(tokenizer, params)
-    answer.respond(output(token_ids))
+    answer.respond(part(token_ids))
     assert answer.implied_finish_reason(frozenset({EOS})) == reason

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.services.router.answer_part import AnswerPart
 from quire.services.router.output_stream import OutputStream
 
 
@@ -20,8 +21,8 @@ class Receiver:
         self.token_ids: list[int] = []
         self.errors: list[grpc.aio.AioRpcError] = []
 
-    def receive(self, output: worker_pb2.SequenceOutput) -> None:
-        self.token_ids.extend(token.token_id for token in output.tokens)
+    def receive(self, part: AnswerPart) -> None:
+        self.token_ids += part.token_ids
 
     def lose(self, error: grpc.aio.AioRpcError) -> None:
         self.errors.append(error)

@@ -11,8 +11,9 @@ import grpc.aio
 import pytest
 
 from quire.protos import inference_pb2, worker_pb2
+from quire.services.router.answer_part import AnswerPart
 from quire.services.router.worker import Worker, WorkerConnection
-from quire.services.router.worker_calls import MAX_JOINED_TOKENS, WorkerCalls
+from quire.services.router.worker_calls import MAX_JOINED_TOKENS, Event, WorkerCalls
 
 WAIT_SECONDS = 5.0
 
@@ -100,8 +101,11 @@ class Setup:
         info = worker_pb2.GetWorkerInfoResponse(worker_id=name, role="decode")
         return Worker(f"{name}:1", info, cast(WorkerConnection, connection)), connection
 
+    async def event(self) -> Event:
+        return await asyncio.wait_for(self.calls.next(), WAIT_SECONDS)
+
     async def next(self) -> tuple[str, Any, Any]:
-        event = await asyncio.wait_for(self.calls.next(), WAIT_SECONDS)
+        event = await self.event()
         return event.worker.worker_id, event.message, event.error
 
 
@@ -158,16 +162,17 @@ async def test_a_slow_client_gets_the_outputs_that_have_come_in_one_message(setu
     worker = setup.worker("a")[0]
     async with setup.calls as calls:
         calls.start(worker, call)
-        events = [await setup.next() for _ in range(3)]
-    assert [event[1] for event in events] == [
-        accepted,
-        worker_pb2.DecodeResponse(
-            outputs=[
-                output(0, 5, 7, 8, num_accepted=3),
-                output(1, 6, 9, reason=inference_pb2.FINISH_REASON_STOP),
-            ]
+        events = [await setup.event() for _ in range(3)]
+    assert [(event.message, event.parts) for event in events] == [
+        (accepted, None),
+        (
+            None,
+            [
+                AnswerPart([5, 7, 8], num_accepted_draft_tokens=3),
+                AnswerPart([6, 9], index=1, finish_reason=inference_pb2.FINISH_REASON_STOP),
+            ],
         ),
-        None,
+        (None, None),
     ]
 
 
@@ -176,8 +181,8 @@ async def test_a_message_takes_a_limited_number_of_tokens(setup: Setup) -> None:
     call = Call(0, messages=[worker_pb2.DecodeResponse(outputs=[output(0, token)]) for token in tokens])
     async with setup.calls as calls:
         calls.start(setup.worker("a")[0], call)
-        messages = [(await setup.next())[1] for _ in range(2)]
-    assert [len(message.outputs[0].tokens) for message in messages] == [MAX_JOINED_TOKENS, 1]
+        parts = [(await setup.event()).parts for _ in range(2)]
+    assert [len(part.token_ids) for [part] in filter(None, parts)] == [MAX_JOINED_TOKENS, 1]
 
 
 async def test_outputs_of_a_stream_become_events_until_the_attempt_ends(setup: Setup) -> None:
@@ -185,8 +190,8 @@ async def test_outputs_of_a_stream_become_events_until_the_attempt_ends(setup: S
     async with setup.calls as calls:
         channel = calls.subscribe(worker)
         assert channel == worker_pb2.OutputChannel(stream_id="s", channel=1)
-        connection.outputs.receiver.receive(output(0, 5))
-        assert (await setup.next())[1] == worker_pb2.DecodeResponse(outputs=[output(0, 5)])
+        connection.outputs.receiver.receive(AnswerPart([5]))
+        assert (await setup.event()).parts == [AnswerPart([5])]
         lost = rpc_error(grpc.StatusCode.UNAVAILABLE)
         connection.outputs.receiver.lose(lost)
         assert await setup.next() == ("a", None, lost)
