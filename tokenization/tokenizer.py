@@ -128,7 +128,7 @@ class IncrementalDecoder:
 
     ::
 
-        ids    [ ... | window                        ]       window: the newest ids, at most about twenty
+        ids    [ ... | window                        ]       window: the newest ids, at most about fifty
         text          [ shown            | new       ]       new: text that was not returned yet
 
     The window begins before the new text, because some decoders treat the first token of a list differently.
