@@ -91,9 +91,11 @@ class CallLimits(OwnCalls):
         """Send one message, and then raise the error that ended the call meanwhile, if there is one."""
         timer.begin(self._seconds_for(response))
         end.is_sending = True
-        await context.write(response)
+        try:
+            await context.write(response)
+        finally:
+            timer.end()
         end.is_sending = False
-        timer.end()
         if end.error is not None:
             raise end.error
 
@@ -140,7 +142,7 @@ class _ReadTimer:
             self._timer = self._loop.call_at(until, self._look)
 
     def end(self) -> None:
-        """Learn that the message was read."""
+        """Wait no longer: the message was read, or it could not be sent."""
         self._until = None
 
     def close(self) -> None:

@@ -118,6 +118,24 @@ async def test_calls_that_no_client_reads_end(
     assert {await read(call) for call in calls} == {grpc.StatusCode.CANCELLED}
 
 
+async def test_a_client_that_stops_reading_later_gets_the_same_time_for_its_message(
+    server: GrpcServer, servicer: Servicer, narrow: grpc.aio.Channel
+) -> None:
+    call = pb_grpc.GenerationServiceStub(narrow).GenerateStream(pb.GenerateStreamRequest())
+    loop = asyncio.get_running_loop()
+    # It reads for several times as long as it may take for one message.
+    until = loop.time() + 1
+    while loop.time() < until:
+        assert (await call.read()).text == TEXT
+    assert servicer.num_running == 1
+    await all_ended(server)
+    assert servicer.num_running == 0
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
 @pytest.mark.parametrize("limits", [{"read_seconds": 60.0, "call_seconds": 0.3}])
 async def test_a_call_that_is_always_read_ends_after_its_time(
     server: GrpcServer, servicer: Servicer, narrow: grpc.aio.Channel
