@@ -58,12 +58,15 @@ class CompiledStep:
         num_linear = step.COUNTERS_PER_LAYER * num_layers + 1
         self._counters = np.zeros(2 * _CACHE_LINE + num_linear + num_layers, np.int64)
         self._step = np.zeros(2, step.STEP)
+        self._step_address = self._step.ctypes.data
         self._layers = np.zeros(num_layers, step.LAYER)
         self._attention = np.zeros(num_layers, attention.ARGUMENTS)
         # The program holds addresses, so these keep what lies there.
         self._held: list[Any] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._decode_tiles = torch.empty((0, 3), dtype=torch.int64)
+        self._keeps_all_rows = True
         self._num_positions = 0
         self._fill_layers(heads, memory)
         self._fill_step(heads, memory)
@@ -85,25 +88,41 @@ class CompiledStep:
         steps["kept_rows"] = tensors.logit_rows.data_ptr()
         steps["logits"] = logits.data_ptr()
         keeps_all_rows = metadata.max_new_tokens == 1 and num_logits == num_tokens
-        for name, copies in _KEPT.items():
-            steps[1][name] = steps[0][name if keeps_all_rows else copies]
+        if keeps_all_rows != self._keeps_all_rows:
+            self._place_kept_rows(keeps_all_rows)
         calls["block_tables"] = metadata.block_tables.data_ptr()
         calls["table_width"] = metadata.block_tables.shape[1]
         calls["query_starts"] = metadata.query_starts.data_ptr()
         calls["seq_lens"] = metadata.seq_lens.data_ptr()
-        starts = metadata.query_starts.numpy()
-        tiles = last_tiles = attention.make_tiles(starts, np.diff(starts), self._tile_tokens)
-        if not keeps_all_rows and num_logits == len(starts) - 1:
-            last_tiles = _one_row_each(tensors.logit_rows.numpy(), starts)
-        calls["tiles"][:-1], calls["tiles"][-1] = tiles.ctypes.data, last_tiles.ctypes.data
+        tiles = last_tiles = self._tiles(metadata.query_starts, num_tokens)
+        if not keeps_all_rows and num_logits == len(metadata.query_starts) - 1:
+            last_tiles = _one_row_each(tensors.logit_rows, metadata.query_starts)
+        calls["tiles"][:-1], calls["tiles"][-1] = tiles.data_ptr(), last_tiles.data_ptr()
         calls["num_programs"][:-1] = len(tiles) * calls[0]["num_kv_heads"]
         calls["num_programs"][-1] = len(last_tiles) * calls[0]["num_kv_heads"]
         work = num_tokens * self._work_per_token
         num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
-        threads.run(self._program.address, self._step.ctypes.data, num_threads)
+        threads.run(self._program.address, self._step_address, num_threads)
         chosen = logits[:, : self._vocab_size]
         finish = self._recipe.finish
         return chosen if finish is None else finish(chosen.to(self._dtype))
+
+    def _tiles(self, query_starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return the tiles of a step; those of steps with one token of each sequence are kept."""
+        num_sequences = query_starts.shape[0] - 1
+        if num_tokens != num_sequences:
+            starts = query_starts.numpy()
+            return torch.from_numpy(attention.make_tiles(starts, np.diff(starts), self._tile_tokens))
+        if self._decode_tiles.shape[0] != num_tokens:
+            first = torch.arange(num_tokens)
+            self._decode_tiles = torch.stack([first, first, first + 1], dim=1)
+        return self._decode_tiles
+
+    def _place_kept_rows(self, keeps_all_rows: bool) -> None:
+        """Give the program its second step: in the buffers of the first, or in free ones for copies."""
+        self._keeps_all_rows = keeps_all_rows
+        for name, copies in _KEPT.items():
+            self._step[1][name] = self._step[0][name if keeps_all_rows else copies]
 
     def _logits(self, num_logits: int) -> torch.Tensor:
         stride = int(self._step[0]["logits_stride"])
@@ -136,6 +155,7 @@ class CompiledStep:
             self._step[name] = self._buffers[name].data_ptr()
         self._attention["query"] = fields["queries"]
         self._attention["output"] = fields["attended"]
+        self._place_kept_rows(self._keeps_all_rows)
 
     def _grow_tables(self, num_positions: int) -> None:
         """Compute the cosines and sines of the first ``num_positions`` positions."""
@@ -240,10 +260,10 @@ def _dtype(recipe: StepRecipe) -> torch.dtype:
     return recipe.head.packed.dtype
 
 
-def _one_row_each(rows: Array, starts: Array) -> Array:
+def _one_row_each(rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """Return tiles of attention with one row each; see ``attention.make_tiles``."""
-    sequences = np.searchsorted(starts, rows, side="right") - 1
-    return np.stack((sequences, rows, rows + 1), axis=1)
+    sequences = torch.searchsorted(starts.long(), rows, right=True) - 1
+    return torch.stack((sequences, rows, rows + 1), dim=1)
 
 
 def _num_weights(recipe: StepRecipe) -> int:
