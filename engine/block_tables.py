@@ -46,7 +46,7 @@ class BlockTables:
         self.pool = pool
         self.block_size = block_size
         self._hash_block = hash_block
-        self._window = window
+        self.window = window
         self._max_step_tokens = max_step_tokens
         self._tiers = tiers
         self._block_tokens = BlockTokens(pool)
@@ -134,11 +134,12 @@ class BlockTables:
         writers = Counter(shared_blocks)
         return num_new + sum(min(count, self.pool.ref_cnt(block) - 1) for block, count in writers.items())
 
-    def can_write_in_place(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's next token goes into a block that only this sequence holds."""
-        index = sequence.num_computed_tokens // self.block_size
-        table = sequence.block_table
-        return index < len(table) and self.pool.ref_cnt(table[index]) == 1
+    def add_block(self, sequence: Sequence) -> bool:
+        """Extend a table by one block; return False if none can be allocated or the sequence has no table."""
+        if not sequence.block_table or not self.pool.num_allocatable:
+            return False
+        sequence.block_table += self.pool.allocate(1)
+        return True
 
     def _shared_block(self, sequence: Sequence) -> int | None:
         """Return the block that the sequence writes next if others read it too, else None."""
@@ -208,7 +209,7 @@ class BlockTables:
 
         The table may end before them, if they were never transferred to this worker.
         """
-        if self._window is None:
+        if self.window is None:
             return
         first, last = sequence.num_dropped_blocks, self._first_seen_block(num_computed_tokens)
         if last > first:
@@ -251,16 +252,16 @@ class BlockTables:
             )
             several = in_prompt + num_sequences * in_budget
             return min(at_end, max(in_prompt, in_budget) if num_sequences == 1 else several)
-        if self._window is None:
+        if self.window is None:
             return at_end
         # A window may begin and end in the middle of a block, and so may the new tokens of a step.
-        in_windows = num_sequences * (self.blocks_for(self._window - 1) + 2)
+        in_windows = num_sequences * (self.blocks_for(self.window - 1) + 2)
         return min(at_end, in_windows + self._max_step_tokens // self.block_size)
 
     def _first_seen_block(self, position: int) -> int:
         """Return the index of the first block that a token at ``position`` attends to."""
-        assert self._window is not None
-        return max(0, position + 1 - self._window) // self.block_size
+        assert self.window is not None
+        return max(0, position + 1 - self.window) // self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks ``num_tokens`` tokens fill, the last one perhaps in part."""

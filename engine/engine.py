@@ -25,7 +25,6 @@ from quire.engine.paged_eviction import PagedEviction
 from quire.engine.preemption import Preemption
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests
-from quire.engine.sampling_step import SampledSequence
 from quire.engine.schedule import Schedule, ScheduledSequence
 from quire.engine.scheduler import Scheduler, SchedulerConfig
 from quire.engine.sequence import HashBlock, Sequence, SequenceStatus, SequenceUpdate
@@ -76,11 +75,11 @@ class StepLogits(NamedTuple):
 
     Attributes:
         to_sample: ``[num_rows, vocab_size]``, with ``num_sampled_rows`` rows for each sequence.
-        of_prompts: ``[num_scored, vocab_size]``, for prompt logprobs.
+        of_prompts: ``[num_scored, vocab_size]``, for prompt logprobs; None if there are none.
     """
 
     to_sample: torch.Tensor
-    of_prompts: torch.Tensor
+    of_prompts: torch.Tensor | None
 
 
 class Engine:
@@ -286,9 +285,13 @@ class Engine:
         self.step_seconds.prepare = self._step_clock.lap()
         logits = self.runner.forward(arguments)
         self.step_seconds.forward = self._step_clock.lap()
-        self.num_step_tokens = sum(each.num_scheduled_tokens for each in scheduled)
+        self.num_step_tokens = sum([num_tokens for _, num_tokens in scheduled])
         self._swap_cost.record_forward(self.num_step_tokens, self.step_seconds.forward)
-        num_rows = sum(1 + len(s.sequence.draft_token_ids) for s in scheduled)
+        num_rows = len(scheduled)
+        if self.speculator is not None:
+            num_rows += sum(len(sequence.draft_token_ids) for sequence, _ in scheduled)
+        if logits.shape[0] == num_rows:
+            return StepLogits(logits, None)
         return StepLogits(logits[:num_rows], logits[num_rows:])
 
     def _process(self, scheduled: list[ScheduledSequence], logits: StepLogits) -> list[SequenceUpdate]:
@@ -296,17 +299,17 @@ class Engine:
         results = self._results
         num_rows = logits.to_sample.shape[0]
         updates = results.record_computed_tokens(scheduled, logits.of_prompts)
-        sampled = results.sample(scheduled, logits.to_sample)
+        sampled = results.sample(logits.to_sample)
         self.step_seconds.sample = self._step_clock.lap()
         updates += results.advance_beam_searches(scheduled, logits.to_sample)
-        updates += results.record_sampled_tokens(sampled)
+        updates += results.end_sampled(sampled)
         updates = results.end_failed_requests(updates)
         self.step_seconds.process = self._step_clock.lap()
         if self.num_step_tokens == num_rows:  # every sequence decoded
             self._record_decode_step(sampled)
         return updates
 
-    def _record_decode_step(self, sampled: list[SampledSequence]) -> None:
+    def _record_decode_step(self, sampled: list[SequenceUpdate]) -> None:
         """Tell the speculator what a step cost in which every sequence decoded."""
         if self.speculator is not None:
             num_sampled = sum(len(each.tokens) for each in sampled)

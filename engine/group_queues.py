@@ -30,6 +30,8 @@ class GroupQueues:
         self.running: list[SequenceGroup] = []
         self.waiting: deque[SequenceGroup] = deque()
         self.transfers: dict[SequenceGroup, OnOutcome] = {}
+        self._with_blocks: set[SequenceGroup] = set()
+        """Waiting groups that hold blocks, or did when this was noted. There are far fewer than may wait."""
         self._pool = pool
         self._num_watermark_blocks = math.ceil(WATERMARK * pool.num_blocks)
         self._num_arrived = 0
@@ -51,6 +53,18 @@ class GroupQueues:
         """
         self._stamp_arrival(group)
         insort(self.waiting, group, key=_arrival)
+        self.note_blocks(group)
+
+    def note_blocks(self, group: SequenceGroup) -> None:
+        """Note whether a waiting group holds blocks; call this after it has got some."""
+        if group.holds_blocks:
+            self._with_blocks.add(group)
+        else:
+            self._with_blocks.discard(group)
+
+    def waiting_with_blocks(self) -> list[SequenceGroup]:
+        """Return the waiting groups that hold blocks, in the order of arrival."""
+        return sorted((group for group in self._with_blocks if group.holds_blocks), key=_arrival)
 
     def add_transfer(self, group: SequenceGroup, on_outcome: OnOutcome) -> None:
         """Queue a group for the blocks that it lacks; ``on_outcome`` is told whether it gets them."""
@@ -60,13 +74,14 @@ class GroupQueues:
     def start_group(self, group: SequenceGroup) -> None:
         """Let a waiting group run."""
         self.waiting.remove(group)
+        self._with_blocks.discard(group)
         insort(self.running, group, key=_arrival)
 
     def suspend_group(self, group: SequenceGroup) -> None:
         """Let a group wait that has run; do nothing if it waits already."""
         if group in self.running:
             self.running.remove(group)
-            insort(self.waiting, group, key=_arrival)
+            self.add_waiting(group)
 
     def remove_group(self, group: SequenceGroup) -> None:
         """Take a group out of ``running`` or ``waiting``, if it is in one of them."""
@@ -74,6 +89,7 @@ class GroupQueues:
             self.running.remove(group)
         elif group in self.waiting:
             self.waiting.remove(group)
+            self._with_blocks.discard(group)
 
     def _stamp_arrival(self, group: SequenceGroup) -> None:
         """Give a group its position in the order of arrival, unless it has one."""

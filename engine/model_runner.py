@@ -9,11 +9,11 @@ import torch
 
 from quire.engine.attention import PagedStep
 from quire.engine.compiled_step import CompiledStep
+from quire.engine.decode_batch import DecodeBatch
 from quire.engine.decode_graphs import Capture, DecodeGraphs
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.schedule import Schedule, ScheduledSequence
-from quire.engine.sequence import Sequence
 from quire.engine.step_tables import Int32s, StepTables
 from quire.engine.step_tensors import StepTensors
 from quire.kernels import ops
@@ -42,6 +42,7 @@ class ModelRunner:
         block_size = memory.shape.block_size
         alignment = 1 if model.window is None else ops.blocks_summed_together(memory.device, block_size)
         self._tables = StepTables(block_size, alignment)
+        self._decodes = DecodeBatch([], self._tables, block_size)
 
     def move_blocks(self, schedule: Schedule) -> None:
         """Copy blocks to and from host memory, then copy shared blocks that are about to be written."""
@@ -51,22 +52,29 @@ class ModelRunner:
         self.memory.copy_within(schedule.copies)
 
     def prepare(self, scheduled: list[ScheduledSequence]) -> StepTensors:
-        """Return the new tokens of all sequences, packed into tensors on the host."""
+        """Return the new tokens of all sequences, packed into tensors on the host.
+
+        They are valid until the next call.
+        """
         block_size = self.memory.shape.block_size
+        if self._decodes.has(scheduled):
+            return self._decodes.next_step()
+        if DecodeBatch.fits(scheduled):
+            self._decodes = DecodeBatch(scheduled, self._tables, block_size)
+            return self._decodes.next_step()
         sequences = [each.sequence for each in scheduled]
-        num_new = [each.num_scheduled_tokens for each in scheduled]
+        num_new = np.array([each.num_scheduled_tokens for each in scheduled], dtype=np.int32)
         computed = np.array([sequence.num_computed_tokens for sequence in sequences], dtype=np.int32)
-        max_new_tokens = max(num_new)
-        packed = _one_token_each(sequences, computed) if max_new_tokens == 1 else _pack(scheduled, computed)
+        packed = _pack(scheduled, num_new, computed)
         tables, num_left_out = self._tables.of(sequences)
         indices = packed.positions - num_left_out[packed.owners]
         slots = tables[packed.owners, indices // block_size] * np.int64(block_size) + indices % block_size
         metadata = AttentionMetadata(
             block_tables=torch.from_numpy(tables),
             query_starts=torch.from_numpy(packed.starts),
-            seq_lens=torch.from_numpy(computed + np.array(num_new, dtype=np.int32) - num_left_out),
+            seq_lens=torch.from_numpy(computed + num_new - num_left_out),
             slot_mapping=torch.from_numpy(slots),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=int(num_new.max()),
         )
         return StepTensors(
             torch.from_numpy(packed.token_ids),
@@ -139,25 +147,14 @@ class _PackedTokens(NamedTuple):
     rows_to_sample: Int64s
 
 
-def _one_token_each(sequences: list[Sequence], computed: Int32s) -> _PackedTokens:
-    """Pack a step in which every sequence has one new token, so that there are no draft tokens."""
-    token_ids = [sequence.token_ids[sequence.num_computed_tokens] for sequence in sequences]
-    owners = np.arange(len(sequences))
-    starts = np.arange(len(sequences) + 1, dtype=np.int32)
-    return _PackedTokens(
-        starts, np.array(token_ids, dtype=np.int64), owners, computed.astype(np.int64), owners
-    )
-
-
-def _pack(scheduled: list[ScheduledSequence], computed: Int32s) -> _PackedTokens:
-    """Pack any step; ``computed`` has the number of computed tokens of each sequence."""
+def _pack(scheduled: list[ScheduledSequence], num_new: Int32s, computed: Int32s) -> _PackedTokens:
+    """Pack any step, from the numbers of new and of computed tokens of each sequence."""
     token_ids: list[int] = []
     for sequence, num_tokens in scheduled:
         first = sequence.num_computed_tokens
         token_ids += sequence.token_ids[first : first + num_tokens]
         token_ids += sequence.draft_token_ids
     # Position of each packed token: its sequence's computed tokens, plus its index among the new ones.
-    num_new = [each.num_scheduled_tokens for each in scheduled]
     starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
     np.cumsum(num_new, out=starts[1:])
     owners = np.repeat(np.arange(len(scheduled)), num_new)

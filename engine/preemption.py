@@ -61,7 +61,7 @@ class Preemption:
 
     def newest_victim(self) -> SequenceGroup | None:
         """Return the newest group that can be preempted; None if there is none."""
-        groups = (*self._queues.running, *self._queues.waiting)
+        groups = (*self._queues.running, *self._queues.waiting_with_blocks())
         victims = (group for group in groups if group.is_preemptible)
         return max(victims, key=lambda group: group.arrival, default=None)
 

@@ -56,6 +56,7 @@ class Requests:
         if prompt.attempt_id in self.groups:
             raise ValueError(f"request {prompt.attempt_id} is already here")
         self._checks.check(prompt)
+        prompt.is_plain = _is_plain(prompt)
         group = SequenceGroup(prompt, [prompt])
         if prompt.params.beam is not None:
             max_tokens = self._stop_rules.max_output_tokens(prompt)
@@ -99,3 +100,11 @@ class Requests:
         group.sequences.clear()
         if (on_outcome := self._queues.transfers.pop(group, None)) is not None:
             on_outcome(False)
+
+
+def _is_plain(prompt: Sequence) -> bool:
+    """Return whether a request has one sequence, which is plain; see ``Sequence``."""
+    params = prompt.params
+    has_one_answer = params.n == 1 and params.beam is None
+    keeps_blocks = params.kv_budget_tokens is None and not prompt.stops_after_prefill
+    return has_one_answer and keeps_blocks and params.num_prompt_logprobs is None and prompt.samples_tokens

@@ -88,8 +88,7 @@ def _choose_with_kernel(logits: torch.Tensor, raw: torch.Tensor, sequences: list
         raw: the logits before the rules of sequences were applied.
         sequences: the owner of each row.
     """
-    draws = np.array([_draw(sequence, logits.shape[-1]) for sequence in sequences], dtype=DRAW)
-    ids = sample_rows(logits, raw, draws, GREEDY_BELOW)
+    ids = sample_rows(logits, raw, _draws(sequences), GREEDY_BELOW)
     typical = [
         row for row, sequence in enumerate(sequences) if _is_typical(sequence.params) and ids[row] != UNUSABLE
     ]
@@ -100,19 +99,29 @@ def _choose_with_kernel(logits: torch.Tensor, raw: torch.Tensor, sequences: list
     return ids
 
 
-def _draw(sequence: Sequence, vocab_size: int) -> tuple[float, int, float, float, int, int]:
-    """Return the fields of ``DRAW``, by which the kernel draws a sequence's token."""
+def _draws(sequences: list[Sequence]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    """Return how the kernel draws the next token of each sequence, of dtype ``DRAW``."""
+    for sequence in sequences:
+        if not sequence.draw:
+            sequence.draw = _draw(sequence)
+    draws = np.frombuffer(bytearray().join([sequence.draw for sequence in sequences]), DRAW)
+    draws["position"] = [len(sequence.token_ids) for sequence in sequences]
+    return draws
+
+
+def _draw(sequence: Sequence) -> bytes:
+    """Return a ``DRAW`` that lacks the position, and thus holds for all of a sequence's tokens."""
     params = sequence.params
+    draw = np.zeros((), DRAW)
     if params.is_greedy or _is_typical(params):
-        return 0.0, 0, 1.0, 0.0, 0, 0
-    return (
-        params.temperature,
-        min(params.top_k, vocab_size),
-        params.top_p,
-        params.min_p,
-        sequence.seed,
-        sequence.num_tokens,
-    )
+        draw["top_p"] = 1.0
+    else:
+        draw["temperature"] = params.temperature
+        draw["top_k"] = min(params.top_k, np.iinfo(np.int64).max)
+        draw["top_p"] = params.top_p
+        draw["min_p"] = params.min_p
+        draw["seed"] = sequence.seed
+    return draw.tobytes()
 
 
 def _is_typical(params: SamplingParams) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -11,68 +11,81 @@ import torch
 from quire.engine.request_errors import RequestFailedError, RequestFailures
 from quire.engine.sampler import are_finite, not_finite, rank_tokens, sample
 from quire.engine.schedule import ScheduledSequence
-from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus
+from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
+from quire.engine.stop_rules import StopRules
 
 
-class SampledSequence(NamedTuple):
-    """A sequence that a step samples tokens for: the first token's row of logits, and the tokens so far."""
+class SampledRows(NamedTuple):
+    """The sequences that a step samples tokens for, and the row of logits after the last token of each."""
 
-    sequence: Sequence
-    row: int
-    tokens: list[GeneratedToken]
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """How many of the sequence's draft tokens were right."""
-        drafts = self.sequence.draft_token_ids
-        pairs = zip(drafts, self.tokens, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1].token_id, pairs))
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the last token equals its draft token, so that the step has logits for the next one."""
-        is_open = not self.sequence.status.is_finished
-        return is_open and self.num_accepted_tokens == len(self.tokens)
+    sequences: list[Sequence]
+    rows: list[int]
 
 
 def sample_tokens(
-    sequences: list[SampledSequence],
-    logits: torch.Tensor,
-    eos_token_ids: frozenset[int],
-    status_after_token: Callable[[Sequence], SequenceStatus],
-) -> dict[str, RequestFailedError]:
+    to_sample: SampledRows, logits: torch.Tensor, rules: StopRules
+) -> tuple[list[SequenceUpdate], dict[str, RequestFailedError]]:
     """Sample the next token of each sequence, and one more after each right draft token.
 
-    The tokens are appended to ``sequences`` and to the sequences themselves, whose status is updated.
+    The tokens are appended to the sequences, whose status is updated.
 
     Args:
-        sequences: the sequences.
+        to_sample: the sequences.
         logits: ``[num_rows, vocab_size]``.
-        eos_token_ids: forbidden to a sequence that has not reached its ``min_tokens``.
-        status_after_token: returns the status of a sequence after a new token.
+        rules: decide when a sequence ends.
 
     Returns:
-        By request id, why a sequence of the request could not get a token.
+        Updates of the sequences that got tokens, and why a request's sequence could not get one, by request.
     """
-    failed: dict[str, RequestFailedError] = {}
-    while sequences:
-        rows = [each.row + len(each.tokens) for each in sequences]
-        chosen = logits
-        if rows != list(range(len(logits))):
-            chosen = logits[torch.tensor(rows, device=logits.device)]
-        sampled = sample(chosen, [each.sequence for each in sequences], eos_token_ids)
-        errors = sampled.errors
-        for row, each in enumerate(sequences):
-            sequence, token_id = each.sequence, sampled.token_ids[row]
-            if row in errors:
-                sequence.status = SequenceStatus.FINISHED_FAILED
-                failed[sequence.attempt_id] = errors[row]
-                continue
-            each.tokens.append(GeneratedToken(token_id, sampled.logprobs[row]))
-            sequence.token_ids.append(token_id)
-            sequence.status = status_after_token(sequence)
-        sequences = [each for each in sequences if each.sequence.draft_token_ids and each.goes_on]
-    return failed
+    updates, errors = _sample_round(to_sample, logits, rules)
+    drafted = [each for each in updates if each.sequence.draft_token_ids]
+    row_of = dict(zip(map(id, to_sample.sequences), to_sample.rows, strict=True)) if drafted else {}
+    while drafted := [each for each in drafted if _goes_on(each)]:
+        rows = [row_of[id(each.sequence)] + len(each.tokens) for each in drafted]
+        more, more_errors = _sample_round(
+            SampledRows([each.sequence for each in drafted], rows), logits, rules
+        )
+        errors |= more_errors
+        tokens_of = {id(each.sequence): each.tokens for each in more}
+        for each in drafted:
+            each.tokens.extend(tokens_of.get(id(each.sequence), ()))
+    return updates, errors
+
+
+def _sample_round(
+    to_sample: SampledRows, logits: torch.Tensor, rules: StopRules
+) -> tuple[list[SequenceUpdate], dict[str, RequestFailedError]]:
+    """Sample one token of each sequence; see ``sample_tokens``."""
+    sequences, rows = to_sample
+    if not sequences:
+        return [], {}
+    if rows != list(range(len(logits))):
+        logits = logits[torch.tensor(rows, device=logits.device)]
+    token_ids, logprobs, errors = sample(logits, sequences, rules.eos_token_ids)
+    new: Iterable[tuple[Sequence, int, TokenLogprobs | None]]
+    new = zip(sequences, token_ids, logprobs, strict=True)
+    if errors:
+        for row in errors:
+            sequences[row].status = SequenceStatus.FINISHED_FAILED
+        new = [each for row, each in enumerate(new) if row not in errors]
+    updates, status_after_token = [], rules.status_after_token
+    for sequence, token_id, token_logprobs in new:
+        sequence.token_ids.append(token_id)
+        sequence.status = status = status_after_token(sequence)
+        tokens = [GeneratedToken(token_id, token_logprobs)]
+        updates.append(SequenceUpdate(sequence, sequence.num_computed_tokens, tokens, status))
+    return updates, {sequences[row].attempt_id: error for row, error in errors.items()}
+
+
+def num_accepted_tokens(update: SequenceUpdate) -> int:
+    """Return how many draft tokens of a sequence were right."""
+    pairs = zip(update.sequence.draft_token_ids, update.tokens, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1].token_id, pairs))
+
+
+def _goes_on(update: SequenceUpdate) -> bool:
+    """Return whether the last token equals its draft token, so that the step has logits for the next one."""
+    return not update.sequence.status.is_finished and num_accepted_tokens(update) == len(update.tokens)
 
 
 def score_prompts(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.engine.sequence import Sequence
-from quire.engine.sequence_group import SequenceGroup
 from quire.engine.step_watch import StepKind
+
+if TYPE_CHECKING:
+    from quire.engine.sequence_group import SequenceGroup
 
 
 class ScheduledSequence(NamedTuple):

@@ -68,10 +68,15 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class _Budget:
-    """How many more tokens a step may compute, and how many of these may be draft tokens."""
+    """What a step has left: tokens, draft tokens among them, and sequences that it may still admit."""
 
     num_tokens: int
     num_drafts: int
+    num_slots: int
+
+    def has_room(self, group: SequenceGroup) -> bool:
+        """Return whether a group can start in this step."""
+        return self.num_tokens > 0 and group.num_slots <= self.num_slots
 
     def spend(self, chosen: list[ScheduledSequence]) -> None:
         """Subtract the tokens of scheduled sequences."""
@@ -112,12 +117,14 @@ class Scheduler:
         schedule, queues = Schedule(), self._queues
         num_tokens = self.config.max_num_batched_tokens
         # Draft tokens leave room in the budget for one token of every running sequence.
-        num_drafts = max(0, num_tokens - sum(len(group.sequences) for group in queues.running))
-        budget = _Budget(num_tokens, num_drafts)
+        num_drafts = max(0, num_tokens - sum([len(group.sequences) for group in queues.running]))
+        budget = _Budget(num_tokens, num_drafts, self.config.max_num_seqs)
         num_preempted = self._preemption.num_preempted
         self._continue_running(schedule, budget)
         # After a preemption nothing is admitted, since the running groups would soon preempt it again.
         if self._preemption.num_preempted == num_preempted or not queues.running:
+            if not queues.running:
+                budget.num_slots = self.config.max_num_seqs
             self._admit_waiting(schedule, budget)
             # If nothing runs, waiting groups that hold blocks would never release them.
             if not queues.running:
@@ -126,7 +133,8 @@ class Scheduler:
 
     def _free_waiting(self, schedule: Schedule, budget: _Budget) -> None:
         """Take the blocks of waiting groups, the newest first, until a group runs."""
-        for group in [group for group in reversed(self._queues.waiting) if group.is_preemptible]:
+        holding = reversed(self._queues.waiting_with_blocks())
+        for group in [group for group in holding if group.is_preemptible]:
             self._preemption.preempt(group, schedule)
             self._admit_waiting(schedule, budget)
             if self._queues.running:
@@ -138,13 +146,15 @@ class Scheduler:
         """Schedule the running groups, the oldest first; preempt the newest if there are too few blocks."""
         num_preempted = self._preemption.num_preempted
         for group in self._queues.running[:]:
-            if (sequence := self._next_in_place(group)) is not None and budget.num_tokens:
-                schedule.sequences.append(ScheduledSequence(sequence, 1))
+            if budget.num_tokens and self._has_next_token(group.prompt):
+                schedule.sequences.append(group.next_token)
                 budget.num_tokens -= 1
+                budget.num_slots -= 1
                 continue
             # A victim of a preemption is newer than the group that needs blocks, so it was not scheduled yet.
             if self._preemption.num_preempted != num_preempted and group not in self._queues.running:
                 continue
+            budget.num_slots -= group.num_slots
             chosen = self._choose_tokens(group, budget)
             if group.num_draft_tokens and not self._has_room(chosen):
                 group.drop_drafts()  # no group is preempted to make room for draft tokens
@@ -154,17 +164,17 @@ class Scheduler:
                 schedule.sequences += chosen
                 budget.spend(chosen)
 
-    def _next_in_place(self, group: SequenceGroup) -> Sequence | None:
-        """Return a group's only sequence if it lacks one token, for which its last block has room.
+    def _has_next_token(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is plain, lacks one token and has room for it, perhaps in a new block.
 
-        Nothing else has to be decided for it. Most sequences of most steps are like this.
+        Nothing else has to be decided for it: only the samples and beams of one request share a block that is
+        not full. Most sequences of most steps are like this.
         """
-        if len(group.sequences) > 1:
-            return None
-        [sequence] = group.sequences
-        if len(sequence.token_ids) - sequence.num_computed_tokens > 1 or sequence.draft_token_ids:
-            return None
-        return sequence if self._tables.can_write_in_place(sequence) else None
+        num_computed = sequence.num_computed_tokens
+        if not sequence.is_plain or len(sequence.token_ids) > num_computed + 1 or sequence.draft_token_ids:
+            return False
+        num_free = len(sequence.block_table) * self.config.block_size - num_computed
+        return num_free > 0 or (num_free == 0 and self._tables.add_block(sequence))
 
     def _choose_tokens(self, group: SequenceGroup, budget: _Budget) -> list[ScheduledSequence]:
         """Return which sequences of a group to compute in this step, and how many tokens of each.
@@ -233,27 +243,37 @@ class Scheduler:
 
     def _admit_waiting(self, schedule: Schedule, budget: _Budget) -> None:
         """Admit groups in the order of arrival; a group with blocks may pass a group without."""
-        queues = self._queues
-        if not queues.waiting:
-            return
-        num_slots = sum(group.num_slots for group in queues.running)
-        oldest_transfer = next((group.arrival for group in queues.transfers), math.inf)
-        is_blocked = False
-        for group in list(queues.waiting):
-            is_blocked = is_blocked or group.arrival > oldest_transfer
-            if not group.holds_blocks and (is_blocked or self._first_blocks.is_loading(group)):
-                continue
-            if not budget.num_tokens or num_slots + group.num_slots > self.config.max_num_seqs:
+        queues, num_passed = self._queues, 0
+        blocked_after = next((group.arrival for group in queues.transfers), math.inf)
+        while num_passed < len(queues.waiting):
+            group = queues.waiting[num_passed]
+            if group.arrival > blocked_after:
+                break
+            if self._first_blocks.is_loading(group):
+                num_passed += 1
+            elif not budget.has_room(group):
                 return
-            chosen = self._admit(group, schedule, budget)
-            if chosen is None:
-                is_blocked = True
-                continue
-            num_slots += group.num_slots
-            queues.start_group(group)
-            schedule.sequences += chosen
-            schedule.admitted.append(group)
-            budget.spend(chosen)
+            elif not self._start(group, schedule, budget):
+                blocked_after = group.arrival
+                break
+        for group in queues.waiting_with_blocks():
+            if group.arrival > blocked_after:
+                if not budget.has_room(group):
+                    return
+                self._start(group, schedule, budget)
+
+    def _start(self, group: SequenceGroup, schedule: Schedule, budget: _Budget) -> bool:
+        """Let a waiting group run if it can be admitted; return whether it can."""
+        chosen = self._admit(group, schedule, budget)
+        if chosen is None:
+            self._queues.note_blocks(group)
+            return False
+        self._queues.start_group(group)
+        schedule.sequences += chosen
+        schedule.admitted.append(group)
+        budget.num_slots -= group.num_slots
+        budget.spend(chosen)
+        return True
 
     def _admit(
         self, group: SequenceGroup, schedule: Schedule, budget: _Budget

@@ -71,6 +71,12 @@ class Sequence:
     samples_tokens: bool = True
     """False on a prefill worker if the decode worker samples all tokens of the request."""
 
+    is_plain: bool = False
+    """Whether it is its request's only sequence, and each of its steps only samples from the model's logits.
+
+    The engine says so when it takes a request without a beam search, samples, prompt logprobs or KV budget
+    that is not handed over."""
+
     index: int = 0
     """Index among the sequences of its request, from 0."""
     status: SequenceStatus = SequenceStatus.WAITING
@@ -87,6 +93,8 @@ class Sequence:
     """How often the block table was changed in any way but by blocks added at its end."""
     logits_rules: LogitsRules | None = None
     """Changes to the logits that ``params`` asks for; None if there are none."""
+    draw: bytes = field(default=b"", init=False)
+    """How the sampler draws each of its tokens, as the sampler has encoded it; empty before the first one."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Logprobs of the prompt's tokens from the second on, as far as they are computed."""
     draft_token_ids: list[int] = field(default_factory=list)
@@ -197,14 +205,16 @@ class Sequence:
         )
 
 
-class GeneratedToken(NamedTuple):
+@dataclass(slots=True)
+class GeneratedToken:
     """A new token, and its logprobs if the request asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
 
 
-class SequenceUpdate(NamedTuple):
+@dataclass(slots=True)
+class SequenceUpdate:
     """What one step did for one sequence.
 
     Attributes:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from quire.engine.beam_search import BeamExtension, BeamSearch
 from quire.engine.block_tables import BlockTables
 from quire.engine.cache_tiers import Prefetch
+from quire.engine.schedule import ScheduledSequence
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.sampling.params import SamplingParams
 
@@ -56,6 +57,7 @@ class SequenceGroup:
         lack: why it could not begin the last time that it was tried.
         awaited: index of the block that another sequence was computing then; None: it waited for no block.
         is_forked: whether its samples or beams have been made from the prompt.
+        next_token: one token of the first sequence, which is what most steps compute of a plain request.
     """
 
     prompt: Sequence
@@ -67,6 +69,10 @@ class SequenceGroup:
     lack: Lack | None = None
     awaited: int | None = None
     is_forked: bool = field(default=False)
+    next_token: ScheduledSequence = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.next_token = ScheduledSequence(self.prompt, 1)
 
     @property
     def attempt_id(self) -> str:

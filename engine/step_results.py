@@ -9,7 +9,13 @@ from quire.engine.block_tables import BlockTables
 from quire.engine.paged_eviction import PagedEviction
 from quire.engine.request_errors import RequestFailedError, RequestFailures
 from quire.engine.requests import Requests
-from quire.engine.sampling_step import SampledSequence, first_rows, sample_tokens, score_prompts
+from quire.engine.sampling_step import (
+    SampledRows,
+    first_rows,
+    num_accepted_tokens,
+    sample_tokens,
+    score_prompts,
+)
 from quire.engine.schedule import ScheduledSequence
 from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
 from quire.engine.sequence_group import SequenceGroup
@@ -43,31 +49,65 @@ class StepResults:
         self._eviction = eviction
         self._stop_rules = stop_rules
         self._speculator = speculator
+        # Of the current step:
         self._failures = RequestFailures()
+        self._to_sample = SampledRows([], [])
+        self._beam_searches: dict[str, None] = {}
 
     def record_computed_tokens(
-        self, scheduled: list[ScheduledSequence], prompt_logits: torch.Tensor
+        self, scheduled: list[ScheduledSequence], prompt_logits: torch.Tensor | None
     ) -> list[SequenceUpdate]:
         """Record what has been computed; return updates of the sequences that sample no token in this step.
 
         These are prompts that are not done yet, and prompts whose first token is sampled elsewhere.
         """
-        self._failures = RequestFailures()
-        score_prompts(scheduled, prompt_logits, self._failures)
-        updates, tables = [], self._tables
+        self._failures, self._beam_searches = RequestFailures(), {}
+        self._to_sample = sequences, rows = SampledRows([], [])
+        if prompt_logits is not None:
+            score_prompts(scheduled, prompt_logits, self._failures)
+        updates, tables, row = [], self._tables, 0
         for sequence, num_tokens in scheduled:
-            sequence.num_computed_tokens += num_tokens - len(sequence.draft_token_ids)
-            tables.seal(sequence)
-            tables.drop_unseen(sequence, sequence.num_computed_tokens)
-            if sequence.params.kv_budget_tokens is not None:
-                self._evict(sequence)
-            is_done = sequence.num_computed_tokens == len(sequence.token_ids)
-            if is_done and sequence.samples_tokens:
-                continue
-            if is_done:
-                self._requests.finish_sequence(sequence, SequenceStatus.FINISHED_HANDED_OVER)
-            updates.append(SequenceUpdate(sequence, sequence.num_computed_tokens, [], sequence.status))
+            num_drafts = len(sequence.draft_token_ids)
+            sequence.num_computed_tokens = num_computed = (
+                sequence.num_computed_tokens + num_tokens - num_drafts
+            )
+            if num_computed // tables.block_size != sequence.num_sealed_blocks:
+                tables.seal(sequence)
+            if tables.window is not None:
+                tables.drop_unseen(sequence, num_computed)
+            is_done = num_computed == len(sequence.token_ids)
+            if is_done and sequence.is_plain:
+                sequences.append(sequence)
+                rows.append(row)
+            elif not self._samples_later(sequence, row, is_done):
+                updates.append(SequenceUpdate(sequence, num_computed, [], sequence.status))
+            row += 1 + num_drafts
         return updates
+
+    def _samples_later(self, sequence: Sequence, row: int, is_done: bool) -> bool:
+        """Note which tokens a sequence that is not plain samples; return False if it samples none.
+
+        Args:
+            sequence: the sequence, whose computed tokens have been counted.
+            row: the row of logits after its last token.
+            is_done: whether all its tokens have been computed.
+        """
+        if sequence.params.kv_budget_tokens is not None:
+            self._evict(sequence)
+        if not is_done:
+            return False
+        if not sequence.samples_tokens:
+            self._requests.finish_sequence(sequence, SequenceStatus.FINISHED_HANDED_OVER)
+            return False
+        group = self._requests.groups[sequence.attempt_id]
+        if group.beam is not None:
+            self._beam_searches[sequence.attempt_id] = None
+        elif sequence.attempt_id not in self._failures:
+            # The prompt's last row gives the first token of every sample.
+            samples = [sequence] if group.is_forked else group.fork_samples(self._tables)
+            self._to_sample.sequences.extend(samples)
+            self._to_sample.rows.extend([row] * len(samples))
+        return True
 
     def _evict(self, sequence: Sequence) -> None:
         """Free the blocks that exceed a sequence's KV budget."""
@@ -76,37 +116,22 @@ class StepResults:
             excess = self._eviction.choose(sequence)
         self._tables.drop(sequence, excess)
 
-    def sample(self, scheduled: list[ScheduledSequence], logits: torch.Tensor) -> list[SampledSequence]:
-        """Sample tokens for the sequences that were computed to their end."""
-        sampled = self._sequences_to_sample(scheduled)
-        rules = self._stop_rules
-        errors = sample_tokens(sampled, logits, rules.eos_token_ids, rules.status_after_token)
-        self._failures.errors |= errors
-        return sampled
-
-    def _sequences_to_sample(self, scheduled: list[ScheduledSequence]) -> list[SampledSequence]:
-        """Return the sequences that were computed to their end; fork the samples of new prompts first."""
-        to_sample = []
-        groups, errors = self._requests.groups, self._failures.errors
-        for (sequence, _), row in zip(scheduled, first_rows(scheduled), strict=True):
-            if sequence.num_computed_tokens != len(sequence.token_ids) or not sequence.samples_tokens:
-                continue
-            group = groups[sequence.attempt_id]
-            if group.beam is not None or sequence.attempt_id in errors:
-                continue
-            if group.is_forked:
-                to_sample.append(SampledSequence(sequence, row, []))
-            else:
-                # The prompt's last row gives the first token of every sample.
-                forked = group.fork_samples(self._tables)
-                to_sample += [SampledSequence(each, row, []) for each in forked]
-        return to_sample
+    def sample(self, logits: torch.Tensor) -> list[SequenceUpdate]:
+        """Sample tokens for the sequences that were computed to their end; return updates with the tokens."""
+        to_sample, failures = self._to_sample, self._failures
+        if failures.errors:  # another sequence of the same request may have failed
+            pairs = zip(*to_sample, strict=True)
+            kept = [each for each in pairs if each[0].attempt_id not in failures]
+            to_sample = SampledRows([sequence for sequence, _ in kept], [row for _, row in kept])
+        updates, errors = sample_tokens(to_sample, logits, self._stop_rules)
+        failures.errors |= errors
+        return updates
 
     def advance_beam_searches(
         self, scheduled: list[ScheduledSequence], logits: torch.Tensor
     ) -> list[SequenceUpdate]:
         """Advance beam searches whose beams have all been computed; return the answers of those that end."""
-        groups = self._computed_beam_searches(scheduled)
+        groups = self._computed_beam_searches()
         if not groups:
             return []
         rows = {id(s.sequence): row for s, row in zip(scheduled, first_rows(scheduled), strict=True)}
@@ -127,35 +152,33 @@ class StepResults:
                 group.extend_beams(extensions, self._tables)
         return updates
 
-    def _computed_beam_searches(self, scheduled: list[ScheduledSequence]) -> list[SequenceGroup]:
-        groups = self._requests.groups
-        names = dict.fromkeys(s.attempt_id for s, _ in scheduled if s.params.beam is not None)
+    def _computed_beam_searches(self) -> list[SequenceGroup]:
+        groups = [self._requests.groups[attempt_id] for attempt_id in self._beam_searches]
         return [
-            group
-            for group in (groups[name] for name in names if name in groups)
-            if group.beam is not None and all(s.num_computed_tokens == s.num_tokens for s in group.sequences)
+            group for group in groups if all(s.num_computed_tokens == s.num_tokens for s in group.sequences)
         ]
 
-    def record_sampled_tokens(self, sampled: list[SampledSequence]) -> list[SequenceUpdate]:
-        """Return updates with the sampled tokens, except for requests that have failed."""
-        errors = self._failures.errors
-        return [self._record_sampled(s) for s in sampled if s.sequence.attempt_id not in errors]
+    def end_sampled(self, sampled: list[SequenceUpdate]) -> list[SequenceUpdate]:
+        """Free the sequences that ended with their tokens; return the updates, except of failed requests."""
+        if self._failures.errors:
+            sampled = [each for each in sampled if each.sequence.attempt_id not in self._failures]
+        if self._speculator is not None:
+            for each in sampled:
+                if each.sequence.draft_token_ids:
+                    self._keep_accepted(each, self._speculator)
+        for ended in [each for each in sampled if each.status is not SequenceStatus.DECODING]:
+            self._requests.finish_sequence(ended.sequence, ended.status)
+        return sampled
 
-    def _record_sampled(self, sampled: SampledSequence) -> SequenceUpdate:
-        """Keep the blocks of accepted draft tokens, drop the rest, and free the sequence if it has ended."""
-        sequence = sampled.sequence
-        num_computed, num_accepted = sequence.num_computed_tokens, 0
-        if sequence.draft_token_ids and self._speculator is not None:
-            num_accepted = sampled.num_accepted_tokens
-            self._speculator.record_verification(sequence, len(sequence.draft_token_ids), num_accepted)
-            sequence.num_computed_tokens += num_accepted
-            sequence.draft_token_ids = []
-            self._tables.seal(sequence)
-            self._tables.trim(sequence)
-        status = sequence.status
-        if status != SequenceStatus.DECODING and status.is_finished:
-            self._requests.finish_sequence(sequence, status)
-        return SequenceUpdate(sequence, num_computed, sampled.tokens, status, None, num_accepted)
+    def _keep_accepted(self, update: SequenceUpdate, speculator: Speculator) -> None:
+        """Keep the blocks of a sequence's accepted draft tokens, drop the rest, and complete its update."""
+        sequence = update.sequence
+        update.status, update.num_accepted_tokens = sequence.status, num_accepted_tokens(update)
+        speculator.record_verification(sequence, len(sequence.draft_token_ids), update.num_accepted_tokens)
+        sequence.num_computed_tokens += update.num_accepted_tokens
+        sequence.draft_token_ids = []
+        self._tables.seal(sequence)
+        self._tables.trim(sequence)
 
     def end_failed_requests(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
         """End the requests that failed in this step; replace their updates by one with the error."""

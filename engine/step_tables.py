@@ -45,8 +45,9 @@ class StepTables:
         self._edits: list[int] = []
         self._rows: Int32s = np.zeros((0, 64), dtype=np.int32)
         self._num_left_out: Int32s = np.zeros(0, dtype=np.int32)
-        self._packed: Int32s = np.zeros(0, dtype=np.int32)
-        self._width = 0
+        self._memory: Int32s = np.zeros(0, dtype=np.int32)
+        self._packed: Int32s = np.zeros((0, 0), dtype=np.int32)
+        self._num_tokens_left_out: Int32s = np.zeros(0, dtype=np.int32)
 
     def of(self, sequences: list[Sequence]) -> HeldTables:
         """Return the tables of these sequences, valid until the next call."""
@@ -57,16 +58,15 @@ class StepTables:
             self._update(lengths, edits)
         elif lengths != self._lengths or edits != self._edits:
             self._update(lengths, edits)
-        return HeldTables(self._pack(), self._num_left_out * self._block_size)
+        return HeldTables(self._packed, self._num_tokens_left_out)
 
-    def _pack(self) -> Int32s:
-        """Return the entries of all rows that are in use, contiguous, in memory that the next call reuses."""
-        width = self._width
+    def _pack(self, width: int) -> Int32s:
+        """Return the first entries of all rows, contiguous, in memory that the next update reuses."""
         num_entries = len(self._sequences) * width
-        if num_entries > self._packed.size:
+        if num_entries > self._memory.size:
             # The system clears new memory page by page, which takes longer than the copy.
-            self._packed = np.zeros(2 * num_entries, dtype=np.int32)
-        packed = self._packed[:num_entries].reshape(-1, width)
+            self._memory = np.zeros(2 * num_entries, dtype=np.int32)
+        packed = self._memory[:num_entries].reshape(-1, width)
         packed[:] = self._rows[:, :width]
         return packed
 
@@ -87,15 +87,22 @@ class StepTables:
     def _update(self, lengths: list[int], edits: list[int]) -> None:
         """Copy the entries that are new, and the whole tables that were edited."""
         self._widen(max(lengths) + self._alignment)
-        for row, sequence in enumerate(self._sequences):
+        num_blocks = np.array(lengths, dtype=np.int32)
+        is_changed = num_blocks != np.array(self._lengths, dtype=np.int32)
+        if edits != self._edits:
+            is_changed |= np.array(edits) != np.array(self._edits)
+        changed: list[int] = np.flatnonzero(is_changed).tolist()
+        for row in changed:
+            sequence = self._sequences[row]
             if edits[row] != self._edits[row]:
                 self._copy_whole(row, sequence)
-            elif lengths[row] != self._lengths[row]:
-                num_left_out = self._num_left_out[row]
+            else:
+                num_left_out = int(self._num_left_out[row])
                 first, last = self._lengths[row] - num_left_out, lengths[row] - num_left_out
                 self._rows[row, first:last] = sequence.block_table[self._lengths[row] :]
         self._lengths, self._edits = lengths, edits
-        self._width = int((np.array(lengths, dtype=np.int32) - self._num_left_out).max())
+        self._packed = self._pack(int((num_blocks - self._num_left_out).max()))
+        self._num_tokens_left_out = self._num_left_out * self._block_size
 
     def _copy_whole(self, row: int, sequence: Sequence) -> None:
         num_dummies = sequence.num_dropped_blocks % self._alignment

@@ -400,6 +400,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert num_missing > self.engine.pool.num_allocatable - num_kept
 
     @invariant()
+    def waiting_groups_with_blocks_are_known(self) -> None:
+        queues = self.engine.queues
+        assert queues.waiting_with_blocks() == [group for group in queues.waiting if group.holds_blocks]
+
+    @invariant()
     def a_budget_bounds_what_is_held(self) -> None:
         for group in self.engine.groups.values():
             for sequence in group.sequences:

@@ -26,7 +26,6 @@ from quire.sampling.params import BeamParams
 from tests.engine.tiny_engine import make_request
 
 BLOCK_SIZE, VOCAB_SIZE, EOS = 4, 16, 1
-NO_LOGITS = torch.zeros(0, VOCAB_SIZE)
 
 
 class NoDrafts:
@@ -52,10 +51,12 @@ class Step:
         eviction = PagedEviction(no_memory)
         self.results = StepResults(self.requests, self.tables, eviction, rules, self.speculator)
 
-    def start(self, name: str, num_tokens: int = 6, **params: Any) -> Sequence:
+    def start(self, name: str, num_tokens: int = 6, is_handed_over: bool = False, **params: Any) -> Sequence:
         """Return a request that runs and whose prompt has its blocks."""
         values = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": False, **params}
         request = make_request(name, list(range(2, 2 + num_tokens)), **values)
+        request.stops_after_prefill = is_handed_over
+        request.samples_tokens = not is_handed_over
         group = self.requests.register(request)
         self.requests.queue_group(group)
         self.tables.reserve(request)
@@ -66,14 +67,14 @@ class Step:
         self,
         scheduled: list[ScheduledSequence],
         logits: torch.Tensor,
-        prompt_logits: torch.Tensor = NO_LOGITS,
+        prompt_logits: torch.Tensor | None = None,
     ) -> dict[tuple[str, int], SequenceUpdate]:
         """Process a step as the engine does; return the update of each sequence."""
         results = self.results
         updates = results.record_computed_tokens(scheduled, prompt_logits)
-        sampled = results.sample(scheduled, logits)
+        sampled = results.sample(logits)
         updates += results.advance_beam_searches(scheduled, logits)
-        updates += results.record_sampled_tokens(sampled)
+        updates += results.end_sampled(sampled)
         updates = results.end_failed_requests(updates)
         return {(each.sequence.attempt_id, each.sequence.index): each for each in updates}
 
@@ -112,8 +113,7 @@ def test_a_prompt_gives_the_first_token_of_every_sample(step: Step) -> None:
 
 
 def test_a_prompt_whose_tokens_are_sampled_elsewhere_is_handed_over_without_one(step: Step) -> None:
-    request = step.start("r")
-    request.stops_after_prefill, request.samples_tokens = True, False
+    request = step.start("r", is_handed_over=True)
     [update] = step.process([ScheduledSequence(request, 6)], most_probable(5)).values()
     assert (update.tokens, update.status) == ([], SequenceStatus.FINISHED_HANDED_OVER)
     assert step.pool.counts.used == 2

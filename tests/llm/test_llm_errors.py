@@ -154,10 +154,10 @@ def test_a_closed_one_says_so(tiny_folder: Path) -> None:
 def test_a_prompt_that_fails_takes_no_other_along(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tiny.generate(["fine", "also fine"], GREEDY)
 
-    def breaking(sequence: Sequence, vocab_size: int) -> Any:
+    def breaking(sequence: Sequence) -> bytes:
         if not sequence.params.is_greedy:
             raise OverflowError("scripted")
-        return fine(sequence, vocab_size)
+        return fine(sequence)
 
     fine = sampler._draw
     monkeypatch.setattr(sampler, "_draw", breaking)
