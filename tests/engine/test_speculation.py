@@ -18,7 +18,7 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.ngram_proposer import NgramProposer
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence, TokenLogprobs
+from quire.engine.sequence import GeneratedToken, Sequence
 from quire.engine.speculation import Acceptance, DraftRequest, Proposer, Speculator, StepCost
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
@@ -29,7 +29,7 @@ ROUNDED = ["gpt_oss"]
 """The sums of experts depend on a step's tokens."""
 
 TinyModel = Callable[[str], Path]
-SampledTokens = dict[tuple[str, int], list[tuple[int, TokenLogprobs | None]]]
+SampledTokens = dict[tuple[str, int], list[GeneratedToken]]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def run_staggered(engine: Engine, requests: list[Sequence]) -> SampledTokens:
 
 
 def token_ids(outputs: SampledTokens) -> dict[tuple[str, int], list[int]]:
-    return {name: [token_id for token_id, _ in tokens] for name, tokens in outputs.items()}
+    return {name: [each.token_id for each in tokens] for name, tokens in outputs.items()}
 
 
 def counts(engine: Engine) -> tuple[int, int]:
