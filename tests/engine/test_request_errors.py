@@ -95,10 +95,14 @@ class UnsampledSequence(Sequence):
     """Fails when its fifth token is sampled."""
 
     @property
-    def seed(self) -> int:
+    def draw(self) -> bytes:
         if self.num_output_tokens == 4:
             raise OverflowError("scripted")
-        return super().seed
+        return self._draw
+
+    @draw.setter
+    def draw(self, encoded: bytes) -> None:
+        self._draw = encoded
 
 
 def neighbours() -> list[Sequence]:
