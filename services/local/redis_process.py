@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import secrets
 import shutil
 import signal
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,19 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+_PR_SET_PDEATHSIG = 1
+_LAUNCHER = f"""
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the server, which then ends with its parent.
+
+``preexec_fn`` would save this process, but it runs Python in a fork of a process with gRPC's threads, which
+at times crashed there.
+"""
 START_SECONDS = 10.0
 STOP_SECONDS = 5.0
 POLL_SECONDS = 0.02
@@ -123,14 +137,13 @@ class RedisProcess:
             undo.callback(self._folder.cleanup)
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    [executable, "-"],
+                    [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), executable, "-"],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     # Outside the terminal's process group: Ctrl-C must reach only the stack, which ends its
                     # Redis last.
                     start_new_session=True,
-                    preexec_fn=end_with_parent,
                 )
             undo.callback(self.stop)
             assert self._process.stdin is not None
@@ -139,6 +152,9 @@ class RedisProcess:
                 with self._process.stdin as stdin:
                     stdin.write(self._settings().encode())
             except BrokenPipeError as error:
+                # Only its end completes what it says about the reason.
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_SECONDS)
                 raise self._not_started() from error
             self._wait_until_ready()
             undo.pop_all()
@@ -192,9 +208,8 @@ class RedisProcess:
 
 def end_with_parent() -> None:
     """Ask Linux to end this process when its parent dies for any reason; do nothing on other systems."""
-    pr_set_pdeathsig = 1
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _sha256(text: str) -> str:
