@@ -150,7 +150,7 @@ def no_decode_worker(workers: WorkerSet, metadata: Mapping[str, str] | None = No
             retry_after_seconds=RETRY_AFTER_SECONDS,
         )
     return Unavailable(
-        "no decode worker is alive; start one, or try again",
+        "no decode worker takes requests; start one, or try again",
         reason="NO_DECODE_WORKER",
         metadata=metadata,
         retry_after_seconds=RETRY_AFTER_SECONDS,

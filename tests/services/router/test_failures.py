@@ -146,7 +146,7 @@ class Draining:
 @pytest.mark.parametrize(
     ("num_draining", "reason", "text"),
     [
-        (0, "NO_DECODE_WORKER", "no decode worker is alive"),
+        (0, "NO_DECODE_WORKER", "no decode worker takes requests"),
         (1, "DRAINING", "the only decode worker is draining"),
         (3, "DRAINING", "all 3 decode workers are draining"),
     ],
