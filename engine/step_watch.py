@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 TICK_SECONDS = 0.1
 """Seconds between two observations."""
+_MOST_OBSERVED_SECONDS = 1.5 * TICK_SECONDS
+"""Most seconds that count between two observations: on a machine where they come late, steps are late too."""
 STALL_SECONDS = 1.5
 """Seconds below which a step never counts as stalled, unless ``max_seconds`` is lower."""
 UNKNOWN_STALL_SECONDS = 8.0
@@ -50,7 +52,7 @@ class StepWatch:
 
     The thread calls ``begin``, ``end_step`` and ``rest``; the event loop calls ``observe`` every
     ``TICK_SECONDS``. Only observed time counts, so a thread is not stalled because the whole process was
-    stopped for a while.
+    stopped for a while, and a busy machine has more time.
 
     Args:
         max_seconds: seconds in one step after which the thread is stuck.
@@ -117,7 +119,7 @@ class StepWatch:
         now = self._clock()
         elapsed, self._observed_at = now - self._observed_at, now
         if self._is_working and self._num_begun == self._num_seen:
-            self.stalled_seconds += min(elapsed, 4 * TICK_SECONDS)
+            self.stalled_seconds += min(elapsed, _MOST_OBSERVED_SECONDS)
         else:
             self.stalled_seconds = 0.0
             self._num_seen = self._num_begun
@@ -125,7 +127,9 @@ class StepWatch:
     @property
     def is_stalled(self) -> bool:
         """Whether the step takes so long that other workers should take over this engine's requests."""
-        return self._is_working and self.stalled_seconds >= self._allowed_seconds
+        # Until the next observation, ``stalled_seconds`` is the time of an earlier step.
+        is_observed = self._is_working and self._num_begun == self._num_seen
+        return is_observed and self.stalled_seconds >= self._allowed_seconds
 
     @property
     def is_stuck(self) -> bool:

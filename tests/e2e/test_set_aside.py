@@ -23,7 +23,7 @@ from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 from quire.services.router.worker import Worker
 
-SECONDS = 60.0
+SECONDS = 120.0
 NOTICED_SECONDS = 6.0
 """Three times what it takes: machines that run tests are slow. Health checks would take longer than this."""
 PROMPT_SECONDS = 3.0

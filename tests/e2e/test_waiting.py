@@ -15,7 +15,7 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 
-SECONDS = 120.0
+SECONDS = 300.0
 NUM_TOKENS, NUM_REQUESTS = 64, 3
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]

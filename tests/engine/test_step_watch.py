@@ -139,3 +139,18 @@ def test_a_step_that_is_larger_than_all_before_gets_more_time(clock: Clock, kind
     assert not watch.is_stalled
     wait(watch, clock, 2)
     assert watch.is_stalled
+
+
+def test_the_time_of_a_long_step_does_not_count_for_the_next_one(clock: Clock) -> None:
+    watch = StepWatch(60.0, {FULL: 3.0, SINGLE: 0.01}, clock)
+    watch.begin()
+    watch.plan(FULL)
+    wait(watch, clock, 3.0)
+    watch.end_step()
+    watch.begin()
+    watch.plan(SINGLE)
+    assert not watch.is_stalled
+    wait(watch, clock, STALL_SECONDS - TICK_SECONDS)
+    assert not watch.is_stalled
+    wait(watch, clock, 3 * TICK_SECONDS)
+    assert watch.is_stalled
