@@ -96,9 +96,10 @@ def tokens_of(responses: list[pb.GenerateStreamResponse]) -> list[int]:
 
 
 async def gone(cluster: Any, worker: Any) -> None:
-    """Let a worker say that it does not serve, and wait until the router knows."""
-    await worker.server.not_ready()
+    """Let a worker say that it does not serve once the router has served, and wait until the router knows."""
     async with asyncio.timeout(SECONDS):
+        await cluster.running.has_served.wait()
+        await worker.server.not_ready()
         while cluster.running.workers.live("decode"):
             await asyncio.sleep(0.005)
 
