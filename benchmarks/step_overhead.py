@@ -8,8 +8,8 @@ same token. Times are those of the engine's thread, so other programs on the mac
 ``process`` is everything after the forward pass, without the sampler's own calls. ``sample`` is the sampler
 without its kernel. ``host`` is everything in ``Engine.step`` except for the forward pass and the sampler.
 These are medians over the steps. ``worst`` is the longest ``host`` of a step, and ``prompts`` that of a step
-with prompts. With ``--waiting``, so many more requests wait behind one that needs all blocks. The last line
-is JSON.
+with prompts. With ``--waiting N``, N more requests wait behind one that needs all blocks. The last
+line is JSON.
 """
 
 from __future__ import annotations
