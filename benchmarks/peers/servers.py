@@ -49,17 +49,25 @@ class Server:
         environment: variables to add to this process's own.
         ports: where it will listen.
         log: file for all that it prints.
+        ready_text: what it prints once all of its processes have started; empty: it has started once it
+            answers.
 
     Raises:
         SideFailedError: it does not start here.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], ports: Ports, log: Path
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        ports: Ports,
+        log: Path,
+        ready_text: str = "",
     ) -> None:
         self.http_url = f"http://127.0.0.1:{ports.http}"
         self.grpc_address = f"127.0.0.1:{ports.grpc}"
         self._log = log
+        self._ready_text = ready_text
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             # In a separate session it gets no Ctrl-C: ``close`` ends it.
@@ -118,10 +126,13 @@ class Server:
         while True:
             try:
                 with urlopen(f"{self.http_url}/v1/models", timeout=POLL_SECONDS * 10):
-                    return
+                    if self._ready_text in self._log.read_text():
+                        return
+                problem = f"it has not printed {self._ready_text!r}"
             except (URLError, OSError) as error:
-                self._check(deadline, str(error))
-                time.sleep(POLL_SECONDS)
+                problem = str(error)
+            self._check(deadline, problem)
+            time.sleep(POLL_SECONDS)
 
     def _check(self, deadline: float, problem: str) -> None:
         if self._process.poll() is not None:
@@ -151,7 +162,9 @@ def quire_server(setup: Setup, log: Path, num_prefill: int, arguments: Sequence[
         "http-port": ports.http,
         "admin-port": 0,
     }
-    return Server([*command, *_flags(options), *arguments], {"HF_HUB_OFFLINE": "1"}, ports, log)
+    full = [*command, *_flags(options), *arguments]
+    # The router answers before it knows all workers; a stack that is stopped then takes its start for failed.
+    return Server(full, {"HF_HUB_OFFLINE": "1"}, ports, log, ready_text="quire serves")
 
 
 def vllm_server(setup: Setup, folder: Path, log: Path) -> Server:
