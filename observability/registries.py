@@ -17,6 +17,7 @@ from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.metrics import RouterMetrics
+from quire.services.router.moves import MoveMetrics
 from quire.services.router.write_back import WriteBackMetrics
 from quire.services.server.grpc_server import GrpcMetrics
 from quire.services.server.loop_lag import LoopLagMetrics
@@ -76,6 +77,7 @@ def router_registry() -> RecordingRegistry:
     IndexMetrics(registry, CircuitBreaker())
     HttpMetrics(registry)
     WriteBackMetrics(registry)
+    MoveMetrics(registry)
     _add_common(registry)
     return registry
 

@@ -1,4 +1,4 @@
-"""Serves the calls of the prefill service: compute a prompt and push its blocks, take an answer's blocks."""
+"""Serves the call of the prefill service: compute a prompt and push its blocks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from quire.engine.sequence import Sequence, SequenceUpdate
-from quire.kvindex.block_hash import CacheScope
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import worker_pb2
 from quire.services.prefill.push import PrefillPush, PushedPrompt
-from quire.services.prefill.write_back import WriteBackCopier
 from quire.services.server.errors import Aborted, ServiceError
 from quire.services.server.phases import Phase, RequestPhases
 from quire.services.worker.convert import converting, finish_reason, token_to_proto, without_last_token
@@ -26,7 +24,6 @@ class PrefillCalls:
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
-        self._write_backs = WriteBackCopier(parts.engine, parts.puller)
 
     async def prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
@@ -65,12 +62,6 @@ class PrefillCalls:
                 )
             finally:
                 pushing.cancel()
-
-    async def write_back(self, request: worker_pb2.WriteBackRequest) -> worker_pb2.WriteBackResponse:
-        """Copy a peer's blocks in idle time."""
-        scope = CacheScope(request.cache_scope.tenant, request.cache_scope.salt)
-        root_hash = self._parts.identity.root_hash(scope)
-        return worker_pb2.WriteBackResponse(pulled=await self._write_backs.copy(request, root_hash))
 
     def _open_push(self, request: worker_pb2.PrefillRequest, num_blocks: int, context: Any) -> BlockPush:
         identity = self._parts.identity

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from quire.sampling.params import SamplingParams
 from quire.services.router.output import OutputAssembler
 from quire.services.router.suspects import Death
+from quire.services.router.worker import Worker
+
+
+class NextWorker(NamedTuple):
+    """The decode worker of a group's next attempt, and how many tokens of its beginning are cached there."""
+
+    worker: Worker
+    num_cached_tokens: int
 
 
 @dataclass(slots=True)
@@ -17,8 +26,10 @@ class AnswerGroup:
         sequence_id: id under which the workers know this group.
         answers: the answers, in the order of their index; a finished beam search may have fewer than beams.
         attempt: number of earlier attempts of this group and of the group that it was split from.
+        num_moves: number of those attempts that ended because their worker drains.
         num_retries: number of those attempts that failed while other workers were there.
         deaths: the workers that died with it since it was last cleared of suspicion.
+        next_worker: where the next attempt runs if that worker takes requests; None: where the planner says.
     """
 
     sequence_id: str
@@ -26,8 +37,15 @@ class AnswerGroup:
     params: SamplingParams
     answers: list[OutputAssembler]
     attempt: int = 0
+    num_moves: int = 0
     num_retries: int = 0
     deaths: tuple[Death, ...] = ()
+    next_worker: NextWorker | None = None
+
+    @property
+    def num_failures(self) -> int:
+        """Number of earlier attempts that failed."""
+        return self.attempt - self.num_moves
 
     @property
     def is_single(self) -> bool:

@@ -28,6 +28,7 @@ from quire.services.router.cluster import Cluster
 from quire.services.router.config import RouterConfig
 from quire.services.router.instruments import Instruments
 from quire.services.router.metrics import RouterMetrics
+from quire.services.router.moves import MoveMetrics, Moves
 from quire.services.router.open_calls import OpenCalls
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.sources import Sources, open_sources
@@ -248,7 +249,8 @@ async def _cluster(
     )
     workers.call_on_return(queue.wake)
     prefixes = sources.prefixes(model)
-    return Cluster(model, workers, queue, prefixes, metrics, spawn, planner, write_backs=write_backs)
+    moves = Moves(workers, spawn, MoveMetrics(metrics.registry))
+    return Cluster(model, workers, queue, prefixes, metrics, spawn, planner, moves, write_backs=write_backs)
 
 
 @asynccontextmanager

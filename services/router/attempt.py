@@ -22,7 +22,7 @@ from quire.services.router.cluster import Cluster
 from quire.services.router.failures import WorkerCallFailed
 from quire.services.router.request_account import RequestAccount
 from quire.services.router.worker import Worker
-from quire.services.router.worker_calls import Event, WorkerCalls, connection_lost
+from quire.services.router.worker_calls import AttemptInterrupted, Event, WorkerCalls, connection_lost
 from quire.services.server.phases import Phase, RequestPhases
 
 CALL_END_SECONDS = 0.5
@@ -84,6 +84,7 @@ class Attempt:
 
         Raises:
             WorkerCallFailed: a call failed; see ``cause``.
+            AttemptInterrupted: the attempt was told to end.
         """
         plan, metadata = self._plan, self._phases.span.metadata
         channel = None if self._group.is_beam_search else self._calls.subscribe(plan.decode)
@@ -122,7 +123,7 @@ class Attempt:
         """
         if failure.code is not grpc.StatusCode.ABORTED:
             return failure
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, AttemptInterrupted):
             async with asyncio.timeout(CALL_END_SECONDS):
                 while self._calls.num_running:
                     event = await self._calls.next()
@@ -235,14 +236,12 @@ class Attempt:
 
         P's summary of the push is then counted, and no call is left to abort.
         """
-        try:
+        with suppress(TimeoutError, AttemptInterrupted):
             async with asyncio.timeout(CALL_END_SECONDS):
                 while self._calls.num_running:
                     event = await self._calls.next()
                     if event.worker is self._plan.prefill and event.message is not None:
                         self._account.record_prefill(event.message)
-        except TimeoutError:
-            return
 
 
 def _is_aborted(error: grpc.aio.AioRpcError) -> bool:

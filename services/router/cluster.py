@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from quire.routing.planner import Planner
 from quire.services.requests.served_model import ServedModel
 from quire.services.router.metrics import RouterMetrics
+from quire.services.router.moves import Moves
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.suspects import Suspects
 from quire.services.router.worker_calls import Spawn
@@ -29,6 +30,8 @@ class Cluster:
     spawn: Spawn
     """Starts a coroutine that may outlive its request."""
     planner: Planner
+    moves: Moves
+    """Moves answers from workers that drain."""
     clock: Callable[[], float] = time.monotonic
     suspects: Suspects = field(default_factory=Suspects)
     write_backs: WriteBackCalls | None = None

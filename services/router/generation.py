@@ -31,11 +31,12 @@ from quire.services.router.failures import (
 )
 from quire.services.router.merge import merged
 from quire.services.router.output import OutputAssembler
+from quire.services.router.prefix_lookup import KnownPrefix
 from quire.services.router.pulls import pull_source
 from quire.services.router.request_account import RequestAccount
 from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Death
 from quire.services.router.worker import Worker
-from quire.services.router.worker_calls import WorkerCalls
+from quire.services.router.worker_calls import AttemptInterrupted, WorkerCalls
 from quire.services.server.errors import InvalidArgument
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
@@ -63,6 +64,8 @@ class GenerationRun:
     6. Failure of a worker call: both calls are aborted, and the next attempt continues on other workers from
        the prompt and the tokens already sent, with the same seed. Nothing is repeated or lost. Several
        answers continue separately. A beam search has sent nothing yet and starts again.
+    7. If D drains, the attempt is interrupted and the next one continues on another worker in the same way
+       (``moves.py``). This is not a failure.
 
     One deadline, a reading of the cluster's clock, limits all attempts: every call carries the time left.
     While no decode worker takes requests, the request waits for one, by its arrival, another reading.
@@ -154,7 +157,10 @@ class GenerationRun:
                 if group.is_finished:
                     return
                 self._give_up_attempt(group, failure)
-            await asyncio.sleep(RETRY_BACKOFF_SECONDS * group.attempt)
+                await asyncio.sleep(RETRY_BACKOFF_SECONDS * group.num_failures)
+            except AttemptInterrupted:
+                group.attempt += 1
+                group.num_moves += 1
             if group.must_split:
                 async with aclosing(merged(map(self._serve, group.split()))) as responses:
                     async for response in responses:
@@ -178,6 +184,8 @@ class GenerationRun:
                 clear = accounts.enter_context(self._cluster.suspects.placed(worker_ids))
             num_clearing = group.num_tokens + CLEARING_TOKENS
             calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn)
+            movable = self._cluster.moves.movable
+            accounts.enter_context(movable(plan.decode, group, self._scope_message, calls.interrupt))
             attempt = Attempt(self._cluster, plan, group, calls, self._account, self._phases)
             running = attempt.outputs(self._sequence(group), self._remaining_seconds)
             async with calls, aclosing(running) as outputs:
@@ -214,9 +222,14 @@ class GenerationRun:
 
     async def _choose_now(self, group: AnswerGroup) -> Plan | None:
         """Return the workers of the next attempt, or None if no decode worker takes requests any more."""
-        cluster, token_ids = self._cluster, group.token_ids
+        cluster = self._cluster
         start = cluster.clock()
-        block_hashes, cached_by_worker = await cluster.prefixes.look_up(token_ids, self._scope)
+        only, group.next_worker = group.next_worker, None
+        if only is None or not only.worker.can_serve:
+            only = None
+            prefix = await cluster.prefixes.look_up(group.token_ids, self._scope)
+        else:
+            prefix = KnownPrefix((), {only.worker.worker_id: only.num_cached_tokens})
         looked_up = cluster.clock()
         self._phases.record(Phase.LOOKUP, start, looked_up)
         if group.deaths:
@@ -226,15 +239,15 @@ class GenerationRun:
         must_be_local = is_scored or group.num_prefilled_tokens == 0
         placement = cluster.planner.place(
             PlannedPrompt(
-                len(token_ids),
-                block_hashes,
-                cached_by_worker,
+                len(group.token_ids),
+                prefix.block_hashes,
+                prefix.cached_by_worker,
                 must_be_local,
                 max_output_tokens=self._request.params.max_tokens - len(group.output_token_ids),
                 num_answers=len(group.answers),
             ),
-            self._states("prefill", group),
-            self._states("decode", group),
+            self._states("prefill", group) if only is None else [],
+            self._states("decode", group, only.worker if only else None),
         )
         if placement is None:
             return None
@@ -255,7 +268,8 @@ class GenerationRun:
         serving = self._cluster.workers.serving("decode")
         return [worker.worker_id for worker in serving if not self._is_unhealthy(worker)]
 
-    def _states(self, role: str, group: AnswerGroup) -> list[WorkerState]:
+    def _states(self, role: str, group: AnswerGroup, only: Worker | None = None) -> list[WorkerState]:
+        """Return the states of the workers of a role that take requests, or of only one of them."""
         suspects = self._cluster.suspects
         return [
             WorkerState(
@@ -268,6 +282,7 @@ class GenerationRun:
                 or bool(group.deaths and suspects.is_near(worker.worker_id)),
             )
             for worker in self._cluster.workers.serving(role)
+            if only is None or worker is only
         ]
 
     def _sequence(self, group: AnswerGroup) -> worker_pb2.Sequence:
@@ -279,7 +294,7 @@ class GenerationRun:
         sequence.sequence_id, sequence.attempt = group.sequence_id, group.attempt
         sequence.token_ids.extend(group.token_ids)
         sequence.num_output_tokens = len(group.output_token_ids)
-        sequence.cache_scope.tenant, sequence.cache_scope.salt = self._scope.tenant, self._scope.salt
+        sequence.cache_scope.CopyFrom(self._scope_message)
         return sequence
 
     def _offer_write_back(self) -> None:
@@ -290,9 +305,8 @@ class GenerationRun:
         if plan.prefill.is_draining:
             return
         prompt = self._request.prompt_token_ids
-        scope = worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt)
         tokens = prompt + self._answers[0].token_ids
-        write_backs.offer(plan.decode, plan.prefill, tokens, len(prompt), scope)
+        write_backs.offer(plan.decode, plan.prefill, tokens, len(prompt), self._scope_message)
 
     def _give_up_attempt(self, group: AnswerGroup, failure: WorkerCallFailed) -> None:
         """Prepare the next attempt, or raise the error for the client if this attempt was the last.
@@ -318,15 +332,19 @@ class GenerationRun:
                 sequence_id=group.sequence_id,
                 workers=",".join(death.worker.worker_id for death in group.deaths),
             )
-            raise suspected(request_id, len(group.deaths), num_emitted, group.attempt) from failure
+            raise suspected(request_id, len(group.deaths), num_emitted, group.num_failures) from failure
         if is_last:
-            error = to_service_error(failure, request_id, num_emitted, group.attempt)
+            error = to_service_error(failure, request_id, num_emitted, group.num_failures)
             if isinstance(error, InvalidArgument):
                 # Workers always get token ids: name the field in which the client sent the prompt.
                 error = error.renamed({"token_ids": self._request.prompt_field})
             raise error from failure
         self._unhealthy.add(failure.worker.worker_id)
         group.attempt += 1
+
+    @property
+    def _scope_message(self) -> worker_pb2.CacheScope:
+        return worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt)
 
     @property
     def _num_emitted(self) -> int:

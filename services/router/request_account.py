@@ -138,7 +138,7 @@ class RequestAccount:
         )
         if not is_last:
             # Answers that were lost together and continue separately count as one retry.
-            self.usage.retries = max(self.usage.retries, group.attempt + 1)
+            self.usage.retries = max(self.usage.retries, group.num_failures + 1)
             self._metrics.retries.labels(worker.info.role, code.lower()).inc()
 
     def _record_cached(self, num_cached_tokens: int, pulled: worker_pb2.PullSummary) -> None:

@@ -30,6 +30,10 @@ def connection_lost() -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the worker was given up", "")
 
 
+class AttemptInterrupted(Exception):
+    """The attempt was told to end, so that the next one goes on elsewhere."""
+
+
 class Event(NamedTuple):
     """One event of a worker call: a message, parts of answers, an error, or, if all are None, its end."""
 
@@ -67,6 +71,12 @@ class WorkerCalls:
         self._has_event = asyncio.Event()
         self._running: dict[str, _RunningCall] = {}
         self._subscriptions: list[tuple[OutputStream, worker_pb2.OutputChannel]] = []
+        self._is_interrupted = False
+
+    def interrupt(self) -> None:
+        """Make ``next`` raise AttemptInterrupted once it has returned all events that have come."""
+        self._is_interrupted = True
+        self._has_event.set()
 
     def subscribe(self, worker: Worker) -> worker_pb2.OutputChannel | None:
         """Return a channel whose outputs become events, or None if the worker's stream is not open yet."""
@@ -87,8 +97,14 @@ class WorkerCalls:
         return len(self._running)
 
     async def next(self) -> Event:
-        """Wait for and return the next event of any worker call; parts that have come are joined."""
+        """Wait for and return the next event of any worker call; parts that have come are joined.
+
+        Raises:
+            AttemptInterrupted: see ``interrupt``.
+        """
         while not self._events:
+            if self._is_interrupted:
+                raise AttemptInterrupted
             self._has_event.clear()
             await self._has_event.wait()
         event = self._events.popleft()

@@ -65,6 +65,7 @@ class WorkerSet:
         self._is_membership_lost = False
         self._on_leave: list[Callable[[str], None]] = []
         self._on_return: list[Callable[[], None]] = []
+        self._on_drain: list[Callable[[Worker], None]] = []
         self._watches: dict[Worker, asyncio.Task[None]] = {}
         self._asking: dict[Worker, asyncio.Task[None]] = {}
         """Probes of the workers that are set aside."""
@@ -80,6 +81,10 @@ class WorkerSet:
     def call_on_return(self, notice: Callable[[], None]) -> None:
         """Call a function whenever a worker has joined or takes requests again."""
         self._on_return.append(notice)
+
+    def call_on_drain(self, notice: Callable[[Worker], None]) -> None:
+        """Call a function with each worker that begins to drain."""
+        self._on_drain.append(notice)
 
     def all(self) -> list[Worker]:
         """Return every worker, including those that drain."""
@@ -334,7 +339,7 @@ class WorkerSet:
             self.reference = worker.info
         self._workers[worker.address] = worker
         _log.info("worker_joined", worker=worker.worker_id, role=worker.info.role, address=worker.address)
-        watch = watch_worker(worker, self._set_stalled, self._until_answered)
+        watch = watch_worker(worker, self._hear, self._until_answered)
         self._watches[worker] = asyncio.create_task(watch)
         self._tell_return(worker)
 
@@ -354,6 +359,12 @@ class WorkerSet:
             worker.is_draining = is_draining
             _log.info("worker_draining" if is_draining else "worker_serving", worker=worker.worker_id)
             self._tell_return(worker)
+            for notice in self._on_drain if is_draining else ():
+                notice(worker)
+
+    def _hear(self, worker: Worker, report: worker_pb2.WatchEngineResponse) -> None:
+        self._set_stalled(worker, report.is_stalled)
+        self._mark(worker, report.is_draining)
 
     def _set_stalled(self, worker: Worker, is_stalled: bool) -> None:
         if worker.is_stalled != is_stalled:

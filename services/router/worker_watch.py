@@ -17,16 +17,16 @@ REOPEN_SECONDS = 0.2
 
 async def watch_worker(
     worker: Worker,
-    set_stalled: Callable[[Worker, bool], None],
+    hear: Callable[[Worker, worker_pb2.WatchEngineResponse], None],
     until_answered: Callable[[Worker], Awaitable[None]],
 ) -> None:
-    """Report what a worker says about its engine, and when its connection breaks, until cancelled.
+    """Pass on what a worker says about itself, and notice when its connection breaks, until cancelled.
 
     A worker that is killed closes its connections. If it vanishes without that, gRPC's pings find out
     (``PING_OPTIONS`` in ``worker.py``). Both end the call.
 
     Args:
-        set_stalled: called with what the worker says.
+        hear: called with what the worker says.
         until_answered: called when the connection has broken; returns when the worker has answered a probe.
     """
     while True:
@@ -36,7 +36,7 @@ async def watch_worker(
                 call = connection.stub.WatchEngine(worker_pb2.WatchEngineRequest())
                 await connection.check(call)
                 async for report in call:
-                    set_stalled(worker, report.is_stalled)
+                    hear(worker, report)
         except (grpc.aio.AioRpcError, ChannelClosedError):
             pass
         # If the router has replaced the connection itself, the worker answers.

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from quire.engine.config import EngineConfig
-from quire.kvindex.membership import POLL_SECONDS
 from quire.kvtransfer.remedy import REMEDY
 from quire.models.source import model_name
 from quire.services.server.config import ServiceConfig
@@ -107,7 +106,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     cpus: tuple[int, ...] | None = None
     worker_id: str | None = None
     lease_ttl_seconds: float = 10.0
-    notice_seconds: float = 1.5 * POLL_SECONDS
+    notice_seconds: float = 0.5
 
     def __post_init__(self) -> None:
         ServiceConfig.__post_init__(self)

@@ -1,8 +1,9 @@
 """How a worker drains: whether it takes requests, and how its process lets the running ones end.
 
-An operator may drain a worker and take it back. A process that stops leaves the cluster, keeps serving until
-every router has noticed, then refuses new requests and waits for those that run. Its server gives it
-``grace_seconds`` for this and then cancels the wait (``services/server/grpc_server.py``).
+An operator may drain a worker and take it back. A process that stops drains, too: it leaves the cluster and
+serves until every router has noticed. Then it refuses new requests and waits for those that run; routers move
+most of them to other workers (``services/router/moves.py``). Its server gives it ``grace_seconds`` for all
+this and then cancels the wait (``services/server/grpc_server.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class DrainState(Enum):
 
     SERVING = auto()
     DRAINED = auto()
-    """Routers choose other workers, by an operator's wish; what they still send is served."""
+    """Routers choose other workers, and move answers there; what they still send is served."""
     STOPPING = auto()
     """The process is about to end, and new requests are refused."""
 
@@ -34,7 +35,7 @@ class Drain:
     """The state of one worker.
 
     Args:
-        announce: tells the routers that an operator drains the worker, or no longer does.
+        announce: tells the routers that the worker drains, or no longer does.
     """
 
     def __init__(self, announce: Callable[[bool], None]) -> None:
@@ -52,7 +53,7 @@ class Drain:
         return self.state is DrainState.STOPPING
 
     def set_draining(self, is_draining: bool) -> None:
-        """Follow an operator, and announce the change if it is one; a worker that stops goes on stopping."""
+        """Announce the change if it is one; a worker that stops goes on stopping."""
         wanted = DrainState.DRAINED if is_draining else DrainState.SERVING
         if self.state not in (wanted, DrainState.STOPPING):
             self.state = wanted
@@ -87,10 +88,11 @@ async def drain_before_exit(
         notice_seconds: how long the worker still takes requests after it has given up its lease.
     """
     try:
+        drain.set_draining(True)
         if publisher is not None:
             await publisher.close()
-            # Routers look for live workers once a second; what they send until then is served.
-            await asyncio.sleep(notice_seconds)
+        # What routers send until they have noticed is served.
+        await asyncio.sleep(notice_seconds)
         drain.stop()
         # Running requests need their pushes, and pulls need their leases: the server still takes such calls.
         while tasks := running():

@@ -1,4 +1,4 @@
-"""Tells routers whether the engine makes progress, so that they notice at once when it hangs."""
+"""Tells routers at once when the engine hangs or makes progress again, and when the worker drains."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from quire.protos import worker_pb2
 
 
 class EngineReports:
-    """What the engine's watch has found, for any number of routers."""
+    """What routers have to know at once about this worker, for any number of them."""
 
     def __init__(self) -> None:
         self._is_stalled = False
+        self._is_draining = False
         self._is_closed = False
         self._has_changed = asyncio.Event()
         """Replaced by a new one at each change, so that every reader is woken once for each."""
 
-    def tell(self, is_stalled: bool) -> None:
+    def tell_stalled(self, is_stalled: bool) -> None:
         """Report that the engine is stalled, or that it makes progress again."""
         self._is_stalled = is_stalled
+        self._wake()
+
+    def tell_draining(self, is_draining: bool) -> None:
+        """Report that the worker drains, or no longer does."""
+        self._is_draining = is_draining
         self._wake()
 
     def close(self) -> None:
@@ -31,9 +37,10 @@ class EngineReports:
         """Yield the present state, and then each new one, until the worker ends."""
         told = None
         while not self._is_closed:
-            if told != self._is_stalled:
-                told = self._is_stalled
-                yield worker_pb2.WatchEngineResponse(is_stalled=told)
+            now = worker_pb2.WatchEngineResponse(is_stalled=self._is_stalled, is_draining=self._is_draining)
+            if told != now:
+                told = now
+                yield now
             elif not self._is_closed:
                 await self._has_changed.wait()
 

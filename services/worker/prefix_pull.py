@@ -84,7 +84,11 @@ class PrefixPuller:
         num_bytes = arrivals.num_written * self._layout.block_bytes
         self._metrics.record_pull(arrivals.num_written, num_bytes, seconds)
         return worker_pb2.PullSummary(
-            num_blocks=arrivals.num_written, num_bytes=num_bytes, seconds=seconds, failure=failure
+            num_blocks=arrivals.num_written,
+            num_bytes=num_bytes,
+            seconds=seconds,
+            failure=failure,
+            num_held_blocks=arrivals.num_held,
         )
 
     async def _fill(self, arrivals: _Arrivals, attempt_id: str, source: worker_pb2.PullSource) -> None:
@@ -121,15 +125,15 @@ class _Arrivals:
         self._engine = engine
         self._memory = memory
         self._wanted = wanted
-        self._num_held = 0
+        self.num_held = 0
         self._block_ids: list[int] = []
         self.num_written = 0
 
     async def open(self) -> Items[bytes]:
         """Hold what is here already, so that it stays; return the hashes of the rest."""
         held = await self._engine.call(lambda e: e.pin(self._name, self._wanted))
-        self._num_held = len(held)
-        return self._wanted[self._num_held :]
+        self.num_held = len(held)
+        return self._wanted[self.num_held :]
 
     async def reserve(self, num_blocks: int) -> None:
         """Take empty blocks for what is missing."""
@@ -150,9 +154,9 @@ class _Arrivals:
             self._engine.post(self._seal)
 
     def _seal(self, engine: Engine) -> None:
-        arrived = self._wanted[self._num_held :][: self.num_written]
+        arrived = self._wanted[self.num_held :][: self.num_written]
         if arrived:
-            engine.pins.seal(self._name, self._num_held, arrived)
+            engine.pins.seal(self._name, self.num_held, arrived)
         engine.unpin(self._name)
 
 

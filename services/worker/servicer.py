@@ -7,10 +7,12 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from quire.engine.engine import Engine
+from quire.kvindex.block_hash import CacheScope
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.services.server.cluster_proof import description_proof
 from quire.services.server.log import set_level
 from quire.services.server.log_level import level_name
+from quire.services.worker.block_copier import BlockCopier
 from quire.services.worker.metrics import EngineSnapshot, take_snapshot
 from quire.services.worker.parts import WorkerParts
 
@@ -22,9 +24,6 @@ class Prefill(Protocol):
         self, request: worker_pb2.PrefillRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
         """Compute a prompt and push its blocks."""
-
-    async def write_back(self, request: worker_pb2.WriteBackRequest) -> worker_pb2.WriteBackResponse:
-        """Copy a peer's blocks in idle time."""
 
 
 class Decode(Protocol):
@@ -48,6 +47,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._parts = parts
         self._prefill = prefill
         self._decode = decode
+        self._copier = BlockCopier(parts.engine, parts.puller)
 
     @property
     def is_stopping(self) -> bool:
@@ -78,11 +78,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             async for response in responses:
                 yield response
 
-    async def WriteBack(
-        self, request: worker_pb2.WriteBackRequest, context: Any
-    ) -> worker_pb2.WriteBackResponse:
-        """Copy a peer's blocks in idle time."""
-        return await self._prefill.write_back(request)
+    async def CopyBlocks(
+        self, request: worker_pb2.CopyBlocksRequest, context: Any
+    ) -> worker_pb2.CopyBlocksResponse:
+        """Copy a peer's blocks into the cache."""
+        scope = CacheScope(request.cache_scope.tenant, request.cache_scope.salt)
+        root_hash = self._parts.identity.root_hash(scope)
+        return worker_pb2.CopyBlocksResponse(pulled=await self._copier.copy(request, root_hash))
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         """End attempts of requests and wait until nothing of them is left."""
@@ -105,7 +107,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchEngine(
         self, request: worker_pb2.WatchEngineRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchEngineResponse, None]:
-        """Tell whether the engine makes progress, until the worker ends."""
+        """Tell whether the worker can serve requests, until it ends."""
         async with aclosing(self._parts.reports.follow()) as reports:
             async for report in reports:
                 yield report

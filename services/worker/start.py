@@ -147,7 +147,11 @@ async def start_engine(start: Start) -> EngineThread:
     gc.freeze()
     watch = StepWatch(config.max_step_seconds, await asyncio.to_thread(known_step_seconds, engine))
     thread = EngineThread(
-        engine, StepMetrics(start.registry).stepped, start.failure.set_result, start.reports.tell, watch
+        engine,
+        StepMetrics(start.registry).stepped,
+        start.failure.set_result,
+        start.reports.tell_stalled,
+        watch,
     )
     thread.start()
     stack.push_async_callback(_stop_engine, thread)
@@ -214,7 +218,8 @@ def _read_tokenizer(folder: Path) -> str:
 
 
 def _announce(start: Start, is_draining: bool) -> None:
-    """Tell the routers whether an operator drains this worker."""
+    """Tell the routers whether this worker drains: those that follow it, and those that read its record."""
+    start.reports.tell_draining(is_draining)
     if start.publisher is not None:
         record = start.identity.record(start.address.result())
         start.publisher.announce(replace(record, is_draining=is_draining))

@@ -125,7 +125,7 @@ def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoRes
         "Decode": worker.Decode(worker_pb2.DecodeRequest(sequence=sequence), timeout=WAIT_SECONDS),
         "Prefill": worker.Prefill(worker_pb2.PrefillRequest(sequence=sequence), timeout=WAIT_SECONDS),
         "Abort": worker.Abort(worker_pb2.AbortRequest(sequence_ids=["r"]), timeout=WAIT_SECONDS),
-        "WriteBack": worker.WriteBack(worker_pb2.WriteBackRequest(), timeout=WAIT_SECONDS),
+        "CopyBlocks": worker.CopyBlocks(worker_pb2.CopyBlocksRequest(), timeout=WAIT_SECONDS),
         "GetLoad": worker.GetLoad(worker_pb2.GetLoadRequest(), timeout=WAIT_SECONDS),
         "SetDraining": worker.SetDraining(
             worker_pb2.SetDrainingRequest(is_draining=True), timeout=WAIT_SECONDS

@@ -95,6 +95,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.fault: Fault | None = None
         self.pause_before_token: int | None = None
         self.paused = asyncio.Event()
+        self.goes_on = asyncio.Event()
+        self.copies: list[worker_pb2.CopyBlocksRequest] = []
+        self.pulled = worker_pb2.PullSummary(num_held_blocks=1000)
+        """The result of each copy."""
+        self.may_copy = asyncio.Event()
+        self.may_copy.set()
         self.ended = asyncio.Event()
         self.streams: dict[str, asyncio.Queue[worker_pb2.StreamOutputsResponse | None]] = {}
         """The open streams of outputs, by id; None ends one."""
@@ -126,6 +132,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.is_draining = request.is_draining
         return worker_pb2.SetDrainingResponse()
 
+    async def CopyBlocks(
+        self, request: worker_pb2.CopyBlocksRequest, context: Any
+    ) -> worker_pb2.CopyBlocksResponse:
+        self.copies.append(request)
+        await self.may_copy.wait()
+        return worker_pb2.CopyBlocksResponse(pulled=self.pulled)
+
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         self.aborted.set()
         return worker_pb2.AbortResponse()
@@ -155,7 +168,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchEngine(
         self, request: worker_pb2.WatchEngineRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchEngineResponse]:
-        yield worker_pb2.WatchEngineResponse(is_stalled=self.is_stalled)
+        yield worker_pb2.WatchEngineResponse(is_stalled=self.is_stalled, is_draining=self.is_draining)
         await asyncio.Event().wait()
 
     async def StreamOutputs(
@@ -218,7 +231,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _before_token(self, count: int) -> None:
         if self.pause_before_token == count:
             self.paused.set()
-            await asyncio.Event().wait()
+            await self.goes_on.wait()
         if self.fault is not None and self.fault.before_token == count:
             fault, self.fault = self.fault, None
             raise fault.error

@@ -28,7 +28,15 @@ class Answer:
 
 def group(*answers: Answer, params: SamplingParams | None = None) -> AnswerGroup:
     params = params or SamplingParams(n=len(answers), seed=2**64 - 1)
-    return AnswerGroup("r", PROMPT, params, cast("list[OutputAssembler]", list(answers)), 2, 1, DEATHS)
+    return AnswerGroup(
+        "r",
+        PROMPT,
+        params,
+        cast("list[OutputAssembler]", list(answers)),
+        attempt=2,
+        num_retries=1,
+        deaths=DEATHS,
+    )
 
 
 def test_a_single_answer_continues_after_its_tokens() -> None:

@@ -40,7 +40,7 @@ class SilentWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.begun.set()
         await asyncio.Event().wait()
 
-    WriteBack = Abort = ClearCache = _wait
+    CopyBlocks = Abort = ClearCache = _wait
 
     async def Decode(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.DecodeResponse]:
         yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())

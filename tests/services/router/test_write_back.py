@@ -28,19 +28,19 @@ class Prefill:
 
     def __init__(self) -> None:
         self.stub = self
-        self.requests: list[worker_pb2.WriteBackRequest] = []
+        self.requests: list[worker_pb2.CopyBlocksRequest] = []
         self.may_answer = asyncio.Event()
         self.pulled = worker_pb2.PullSummary(num_blocks=2)
         self.error: Exception | None = None
 
-    async def WriteBack(
-        self, request: worker_pb2.WriteBackRequest, **options: Any
-    ) -> worker_pb2.WriteBackResponse:
+    async def CopyBlocks(
+        self, request: worker_pb2.CopyBlocksRequest, **options: Any
+    ) -> worker_pb2.CopyBlocksResponse:
         self.requests.append(request)
         await self.may_answer.wait()
         if self.error is not None:
             raise self.error
-        return worker_pb2.WriteBackResponse(pulled=self.pulled)
+        return worker_pb2.CopyBlocksResponse(pulled=self.pulled)
 
 
 class Setup:

@@ -75,11 +75,16 @@ def start_request() -> asyncio.Task[Any]:
 
 
 async def test_a_process_that_stops_waits_for_what_runs() -> None:
-    drain, request = Drain(Mock()), start_request()
+    announce = Mock()
+    drain, request = Drain(announce), start_request()
     waiting = asyncio.create_task(
         drain_before_exit(drain, lambda: [] if request.done() else [request], None, 0.0)
     )
     await asyncio.sleep(0)
+    announce.assert_called_once_with(True)
+    drain.check_not_stopping()
+    while not drain.is_stopping:
+        await asyncio.sleep(0)
     with pytest.raises(Unavailable) as refused:
         drain.check_not_stopping()
     assert refused.value.reason == "DRAINING"
@@ -98,7 +103,8 @@ async def test_the_end_tells_each_caller_and_waits_only_for_a_while(monkeypatch:
             Drain(Mock()), lambda: [each for each in (ends, hangs) if not each.done()], None, 0.0
         )
     )
-    await asyncio.sleep(0)
+    for _ in range(3):
+        await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting], timeout=5)
     assert (ends.done(), hangs.done()) == (True, False)

@@ -10,8 +10,8 @@ import pytest
 
 from quire.engine.sequence import Sequence
 from quire.protos import worker_pb2
-from quire.services.prefill import write_back
-from quire.services.prefill.write_back import MAX_USED_SHARE, WriteBackCopier
+from quire.services.worker import block_copier
+from quire.services.worker.block_copier import MAX_USED_SHARE, BlockCopier
 
 NUM_BLOCKS = 10
 
@@ -60,17 +60,17 @@ class Setup:
         self.engine, self.puller = Engine(), Puller()
         engine: Any = self.engine
         puller: Any = self.puller
-        self.copier = WriteBackCopier(engine, puller)
+        self.copier = BlockCopier(engine, puller)
 
     def copy(self, name: str = "w", timeout_ms: int = 5000) -> asyncio.Task[worker_pb2.PullSummary]:
         source = worker_pb2.PullSource(num_blocks=2, timeout_ms=timeout_ms)
-        request = worker_pb2.WriteBackRequest(sequence_id=name, token_ids=[5, 6, 7], pull_from=source)
+        request = worker_pb2.CopyBlocksRequest(sequence_id=name, token_ids=[5, 6, 7], pull_from=source)
         return asyncio.create_task(self.copier.copy(request, b"root"))
 
 
 @pytest.fixture
 async def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
-    monkeypatch.setattr(write_back, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(block_copier, "POLL_SECONDS", 0.0)
     return Setup()
 
 
