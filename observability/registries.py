@@ -15,6 +15,7 @@ from quire.kvindex.instrumented_index import IndexMetrics, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.services.router.answer_copies import AnswerCopyMetrics
 from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics
@@ -78,6 +79,7 @@ def router_registry() -> RecordingRegistry:
     HttpMetrics(registry)
     WriteBackMetrics(registry)
     MoveMetrics(registry)
+    AnswerCopyMetrics(registry)
     _add_common(registry)
     return registry
 

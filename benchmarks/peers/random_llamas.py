@@ -35,7 +35,7 @@ def make_random_llama(folder: Path, sizes: dict[str, int]) -> Path:
     if not folder.exists():
         torch.manual_seed(0)
         config = LlamaConfig(
-            **sizes, max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, pad_token_id=0
+            **{"max_position_embeddings": 4096, **sizes}, bos_token_id=0, eos_token_id=1, pad_token_id=0
         )
         unfinished = folder.with_suffix(".unfinished")
         byte_tokenizer().save_pretrained(unfinished)

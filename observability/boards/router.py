@@ -116,6 +116,20 @@ def _outcome_panels() -> Sequence[Panel]:
             "{{result}}",
             "ops",
         ),
+        line(
+            "Moves",
+            "Answers on draining workers that moved to another, or stayed because blocks were not copied.",
+            rate("quire_moves_total", by="result"),
+            "{{result}}",
+            "ops",
+        ),
+        line(
+            "Copies of running answers",
+            "Copies of running answers to another worker, by how they ended.",
+            rate("quire_answer_copies_total", by="result"),
+            "{{result}}",
+            "ops",
+        ),
     ]
 
 

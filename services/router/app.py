@@ -24,6 +24,7 @@ from quire.routing.policy import Blocks, Policy
 from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
+from quire.services.router.answer_copies import AnswerCopies, AnswerCopyMetrics
 from quire.services.router.cluster import Cluster
 from quire.services.router.config import RouterConfig
 from quire.services.router.instruments import Instruments
@@ -250,7 +251,21 @@ async def _cluster(
     workers.call_on_return(queue.wake)
     prefixes = sources.prefixes(model)
     moves = Moves(workers, spawn, MoveMetrics(metrics.registry))
-    return Cluster(model, workers, queue, prefixes, metrics, spawn, planner, moves, write_backs=write_backs)
+    copies = (
+        AnswerCopies(workers, spawn, AnswerCopyMetrics(metrics.registry)) if config.copy_answers else None
+    )
+    return Cluster(
+        model,
+        workers,
+        queue,
+        prefixes,
+        metrics,
+        spawn,
+        planner,
+        moves,
+        copies=copies,
+        write_backs=write_backs,
+    )
 
 
 @asynccontextmanager

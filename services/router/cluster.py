@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from quire.routing.planner import Planner
 from quire.services.requests.served_model import ServedModel
+from quire.services.router.answer_copies import AnswerCopies
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import Moves
 from quire.services.router.prefix_lookup import PrefixLookup
@@ -34,5 +35,7 @@ class Cluster:
     """Moves answers from workers that drain."""
     clock: Callable[[], float] = time.monotonic
     suspects: Suspects = field(default_factory=Suspects)
+    copies: AnswerCopies | None = None
+    """Copies the blocks of running answers to other workers; None: they are not copied."""
     write_backs: WriteBackCalls | None = None
     """Copies the blocks of answers to prefill workers; None: they are not copied."""

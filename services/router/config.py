@@ -143,6 +143,12 @@ class RouterConfig(ServiceConfig):
         "Prefill workers copy the blocks of answers in idle time, for the next turn.",
         Panel.CACHE,
     )
+    copy_answers: bool = setting(
+        False,
+        "--copy-answers",
+        "Another worker copies the blocks of running answers, so that a failure costs little.",
+        Panel.CACHE,
+    )
     api_keys_file: Path | None = setting(
         None,
         "--api-keys",

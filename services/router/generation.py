@@ -178,6 +178,9 @@ class GenerationRun:
             else:
                 accounts.enter_context(dispatched(plan.decode, resident_tokens=resident))
                 computed = accounts.enter_context(dispatched(plan.prefill, pending_tokens=pending))
+            copied = None
+            if self._cluster.copies is not None and not group.is_beam_search:
+                copied = self._cluster.copies.follow(group, plan.decode, plan.prefill, self._scope_message)
             clear = None
             if group.deaths:
                 worker_ids = {worker.worker_id for worker in (plan.decode, plan.prefill) if worker}
@@ -193,6 +196,8 @@ class GenerationRun:
                     async for parts in outputs:
                         computed()
                         yield parts
+                        if copied is not None:
+                            copied.advance()
                         if clear is not None and group.num_tokens >= num_clearing:
                             group.deaths = ()
                             clear()

@@ -66,7 +66,12 @@ def test_one_request_is_one_trace_and_every_metric_is_documented(
     start_stack: StartStack, collector: Collector, e2e: Any
 ) -> None:
     base = free_ports(3)
-    everything: dict[str, Any] = {"otlp_endpoint": collector.address, "http_port": 0, "write_back": True}
+    everything: dict[str, Any] = {
+        "otlp_endpoint": collector.address,
+        "http_port": 0,
+        "write_back": True,
+        "copy_answers": True,
+    }
     with start_stack("llama", metrics_port=base, **everything) as stack:
         with grpc.insecure_channel(stack.address) as channel:
             generation = pb.Generation(

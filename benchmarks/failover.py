@@ -1,0 +1,210 @@
+"""What a stream loses when its worker is killed or drains, with and without copies of running answers.
+
+    python -m quire.benchmarks.failover
+    python -m quire.benchmarks.failover --tokens 500,2000 --rounds 3
+
+A router and decode workers on this machine serve a random Llama. A client reads one sampled answer. After a
+number of tokens, the worker that generates it gets SIGKILL or SIGTERM. The first table has the medians over
+the rounds: the longest gap in the stream beside its usual one, the tokens that the next worker computed
+again, and the time until the process had ended. Each answer is compared with the undisturbed one.
+
+The second table has the tokens per second of 32 streams on two workers without failures. Stacks with and
+without copies take turns. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any, NamedTuple
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
+from quire.cli.bench.config import BenchConfig
+from quire.cli.bench.run import run_bench
+from quire.client import AsyncClient
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
+from quire.services.worker.config import WorkerConfig
+
+PROMPT_TOKENS = 64
+TOKENS_AFTER = 300
+"""Tokens of an answer after the failure."""
+END_SECONDS = 60.0
+OPTIONS: dict[str, Any] = {"temperature": 0.8, "seed": 7, "ignore_eos": True}
+LOAD = BenchConfig(input_len=256, output_len=600, ignore_eos=True, num_requests=64, concurrency=32, seed=1)
+
+
+class Case(NamedTuple):
+    """How a worker ends, and whether answers are copied."""
+
+    name: str
+    signal: signal.Signals
+    copies: bool
+
+
+CASES = (
+    Case("SIGKILL", signal.SIGKILL, copies=False),
+    Case("SIGKILL, with copies", signal.SIGKILL, copies=True),
+    Case("SIGTERM", signal.SIGTERM, copies=False),
+)
+
+
+class Row(NamedTuple):
+    """One answer: its gaps, the tokens computed again, and the seconds until its worker had ended."""
+
+    longest_ms: float
+    usual_ms: float
+    computed_again: int
+    end_seconds: float
+
+
+def start(model: str, stack: ExitStack, *, copies: bool, num_decode: int) -> RunningStack:
+    """Start a router and decode workers."""
+    config = LocalStackConfig(
+        num_prefill=0,
+        num_decode=num_decode,
+        router=RouterConfig(port=0, copy_answers=copies),
+        worker=WorkerConfig(role="decode", model=model, dtype="float32", num_blocks=2048),
+        log_level="error",
+    )
+    return stack.enter_context(local_stack(config))
+
+
+def num_computed(stack: RunningStack, name: str) -> int:
+    """Return how many tokens a worker has computed."""
+    url = f"http://127.0.0.1:{stack.ready[name].metrics_port}/metrics"
+    with urlopen(url, timeout=END_SECONDS) as response:
+        text = response.read().decode()
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return int(next(sample.value for sample in samples if sample.name == "quire_step_tokens_sum"))
+
+
+async def measure(stack: RunningStack, case: Case, num_tokens: int, seed: int) -> Row:
+    """Read an answer and end its worker after ``num_tokens`` tokens."""
+    prompt = Random(f"{seed} {num_tokens}").choices(range(2, 300), k=PROMPT_TOKENS)
+    max_tokens = num_tokens + TOKENS_AFTER
+    alive = [name for name, child in stack.workers.items() if child.process.is_alive()]
+    async with AsyncClient(stack.address, timeout=600) as client:
+        before = {name: num_computed(stack, name) for name in alive}
+        tokens: list[int] = []
+        ends: list[float] = []
+        times, sizes, signalled_at, ended = [], [], 0.0, None
+        async for delta in client.stream(prompt, max_tokens=max_tokens, **OPTIONS):
+            tokens += delta.token_ids
+            times.append(time.perf_counter())
+            sizes.append(len(tokens))
+            if ended is None and len(tokens) >= num_tokens:
+                busy = max(alive, key=lambda name: num_computed(stack, name) - before[name])
+                before = {name: num_computed(stack, name) for name in alive if name != busy}
+                process = stack.workers[busy].process
+                assert process.pid is not None
+                signalled_at = time.perf_counter()
+                os.kill(process.pid, case.signal)
+                ended = asyncio.create_task(asyncio.to_thread(process.join, END_SECONDS))
+                ended.add_done_callback(lambda _: ends.append(time.perf_counter()))
+        assert ended is not None
+        await ended
+        computed = sum(num_computed(stack, name) - number for name, number in before.items())
+        # Only now, since the workers would have cached it.
+        expected = await client.generate(prompt, max_tokens=max_tokens, **OPTIONS)
+    if tokens != list(expected.token_ids):
+        raise SystemExit("the answer differs from the undisturbed one")
+    gaps = [(later - earlier, at) for earlier, later, at in zip(times, times[1:], sizes, strict=False)]
+    first = next(index for index, at in enumerate(times) if at > signalled_at)
+    longest, sent = max(gaps[max(0, first - 1) :])
+    return Row(
+        1000 * longest,
+        1000 * median(gap for gap, _ in gaps),
+        max(0, computed - (max_tokens - sent)),
+        ends[0] - signalled_at,
+    )
+
+
+def failures(model: str, all_tokens: list[int], num_rounds: int) -> list[dict[str, Any]]:
+    """Return a result for each case and number of tokens."""
+    rows: dict[tuple[str, int], list[Row]] = {}
+    for round_index in range(num_rounds):
+        for case in CASES:
+            with ExitStack() as stack:
+                running = start(model, stack, copies=case.copies, num_decode=len(all_tokens) + 1)
+                for num_tokens in all_tokens:
+                    row = asyncio.run(measure(running, case, num_tokens, round_index))
+                    rows.setdefault((case.name, num_tokens), []).append(row)
+                    print(
+                        f"round {round_index + 1}: {case.name} after {num_tokens} tokens: {row}", flush=True
+                    )
+    return [
+        {
+            "case": name,
+            "tokens": num_tokens,
+            **{field: median(getattr(row, field) for row in measured) for field in Row._fields},
+        }
+        for (name, num_tokens), measured in rows.items()
+    ]
+
+
+def costs(model: str, num_rounds: int) -> dict[str, list[float]]:
+    """Return the tokens per second of each round, without and with copies."""
+    rates: dict[str, list[float]] = {"without copies": [], "with copies": []}
+    with ExitStack() as stack:
+        stacks = {name: start(model, stack, copies=name == "with copies", num_decode=2) for name in rates}
+        for round_index in range(-1, num_rounds):  # the first one warms up
+            names = list(rates) if round_index % 2 else list(reversed(rates))
+            for name in names:
+                load = replace(LOAD, seed=LOAD.seed + round_index)
+                connect = partial(AsyncClient, stacks[name].address, timeout=600)
+                summary = asyncio.run(run_bench(load, connect))
+                if summary.failures:
+                    raise SystemExit(f"requests failed: {summary.failures}")
+                if round_index >= 0:
+                    rates[name].append(summary.output_tokens_per_second)
+                    print(f"round {round_index + 1}: {name} {rates[name][-1]:.0f} tokens/s", flush=True)
+    return rates
+
+
+def main() -> None:
+    """Print the tables and, last, one line of JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.benchmarks.failover",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokens", default="500,2000,4000", help="tokens before the failure")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    all_tokens = [int(each) for each in options.tokens.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        size = {**SIZES["7m"], "max_position_embeddings": PROMPT_TOKENS + max(all_tokens) + TOKENS_AFTER}
+        model = str(make_random_llama(Path(folder) / "model", size))
+        results = failures(model, all_tokens, options.rounds)
+        rates = costs(model, options.rounds)
+    print(
+        f"{'':<22}{'tokens':>8}{'longest gap':>14}{'usual gap':>12}{'computed again':>16}{'ended after':>13}"
+    )
+    for each in results:
+        print(
+            f"{each['case']:<22}{each['tokens']:>8}{each['longest_ms']:>11.1f} ms{each['usual_ms']:>9.1f} ms"
+            f"{each['computed_again']:>16.0f}{each['end_seconds']:>11.2f} s"
+        )
+    for name, measured in rates.items():
+        print(f"{name:<22}{median(measured):>8.0f} tokens/s")
+    print(json.dumps({"benchmark": "failover", "results": results, "tokens_per_second": rates}))
+
+
+if __name__ == "__main__":
+    main()
