@@ -1,0 +1,159 @@
+"""Long answers of all kinds whose worker drains or is killed: the same tokens, and little computed again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.client import AsyncClient
+from quire.client.admin import AdminClient
+from quire.models.random_model import make_random_model
+from quire.services.local.stack import RunningStack
+from quire.services.router.answer_copies import INTERVAL_TOKENS
+
+StartStack = Callable[..., AbstractContextManager[RunningStack]]
+WAIT_SECONDS = 120.0
+ENDLESS = 6000
+"""Tokens of answers that outlast every step of a test; each test ends them itself."""
+BLOCK_SIZE = 16
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "seed": 1},
+    "top_p and penalties": {"temperature": 1.2, "seed": 2, "top_p": 0.9, "presence_penalty": 0.5},
+    "several": {"temperature": 1.0, "seed": 3, "n": 2},
+    "logprobs": {"temperature": 0.7, "seed": 4, "logprobs": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a tiny Llama with a long context."""
+    return make_random_model("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=8192)
+
+
+@pytest.fixture
+def start_long(start_stack: StartStack, long_model: Path) -> Callable[..., Any]:
+    """Return a function that starts a stack of it."""
+
+    @contextmanager
+    def start(**settings: Any) -> Iterator[RunningStack]:
+        options = {"num_blocks": 4096, "model": str(long_model), **settings}
+        with start_stack("llama", **options) as running:
+            yield running
+
+    return start
+
+
+class Answer:
+    """An answer that a task reads until it is stopped."""
+
+    def __init__(self, client: AsyncClient, prompt: list[int], options: dict[str, Any]) -> None:
+        self.tokens: dict[int, list[int]] = {index: [] for index in range(options.get("n", 1))}
+        self.num_retries = 0
+        self._options = {**options, "ignore_eos": True}
+        self._client, self._prompt = client, prompt
+        self._has_grown = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for delta in self._client.stream(self._prompt, max_tokens=ENDLESS, **self._options):
+            self.tokens[delta.index] += delta.token_ids
+            self._has_grown.set()
+
+    @property
+    def num_tokens(self) -> int:
+        return min(map(len, self.tokens.values()))
+
+    async def grow_to(self, num_tokens: int) -> None:
+        """Return when each answer has that many tokens."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            while self.num_tokens < num_tokens:
+                self._has_grown.clear()
+                assert not self._reading.done(), self._reading
+                await self._has_grown.wait()
+
+    async def stop(self) -> None:
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+
+    async def check(self) -> None:
+        """Compare with the same answer of an undisturbed request."""
+        whole = await self._client.generate(self._prompt, max_tokens=self.num_tokens, **self._options)
+        expected = [list(choice.token_ids) for choice in whole.choices]
+        assert [tokens[: self.num_tokens] for tokens in self.tokens.values()] == expected
+
+
+def counted(stack: RunningStack, name: str, metric: str) -> float:
+    """Return the sum of a worker's metric over its labels."""
+    url = f"http://127.0.0.1:{stack.ready[name].metrics_port}/metrics"
+    with urlopen(url, timeout=WAIT_SECONDS) as response:
+        text = response.read().decode()
+    samples = (each for family in text_string_to_metric_families(text) for each in family.samples)
+    return sum(sample.value for sample in samples if sample.name == metric)
+
+
+def num_computed(stack: RunningStack, name: str) -> tuple[float, float]:
+    """Return how many tokens a worker has computed, and in how many steps."""
+    steps = counted(stack, name, "quire_step_tokens_count")
+    return counted(stack, name, "quire_step_tokens_sum"), steps
+
+
+async def test_answers_of_all_kinds_move(start_long: Callable[..., Any], e2e: Any) -> None:
+    """Each worker has nothing left to do while all its answers go on, and the first one takes them back."""
+    prompts = [e2e.make_prompt(40, seed) for seed in range(len(KINDS))]
+    with start_long(num_decode=2) as stack, AdminClient(stack.admin_address) as admin:
+        async with e2e.connected(stack) as (client, workers):
+            answers = [Answer(client, *each) for each in zip(prompts, KINDS.values(), strict=True)]
+            await asyncio.gather(*(answer.grow_to(40) for answer in answers))
+            await asyncio.to_thread(admin.drain, "decode-0")
+            await e2e.quiet({"decode-0": workers["decode-0"]})
+            await asyncio.gather(*(answer.grow_to(answer.num_tokens + 40) for answer in answers))
+            await asyncio.to_thread(admin.drain, "decode-0", undo=True)
+            process = stack.workers["decode-1"].process
+            process.terminate()
+            await asyncio.to_thread(process.join, WAIT_SECONDS)
+            assert process.exitcode == 0
+            await asyncio.gather(*(answer.grow_to(answer.num_tokens + 40) for answer in answers))
+            await asyncio.gather(*(answer.stop() for answer in answers))
+            await asyncio.gather(*(answer.check() for answer in answers))
+            del workers["decode-1"]
+            await e2e.quiet(workers)
+
+
+async def test_a_move_or_a_copy_saves_what_was_computed(start_long: Callable[..., Any], e2e: Any) -> None:
+    with start_long(num_prefill=0, num_decode=3, copy_answers=True) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            answer = Answer(client, e2e.make_prompt(40), {"temperature": 1.0, "seed": 5})
+            await answer.grow_to(400)
+            for how in (signal.SIGTERM, signal.SIGKILL):
+                before = {name: num_computed(stack, name) for name in workers}
+                num_tokens = answer.num_tokens
+                await answer.grow_to(num_tokens + 2 * INTERVAL_TOKENS)
+                begun = max(workers, key=lambda name: num_computed(stack, name)[0] - before[name][0])
+                del workers[begun], before[begun]
+                num_tokens = answer.num_tokens
+                process = stack.workers[begun].process
+                assert process.pid is not None
+                os.kill(process.pid, how)
+                await asyncio.to_thread(process.join, WAIT_SECONDS)
+                await answer.grow_to(answer.num_tokens + 100)
+                grown = [
+                    now - then
+                    for name in workers
+                    for now, then in zip(num_computed(stack, name), before[name], strict=True)
+                ]
+                # Each step but the first computes one token.
+                num_again = sum(grown[::2]) - sum(grown[1::2])
+                assert num_again < (4 * BLOCK_SIZE if how is signal.SIGTERM else num_tokens / 2)
+            await answer.stop()
+            await answer.check()
+            await e2e.quiet(workers)
