@@ -68,6 +68,18 @@ class PolicyConfig:
         check_settings(self)
 
 
+class TooLateError(Exception):
+    """No first token is expected before the prompt's time is over.
+
+    Attributes:
+        seconds: when it is expected, from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the first token is expected after {seconds:.1f} s")
+        self.seconds = seconds
+
+
 class WorkerState(NamedTuple):
     """A live worker and the work that the router has in flight there.
 
@@ -99,6 +111,8 @@ class PlannedPrompt(NamedTuple):
     max_output_tokens: int = 0
     """Maximum number of tokens of each answer."""
     num_answers: int = 1
+    max_seconds: float = float("inf")
+    """Longest time until the first token that is worth an attempt."""
 
 
 class Placement(NamedTuple):
@@ -176,6 +190,9 @@ class Planner:
 
         The prompt counts as sent: the next prompt with the same beginning is placed as if the chosen worker
         had already cached it.
+
+        Raises:
+            TooLateError: the first token is expected after the prompt's ``max_seconds``.
         """
         # Prompts shorter than a block share no prefix. If they all had the same key, one worker would win
         # every tie.
@@ -204,6 +221,8 @@ class Planner:
         ):
             remote = None
         estimate = remote.estimate if remote else local
+        if estimate.seconds > prompt.max_seconds:
+            raise TooLateError(estimate.seconds)
         # Only the worker that computes the prompt is noted. A decode worker that waits for a push has nothing
         # yet: if it were chosen for its prefix now, it would compute the whole prompt a second time.
         self._note(estimate.candidate, prompt)

@@ -16,6 +16,7 @@ from quire.services.server.errors import (
     REQUEST_FAILED,
     RETRY_AFTER_SECONDS,
     SUSPECTED,
+    TOO_LATE,
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
@@ -154,6 +155,16 @@ def no_decode_worker(workers: WorkerSet, metadata: Mapping[str, str] | None = No
         reason="NO_DECODE_WORKER",
         metadata=metadata,
         retry_after_seconds=RETRY_AFTER_SECONDS,
+    )
+
+
+def too_late(expected_seconds: float, remaining_seconds: float) -> ResourceExhausted:
+    """Return the error of a request whose first token is expected long after its deadline."""
+    return ResourceExhausted(
+        f"the first token is expected after {expected_seconds:.1f} s, and the request has "
+        f"{remaining_seconds:.1f} s; allow more time, or try again later",
+        reason=TOO_LATE,
+        retry_after_seconds=max(RETRY_AFTER_SECONDS, expected_seconds - remaining_seconds),
     )
 
 

@@ -10,11 +10,12 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
+from math import inf
 
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.routing.planner import PlannedPrompt, WorkerState
+from quire.routing.planner import PlannedPrompt, TooLateError, WorkerState
 from quire.sampling.messages import to_proto
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.answer_group import AnswerGroup
@@ -28,6 +29,7 @@ from quire.services.router.failures import (
     no_decode_worker,
     suspected,
     to_service_error,
+    too_late,
 )
 from quire.services.router.merge import merged
 from quire.services.router.output import OutputAssembler
@@ -43,6 +45,8 @@ from quire.services.server.phases import Phase, RequestPhases
 
 MAX_RETRIES = 3
 RETRY_BACKOFF_SECONDS = 0.05
+LATE_FACTOR = 2.0
+"""A new request is refused if its first token is expected after this many times the time that it has."""
 
 _log = get_logger("router")
 
@@ -242,18 +246,25 @@ class GenerationRun:
         # With several answers P does not compute the prompt's last token, and its logprob would be lost.
         is_scored = not group.is_single and self._request.params.num_prompt_logprobs is not None
         must_be_local = is_scored or group.num_prefilled_tokens == 0
-        placement = cluster.planner.place(
-            PlannedPrompt(
-                len(group.token_ids),
-                prefix.block_hashes,
-                prefix.cached_by_worker,
-                must_be_local,
-                max_output_tokens=self._request.params.max_tokens - len(group.output_token_ids),
-                num_answers=len(group.answers),
-            ),
-            self._states("prefill", group) if only is None else [],
-            self._states("decode", group, only.worker if only else None),
+        prompt = PlannedPrompt(
+            len(group.token_ids),
+            prefix.block_hashes,
+            prefix.cached_by_worker,
+            must_be_local,
+            max_output_tokens=self._request.params.max_tokens - len(group.output_token_ids),
+            num_answers=len(group.answers),
+            # What has begun is tried to the end; and estimates are not exact.
+            max_seconds=inf if group.attempt else LATE_FACTOR * self._remaining_seconds(),
         )
+        try:
+            placement = cluster.planner.place(
+                prompt,
+                self._states("prefill", group) if only is None else [],
+                self._states("decode", group, only.worker if only else None),
+            )
+        except TooLateError as error:
+            cluster.metrics.rejections.labels("too_late").inc()
+            raise too_late(error.seconds, self._remaining_seconds()) from None
         if placement is None:
             return None
         self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())

@@ -113,7 +113,7 @@ class RouterMetrics:
             self.success.labels(reason)
         for code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL", "CANCELLED"):
             self.failure.labels(code)
-        for reason in ("max_requests", "tenant_requests", "tenant_tokens"):
+        for reason in ("max_requests", "tenant_requests", "tenant_tokens", "too_late"):
             self.rejections.labels(reason)
         self.pulls.labels("ok")
         for role in ROLES:

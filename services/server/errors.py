@@ -26,6 +26,8 @@ ENGINE_FAILED = "ENGINE_FAILED"
 """Reason: the worker's engine failed while it served the request."""
 SUSPECTED = "SUSPECTED_OF_ENDING_WORKERS"
 """Reason: several workers died while they served the request."""
+TOO_LATE = "TOO_LATE"
+"""Reason: the request would begin only after its deadline."""
 DRAINING = "DRAINING"
 """Reason: the server is about to stop, or was drained."""
 

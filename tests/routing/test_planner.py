@@ -10,11 +10,13 @@ import pytest
 from quire.routing.history import PrefixHistory
 from quire.routing.planner import (
     IN_FLIGHT_SECONDS,
+    PREFILL_TOKENS_PER_SECOND,
     Placement,
     PlannedPrompt,
     Planner,
     PolicyConfig,
     PullOutcome,
+    TooLateError,
     WorkerState,
 )
 from quire.routing.policy import Blocks, Policy
@@ -290,3 +292,16 @@ def test_chance_breaks_the_ties_of_prompts_of_less_than_a_block(clock: Clock) ->
     ):
         assert len(names) == count
         assert min(names.values()) > 0.7 * 300 / count
+
+
+def test_a_prompt_that_would_be_late_is_not_placed(clock: Clock) -> None:
+    planner = Planner(PolicyConfig(), BLOCKS, clock, Random(0))
+    busy = WorkerState("d", 1000, pending_tokens=50_000)
+    late = prompt()._replace(max_seconds=5.0)
+    with pytest.raises(TooLateError) as refused:
+        planner.place(late, [], [busy])
+    assert refused.value.seconds == pytest.approx((50_000 + LENGTH) / PREFILL_TOKENS_PER_SECOND)
+    idle = WorkerState("d", 1000)
+    placement = planner.place(late, [], [idle])
+    assert placement is not None
+    assert placement.estimate.cached_tokens == 0, "what was refused does not count as sent"

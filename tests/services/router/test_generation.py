@@ -423,3 +423,18 @@ def test_the_router_needs_no_torch() -> None:
         "sys.exit(str(heavy) if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+async def test_a_request_that_would_be_late_is_refused_at_once(pair: Any) -> None:
+    stub = await pair.start()
+    for worker in pair.running.workers.all():
+        worker.pending_tokens = 500_000
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Generate(pb.GenerateRequest(generation=generation()), timeout=10)
+    error = from_rpc_error(refused.value)
+    assert (error.reason, error.retry_after) == ("TOO_LATE", pytest.approx(40, abs=2))
+    assert not any(worker.calls for worker in pair.workers.values())
+    assert pair.metric("quire_admission_rejections_total", reason="too_late") == 1
+    for worker in pair.running.workers.all():
+        worker.pending_tokens = 0
+    assert text_of(await stream(stub)) == TEXT
