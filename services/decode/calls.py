@@ -40,7 +40,13 @@ class DecodeCalls:
             # The prompt's logits are the prefill worker's; asking for them here would refuse cached blocks.
             request.sequence.ClearField("prompt_logprobs")
         sequence = await parts.reader.read(request.sequence, stops_after_prefill=False)
-        with parts.requests.run("decode", request.sequence, sequence, context) as (updates, phases):
+        with parts.requests.run(
+            "decode",
+            request.sequence,
+            sequence,
+            context,
+            computes_prompt=not request.remote_prefill,
+        ) as (updates, phases):
             pulled = await pull_prefix(parts, request, sequence, phases)
             if not request.remote_prefill:
                 await add_sequence(parts, sequence)

@@ -194,7 +194,7 @@ class GenerationRun:
             movable = self._cluster.moves.movable
             accounts.enter_context(movable(plan.decode, group, self._scope_message, calls.interrupt))
             attempt = Attempt(self._cluster, plan, group, calls, self._account, self._phases)
-            running = attempt.outputs(self._sequence(group), self._remaining_seconds)
+            running = attempt.outputs(self._sequence(group, plan), self._remaining_seconds)
             async with calls, aclosing(running) as outputs:
                 try:
                     async for parts in outputs:
@@ -291,9 +291,9 @@ class GenerationRun:
             WorkerState(
                 worker.worker_id,
                 worker.info.num_blocks,
-                pending_tokens=worker.pending_tokens,
-                resident_tokens=worker.resident_tokens,
-                num_requests=worker.num_requests,
+                pending_tokens=worker.pending_tokens + worker.load_of_others.pending_tokens,
+                resident_tokens=worker.resident_tokens + worker.load_of_others.resident_tokens,
+                num_requests=worker.num_requests + worker.load_of_others.num_requests,
                 is_unhealthy=self._is_unhealthy(worker)
                 or bool(group.deaths and suspects.is_near(worker.worker_id)),
             )
@@ -301,7 +301,7 @@ class GenerationRun:
             if only is None or worker is only
         ]
 
-    def _sequence(self, group: AnswerGroup) -> worker_pb2.Sequence:
+    def _sequence(self, group: AnswerGroup, plan: Plan) -> worker_pb2.Sequence:
         params = group.params
         if not self._is_first_message:
             # Prompt logprobs come with the first message; once that was sent, they are not needed again.
@@ -311,6 +311,9 @@ class GenerationRun:
         sequence.token_ids.extend(group.token_ids)
         sequence.num_output_tokens = len(group.output_token_ids)
         sequence.cache_scope.CopyFrom(self._scope_message)
+        sequence.load.router_id = self._cluster.workers.router_id
+        sequence.load.pending_tokens = plan.placement.pending_tokens
+        sequence.load.resident_tokens = plan.placement.resident_tokens
         return sequence
 
     def _offer_write_back(self) -> None:

@@ -82,6 +82,8 @@ class Worker:
     info: worker_pb2.GetWorkerInfoResponse
     connection: WorkerConnection
     is_draining: bool = False
+    has_said_draining: bool = False
+    """Whether it drains by its own last report."""
     has_left: bool = False
     is_lost: bool = False
     """Whether it was removed because it was silent: its calls have ended, and new ones would never return."""
@@ -103,6 +105,8 @@ class Worker:
     """Pending prefill tokens: those that it has to compute before the first tokens of its requests."""
     resident_tokens: int = 0
     """Resident tokens: those of the sequences whose blocks it keeps."""
+    load_of_others: worker_pb2.TotalLoad = field(default_factory=worker_pb2.TotalLoad)
+    """Load of other routers' requests, as it reported last. The counts above are this router's own."""
 
     @property
     def worker_id(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ class WorkerSet:
         trust: ClusterTrust | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.router_id = secrets.token_hex(8)
+        """Names this router's requests, so that workers can report the load of all others."""
         self._membership = membership
         self._expected_fingerprint = expected_fingerprint
         self._connect = connect
@@ -339,7 +342,7 @@ class WorkerSet:
             self.reference = worker.info
         self._workers[worker.address] = worker
         _log.info("worker_joined", worker=worker.worker_id, role=worker.info.role, address=worker.address)
-        watch = watch_worker(worker, self._hear, self._until_answered)
+        watch = watch_worker(worker, self.router_id, self._hear, self._until_answered)
         self._watches[worker] = asyncio.create_task(watch)
         self._tell_return(worker)
 
@@ -363,8 +366,12 @@ class WorkerSet:
                 notice(worker)
 
     def _hear(self, worker: Worker, report: worker_pb2.WatchEngineResponse) -> None:
+        worker.load_of_others = report.load_of_others
         self._set_stalled(worker, report.is_stalled)
-        self._mark(worker, report.is_draining)
+        # Only a change counts: a report that was under way while this router changed the state is out of date.
+        if worker.has_said_draining != report.is_draining:
+            worker.has_said_draining = report.is_draining
+            self._mark(worker, report.is_draining)
 
     def _set_stalled(self, worker: Worker, is_stalled: bool) -> None:
         if worker.is_stalled != is_stalled:

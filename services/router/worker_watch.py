@@ -17,6 +17,7 @@ REOPEN_SECONDS = 0.2
 
 async def watch_worker(
     worker: Worker,
+    router_id: str,
     hear: Callable[[Worker, worker_pb2.WatchEngineResponse], None],
     until_answered: Callable[[Worker], Awaitable[None]],
 ) -> None:
@@ -26,6 +27,7 @@ async def watch_worker(
     (``PING_OPTIONS`` in ``worker.py``). Both end the call.
 
     Args:
+        router_id: names this router's own requests, which the reported load leaves out.
         hear: called with what the worker says.
         until_answered: called when the connection has broken; returns when the worker has answered a probe.
     """
@@ -33,7 +35,7 @@ async def watch_worker(
         connection = worker.connection
         try:
             with closed_channel_errors():
-                call = connection.stub.WatchEngine(worker_pb2.WatchEngineRequest())
+                call = connection.stub.WatchEngine(worker_pb2.WatchEngineRequest(router_id=router_id))
                 await connection.check(call)
                 async for report in call:
                     hear(worker, report)

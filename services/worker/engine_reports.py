@@ -1,4 +1,4 @@
-"""Tells routers at once when the engine hangs or makes progress again, and when the worker drains."""
+"""Tells routers at once whether the engine makes progress and the worker drains, and the load of others."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from quire.protos import worker_pb2
+from quire.services.worker.request_loads import RequestLoads
+
+LOAD_SECONDS = 0.1
+"""Shortest interval between two reports of the load, which changes with each request."""
 
 
 class EngineReports:
-    """What routers have to know at once about this worker, for any number of them."""
+    """What routers have to know about this worker, for any number of them.
+
+    Attributes:
+        loads: the loads of the running requests.
+    """
 
     def __init__(self) -> None:
+        self.loads = RequestLoads(self._wake_later)
         self._is_stalled = False
         self._is_draining = False
         self._is_closed = False
+        self._waking: asyncio.TimerHandle | None = None
         self._has_changed = asyncio.Event()
         """Replaced by a new one at each change, so that every reader is woken once for each."""
 
@@ -33,17 +43,38 @@ class EngineReports:
         self._is_closed = True
         self._wake()
 
-    async def follow(self) -> AsyncGenerator[worker_pb2.WatchEngineResponse, None]:
-        """Yield the present state, and then each new one, until the worker ends."""
+    async def follow(self, router_id: str) -> AsyncGenerator[worker_pb2.WatchEngineResponse, None]:
+        """Yield the present state, and then each new one, until the worker ends.
+
+        Args:
+            router_id: the router that asks; its own requests are left out of the load.
+        """
         told = None
         while not self._is_closed:
-            now = worker_pb2.WatchEngineResponse(is_stalled=self._is_stalled, is_draining=self._is_draining)
-            if told != now:
-                told = now
-                yield now
-            elif not self._is_closed:
-                await self._has_changed.wait()
+            # Taken before the report is made: a change from then on wakes this reader.
+            has_changed = self._has_changed
+            report = self._report(router_id)
+            if report != told:
+                told = report
+                yield report
+            if not self._is_closed:
+                await has_changed.wait()
+
+    def _report(self, router_id: str) -> worker_pb2.WatchEngineResponse:
+        return worker_pb2.WatchEngineResponse(
+            is_stalled=self._is_stalled,
+            is_draining=self._is_draining,
+            load_of_others=self.loads.of_others(router_id),
+        )
+
+    def _wake_later(self) -> None:
+        """Wake the readers within ``LOAD_SECONDS``, once for all changes until then."""
+        if self._waking is None:
+            self._waking = asyncio.get_running_loop().call_later(LOAD_SECONDS, self._wake)
 
     def _wake(self) -> None:
+        if self._waking is not None:
+            self._waking.cancel()
+            self._waking = None
         self._has_changed.set()
         self._has_changed = asyncio.Event()

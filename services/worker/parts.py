@@ -27,7 +27,7 @@ class WorkerParts:
         address: returns the host:port at which others reach this worker; known once the server is bound.
         reader: turns the router's sequences into the engine's.
         channels: the connections to other workers.
-        reports: tells routers whether the engine makes progress.
+        reports: tells routers whether the engine makes progress, and the load of other routers.
         outputs: the streams in which routers get the outputs of their decodes.
         puller: fills the prefix cache from other workers.
     """

@@ -17,6 +17,7 @@ from quire.services.server.phases import PhaseMetrics, RequestPhases
 from quire.services.server.tracing import Tracer
 from quire.services.worker.drain import Drain
 from quire.services.worker.engine_errors import known_errors
+from quire.services.worker.request_loads import RequestLoads
 from quire.services.worker.updates import Updates
 
 
@@ -30,11 +31,19 @@ class Running(NamedTuple):
 class RunningRequests:
     """The requests of one worker, each served by one task for each attempt."""
 
-    def __init__(self, engine: EngineThread, drain: Drain, phases: PhaseMetrics, tracer: Tracer) -> None:
+    def __init__(
+        self,
+        engine: EngineThread,
+        drain: Drain,
+        phases: PhaseMetrics,
+        tracer: Tracer,
+        loads: RequestLoads,
+    ) -> None:
         self._engine = engine
         self._drain = drain
         self._phases = phases
         self._tracer = tracer
+        self._loads = loads
         self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
         """The attempt that each task serves, by request."""
 
@@ -43,9 +52,19 @@ class RunningRequests:
 
     @contextmanager
     def run(
-        self, role: str, message: worker_pb2.Sequence, sequence: Sequence, context: Any
+        self,
+        role: str,
+        message: worker_pb2.Sequence,
+        sequence: Sequence,
+        context: Any,
+        *,
+        computes_prompt: bool = True,
     ) -> Iterator[Running]:
-        """Register the handler for ``abort``; at its end, however it ends, free what the engine holds."""
+        """Register the handler for ``abort``; at its end, however it ends, free what the engine holds.
+
+        Args:
+            computes_prompt: whether the prompt is computed here; then ``record_computed`` follows.
+        """
         attempt_id, sequence_id = sequence.attempt_id, message.sequence_id
         task = asyncio.current_task()
         assert task is not None
@@ -53,8 +72,15 @@ class RunningRequests:
         if self._engine.is_subscribed(attempt_id):
             raise AlreadyExists(f"request {attempt_id} is already here")
         self._handlers[sequence_id][task] = message.attempt
+        load = self._loads.counted(
+            attempt_id, message.load, is_resident=role == "decode", computes_prompt=computes_prompt
+        )
         try:
-            with self._tracer.span(role, context.invocation_metadata()) as span, known_errors(sequence):
+            with (
+                load,
+                self._tracer.span(role, context.invocation_metadata()) as span,
+                known_errors(sequence),
+            ):
                 span.set(quire__sequence_id=sequence_id, quire__attempt=message.attempt)
                 updates = Updates()
                 self._engine.subscribe(attempt_id, updates.put)
@@ -66,6 +92,10 @@ class RunningRequests:
             del self._handlers[sequence_id][task]
             if not self._handlers[sequence_id]:
                 del self._handlers[sequence_id]
+
+    def record_computed(self, sequence: Sequence) -> None:
+        """Take a prompt that has been computed off the load that routers are told of."""
+        self._loads.record_computed(sequence.attempt_id)
 
     async def abort(self, sequence_ids: Iterable[str], attempt: int) -> None:
         """End the requests' attempts up to this one, and wait until nothing of them is left."""

@@ -107,8 +107,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchEngine(
         self, request: worker_pb2.WatchEngineRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchEngineResponse, None]:
-        """Tell whether the worker can serve requests, until it ends."""
-        async with aclosing(self._parts.reports.follow()) as reports:
+        """Tell whether the worker can serve requests, and the load of others, until it ends."""
+        async with aclosing(self._parts.reports.follow(request.router_id)) as reports:
             async for report in reports:
                 yield report
 

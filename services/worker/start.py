@@ -79,7 +79,7 @@ class Start:
     Attributes:
         address: host:port at which others reach the worker, once the server is bound.
         failure: gets the error of an engine that fails or is given up.
-        reports: tells routers whether the engine makes progress.
+        reports: tells routers whether the engine makes progress, and the load of other routers.
         stack: ends what a step began, the latest first.
     """
 
@@ -202,7 +202,7 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
         engine=engine,
         memory=memory,
         reader=reader,
-        requests=RunningRequests(engine, drain, prompts.phases, tracer),
+        requests=RunningRequests(engine, drain, prompts.phases, tracer, start.reports.loads),
         drain=drain,
         reports=start.reports,
         outputs=OutputStreams(config.stream_interval),

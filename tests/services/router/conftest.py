@@ -88,6 +88,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.num_cached_tokens = 0
         self.is_draining = False
         self.is_stalled = False
+        self.load_of_others = worker_pb2.TotalLoad()
         self.answers_probes = asyncio.Event()
         self.answers_probes.set()
         self.is_left_without_blocks = False
@@ -168,7 +169,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchEngine(
         self, request: worker_pb2.WatchEngineRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchEngineResponse]:
-        yield worker_pb2.WatchEngineResponse(is_stalled=self.is_stalled, is_draining=self.is_draining)
+        yield worker_pb2.WatchEngineResponse(
+            is_stalled=self.is_stalled, is_draining=self.is_draining, load_of_others=self.load_of_others
+        )
         await asyncio.Event().wait()
 
     async def StreamOutputs(

@@ -19,6 +19,7 @@ from quire.services.server.errors import AlreadyExists, InvalidArgument
 from quire.services.server.phases import PROMPT_PHASES, PhaseMetrics
 from quire.services.server.tracing import NoTracer
 from quire.services.worker.drain import Drain
+from quire.services.worker.request_loads import RequestLoads
 from quire.services.worker.running_requests import RunningRequests
 
 
@@ -52,7 +53,7 @@ class Setup:
         self.engine = Engine()
         phases = PhaseMetrics(CollectorRegistry(), PROMPT_PHASES)
         engine: Any = self.engine
-        self.requests = RunningRequests(engine, Drain(Mock()), phases, NoTracer())
+        self.requests = RunningRequests(engine, Drain(Mock()), phases, NoTracer(), RequestLoads(Mock()))
         self.tasks: list[asyncio.Task[None]] = []
 
     async def serve(self, sequence_id: str, attempt: int = 0, error: Exception | None = None) -> None:

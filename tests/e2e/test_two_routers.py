@@ -1,0 +1,74 @@
+"""Two routers in front of the same workers know each other's load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, aclosing
+from typing import Any
+
+from quire.client import AsyncClient
+from quire.services.local.stack import RunningStack
+from quire.services.router.app import RunningRouter, router
+from quire.services.router.config import RouterConfig
+
+StartStack = Callable[..., AbstractContextManager[RunningStack]]
+NUM_BUSY, NUM_REQUESTS = 6, 8
+WAIT_SECONDS = 60.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def loads(running: RunningRouter) -> dict[str, tuple[int, int]]:
+    """Return the number of requests on each worker: this router's, and those of others."""
+    return {
+        worker.worker_id: (worker.num_requests, worker.load_of_others.num_requests)
+        for worker in running.workers.all()
+    }
+
+
+async def send_until_cancelled(client: AsyncClient, prompt: list[int]) -> None:
+    while True:
+        await client.generate(prompt, max_tokens=400, ignore_eos=True)
+
+
+async def test_the_load_of_one_router_leaves_the_other_worker_to_the_second(
+    start_stack: StartStack, e2e: Any, monkeypatch: Any
+) -> None:
+    """The first router knows one worker only, and fills it; the second knows both."""
+    monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
+    with start_stack("llama", num_prefill=0, num_decode=2) as stack:
+        addresses = [stack.ready[name].address for name in ("decode-0", "decode-1")]
+
+        def config(*known: str) -> RouterConfig:
+            return RouterConfig(port=0, worker_addresses=known, cluster_secret=b"shared")
+
+        async with (
+            router(config(addresses[0])) as first,
+            router(config(*addresses)) as second,
+            AsyncClient(first.address, timeout=WAIT_SECONDS) as client,
+            AsyncClient(second.address, timeout=WAIT_SECONDS) as other_client,
+        ):
+            for each in (first, second):
+                await asyncio.wait_for(each.has_served.wait(), WAIT_SECONDS)
+            await until(lambda: len(loads(second)) == 2)
+            prompts = [e2e.make_prompt(40, seed=seed) for seed in range(NUM_BUSY)]
+            busy = [asyncio.create_task(send_until_cancelled(client, prompt)) for prompt in prompts]
+            await until(lambda: loads(second)["decode-0"][1] >= NUM_BUSY - 1)
+            # The same prompts: the prefix is cached on the busy worker and nowhere else.
+            for seed in range(NUM_REQUESTS):
+                prompt = e2e.make_prompt(40, seed=seed)
+                async with aclosing(other_client.stream(prompt, max_tokens=8, ignore_eos=True)) as stream:
+                    await anext(stream)
+                    assert [loads(second)[f"decode-{i}"][0] for i in range(2)] == [0, 1]
+                await until(lambda: loads(second)["decode-1"][0] == 0)
+            assert loads(first)["decode-0"][1] == 0
+            for task in busy:
+                task.cancel()
+            await asyncio.gather(*busy, return_exceptions=True)
+            await until(lambda: set(loads(second).values()) == {(0, 0)})
+            assert set(loads(first).values()) == {(0, 0)}
