@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from quire.services.requests.validation import ONE_ANSWER, Answers
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.tenants.limits import Allowance, TenantLimits, limit_reached
+from quire.services.router.tenants.shared_usage import SharedUsage
 from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.errors import InvalidArgument
 
@@ -21,13 +22,23 @@ BATCH_CONCURRENCY = 32
 class Admission:
     """Admits the requests of both the gRPC and the HTTP API.
 
-    Limits apply to each router separately: two routers together admit twice as much.
+    Args:
+        max_requests: most answers under way on this router.
+        metrics: counts running and refused requests.
+        clock: monotonic clock in seconds.
+        usage: tenants' usage on all routers; None: their limits apply to this router only.
     """
 
-    def __init__(self, max_requests: int, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+        usage: SharedUsage | None = None,
+    ) -> None:
         self._max_requests = max_requests
         self._metrics = metrics
-        self._tenant_limits = TenantLimits(metrics, clock)
+        self._tenant_limits = TenantLimits(metrics, clock, usage)
         self._num_answers = 0
 
     def num_at_once(self, tenant: Tenant, num_answers: int) -> int:
@@ -62,11 +73,11 @@ class Admission:
         if self._num_answers + answers.number > self._max_requests:
             self._metrics.rejections.labels("max_requests").inc()
             raise limit_reached(self._max_requests, "requests are under way", "OVERLOADED")
-        # A tenant in debt is refused here, before its prompt is tokenized.
-        allowance = self._tenant_limits.allowance(tenant)
         self._num_answers += answers.number
         self._metrics.requests_running.inc()
         try:
+            # A tenant in debt is refused here, before its prompt is tokenized.
+            allowance = await self._tenant_limits.allowance(tenant)
             async with self._tenant_limits.places(tenant, answers.number, deadline):
                 yield allowance
         finally:

@@ -153,15 +153,15 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         instruments = await _open_instruments(config, stack)
         metrics = instruments.metrics
         authenticator = await stack.enter_async_context(_authenticator(config.api_keys_file))
+        sources = await stack.enter_async_context(_open_sources(config, metrics))
         servicer = GenerationServicer(
             cluster,
             instruments,
             authenticator,
-            Admission(config.max_requests, metrics, instruments.clock),
+            Admission(config.max_requests, metrics, instruments.clock, sources.usage),
             request_timeout_seconds=config.request_timeout_seconds,
             worker_wait_seconds=config.worker_wait_seconds,
         )
-        sources = await stack.enter_async_context(_open_sources(config, metrics))
         workers = _worker_set(config, sources, tls)
         stack.push_async_callback(workers.close)
         spawn = await stack.enter_async_context(background())

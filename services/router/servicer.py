@@ -177,7 +177,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 cluster = await self.joined_cluster(deadline)
                 request = await validate(generation, cluster.model)
                 check_prompt_logprobs(len(request.prompt_token_ids), request.response.prompt_logprobs)
-                allowance.spend_prompt(len(request.prompt_token_ids))
+                await allowance.spend_prompt(len(request.prompt_token_ids))
                 phases.record(Phase.TOKENIZE, admitted, self._clock())
                 self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                 self._metrics.request_prompt_tokens.observe(len(request.prompt_token_ids))

@@ -19,6 +19,7 @@ from quire.kvindex.strided_index import StridedIndex
 from quire.services.requests.served_model import ServedModel
 from quire.services.router.membership import Member, Membership, MembershipLost, StaticMembership
 from quire.services.router.prefix_lookup import PrefixLookup
+from quire.services.router.tenants.shared_usage import SharedUsage, shared_usage
 
 
 class Sources(NamedTuple):
@@ -29,6 +30,8 @@ class Sources(NamedTuple):
     """Returns the prefix look-up for a model; called once the model is known."""
     expected_fingerprint: Callable[[bytes], str]
     """Returns the fingerprint that a worker with the router's secret has for a cache descriptor."""
+    usage: SharedUsage | None = None
+    """What tenants use of their limits on all routers; None without Redis."""
 
 
 class RedisMembership:
@@ -77,8 +80,7 @@ async def open_sources(
         return PrefixLookup(index, root_of, model.block_size)
 
     if redis_url is None:
-        membership = StaticMembership(worker_addresses)
-        yield Sources(membership, partial(lookup, None), expected_fingerprint)
+        yield Sources(StaticMembership(worker_addresses), partial(lookup, None), expected_fingerprint)
         return
     client, membership_reader = reader_client(redis_url), membership_client(redis_url)
     index = RedisIndex(client)
@@ -90,8 +92,10 @@ async def open_sources(
         return GuardedIndex(StridedIndex(measured, stride), breaker, metrics.fallback)
 
     prefixes = partial(lookup, guarded if asks_index else None)
+    membership = RedisMembership(RedisIndex(membership_reader))
     try:
-        yield Sources(RedisMembership(RedisIndex(membership_reader)), prefixes, expected_fingerprint)
+        async with shared_usage(client) as usage:
+            yield Sources(membership, prefixes, expected_fingerprint, usage)
     finally:
         await client.aclose()
         await membership_reader.aclose()

@@ -1,16 +1,19 @@
 """Enforces the limits of tenants: tokens per minute, and requests that run at the same time.
 
-Each router enforces them separately: two routers together admit twice as much.
+Routers that share a Redis enforce them together. Without Redis, and while it does not answer, each router
+enforces them on its own requests: then two routers together admit twice as much.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.tenants.fifo_semaphore import FifoSemaphore
+from quire.services.router.tenants.shared_places import PlacesRefusedError, SharedPlaces
+from quire.services.router.tenants.shared_usage import SharedUsage
 from quire.services.router.tenants.tenant import Tenant
 from quire.services.router.tenants.token_bucket import TokenBucket
 from quire.services.server.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, ResourceExhausted
@@ -27,14 +30,23 @@ def limit_reached(limit: int, what: str, reason: str) -> ResourceExhausted:
 
 
 class Allowance:
-    """Charges the tokens of one admitted request to its tenant."""
+    """Charges the tokens of one admitted request to its tenant.
 
-    def __init__(self, tenant: Tenant, bucket: TokenBucket | None, metrics: RouterMetrics) -> None:
+    Args:
+        bucket: this router's usage; None: the tenant has no limit.
+        usage: the usage on all routers, which decides while it is known; None: there is only this router's.
+        metrics: counts refused requests.
+    """
+
+    def __init__(
+        self, tenant: Tenant, bucket: TokenBucket | None, usage: SharedUsage | None, metrics: RouterMetrics
+    ) -> None:
         self._tenant = tenant
         self._bucket = bucket
+        self._usage = usage
         self._metrics = metrics
 
-    def spend_prompt(self, num_tokens: int) -> None:
+    async def spend_prompt(self, num_tokens: int) -> None:
         """Charge a prompt before it is computed.
 
         Raises:
@@ -42,7 +54,12 @@ class Allowance:
         """
         if self._bucket is None:
             return
-        if seconds := self._bucket.wait_seconds(num_tokens):
+        seconds = None
+        if self._usage is not None:
+            seconds = await self._usage.take_tokens(self._tenant, num_tokens)
+        if seconds is None:
+            seconds = self._bucket.wait_seconds(num_tokens)
+        if seconds:
             self._metrics.rejections.labels("tenant_tokens").inc()
             limit = self._bucket.tokens_per_minute
             raise ResourceExhausted(
@@ -57,6 +74,8 @@ class Allowance:
         """Charge generated tokens; the tenant may go into debt."""
         if self._bucket is not None:
             self._bucket.spend(num_tokens)
+            if self._usage is not None:
+                self._usage.charge(self._tenant, num_tokens)
 
 
 class TenantLimits:
@@ -65,22 +84,26 @@ class TenantLimits:
     Args:
         metrics: counts refused requests.
         clock: monotonic clock in seconds.
+        usage: the usage on all routers; None: the limits apply to this router only.
     """
 
-    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, metrics: RouterMetrics, clock: Callable[[], float], usage: SharedUsage | None = None
+    ) -> None:
         self._metrics = metrics
         self._clock = clock
+        self._usage = usage
         self._semaphores: dict[str, FifoSemaphore] = {}
         self._buckets: dict[str, TokenBucket] = {}
 
-    def allowance(self, tenant: Tenant) -> Allowance:
+    async def allowance(self, tenant: Tenant) -> Allowance:
         """Return what a new request charges its tokens to.
 
         Raises:
             ResourceExhausted: the tenant is in debt.
         """
-        allowance = Allowance(tenant, self._bucket(tenant), self._metrics)
-        allowance.spend_prompt(0)
+        allowance = Allowance(tenant, self._bucket(tenant), self._usage, self._metrics)
+        await allowance.spend_prompt(0)
         return allowance
 
     @asynccontextmanager
@@ -97,19 +120,36 @@ class TenantLimits:
         if tenant.max_requests is None:
             yield
             return
+        within_deadline = asyncio.timeout(max(0.0, deadline - self._clock()))
+        if self._usage is None:
+            places = self._places_here(tenant, num_places, within_deadline)
+        else:
+            places = _places_everywhere(self._usage.places(tenant), num_places, within_deadline)
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(places)
+            except PlacesRefusedError:
+                self._metrics.rejections.labels("tenant_requests").inc()
+                what = f"requests of tenant {tenant.name} are under way"
+                raise limit_reached(tenant.max_requests, what, "TENANT_REQUESTS") from None
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the request's deadline passed while {tenant.max_requests} others of its tenant were "
+                    "running"
+                ) from None
+            yield
+
+    @asynccontextmanager
+    async def _places_here(
+        self, tenant: Tenant, num_places: int, within_deadline: asyncio.Timeout
+    ) -> AsyncIterator[None]:
+        assert tenant.max_requests is not None
         semaphore = self._semaphores.setdefault(tenant.name, FifoSemaphore())
         semaphore.resize(tenant.max_requests)
         if not semaphore.has_room(num_places) and semaphore.num_waiting >= tenant.max_waiting:
-            self._metrics.rejections.labels("tenant_requests").inc()
-            what = f"requests of tenant {tenant.name} are under way"
-            raise limit_reached(tenant.max_requests, what, "TENANT_REQUESTS")
-        try:
-            async with asyncio.timeout(max(0.0, deadline - self._clock())):
-                await semaphore.enter(num_places)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the request's deadline passed while {tenant.max_requests} others of its tenant were running"
-            ) from None
+            raise PlacesRefusedError
+        async with within_deadline:
+            await semaphore.enter(num_places)
         try:
             yield
         finally:
@@ -123,3 +163,15 @@ class TenantLimits:
         if bucket is None or bucket.tokens_per_minute != tenant.tokens_per_minute:
             bucket = self._buckets[tenant.name] = TokenBucket(tenant.tokens_per_minute, self._clock)
         return bucket
+
+
+@asynccontextmanager
+async def _places_everywhere(
+    places: SharedPlaces, num_places: int, within_deadline: asyncio.Timeout
+) -> AsyncIterator[None]:
+    async with within_deadline:
+        await places.enter(num_places)
+    try:
+        yield
+    finally:
+        await places.leave(num_places)

@@ -99,7 +99,7 @@ async def test_tokens_are_paid_before_the_prompt_and_while_the_answer_comes() ->
     now = 0.0
     admission, tenant = make_admission(clock=lambda: now), Tenant("a", tokens_per_minute=600)
     async with admission.admitted(tenant, SOON) as allowance:
-        allowance.spend_prompt(500)
+        await allowance.spend_prompt(500)
         allowance.spend(150)
     with pytest.raises(ResourceExhausted) as caught:
         async with admission.admitted(tenant, SOON):
@@ -108,10 +108,10 @@ async def test_tokens_are_paid_before_the_prompt_and_while_the_answer_comes() ->
     now = 5.0
     async with admission.admitted(tenant, SOON) as allowance:
         with pytest.raises(ResourceExhausted) as caught:
-            allowance.spend_prompt(10)
+            await allowance.spend_prompt(10)
         assert caught.value.retry_after_seconds == pytest.approx(1.0)
     async with admission.admitted(Tenant("b", tokens_per_minute=1), SOON) as allowance:
-        allowance.spend_prompt(1)
+        await allowance.spend_prompt(1)
 
 
 async def test_a_renewed_limit_counts_at_once() -> None:
