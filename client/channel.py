@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 MAX_MESSAGE_BYTES = 16 << 20
 
@@ -24,6 +25,13 @@ _SERVICE_CONFIG = {
     # up.
     "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
 }
+
+
+def several_options(address: str | Sequence[str]) -> list[tuple[str, int]]:
+    """Return the further options of channels of a client with several routers: a call that fails is not tried
+    again on the same channel, but on another router.
+    """
+    return [] if isinstance(address, str) or len(address) == 1 else [("grpc.enable_retries", 0)]
 
 
 def channel_options() -> list[tuple[str, int | str]]:

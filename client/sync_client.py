@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 
 from quire.client import conversion
-from quire.client.channel import channel_options
+from quire.client.channel import channel_options, several_options
 from quire.client.errors import QuireError, typed_errors
+from quire.client.resumable_stream import ResumableStream
+from quire.client.routers import Attempts, Routers
 from quire.client.tls import Tls, bearer
 from quire.client.types import Completion, Delta, GenerationOptions, Message, ModelInfo, Prompt
 from quire.protos import inference_pb2 as pb
@@ -18,7 +21,12 @@ from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
 
 class Client:
-    """Calls a router at ``address``; is safe to share among threads, and is a context manager.
+    """Calls the routers at ``address``, one or several; is safe to share among threads, and is a context
+    manager.
+
+    Calls begin at each router in turn. One that fails before an answer begins goes to another router. A
+    stream whose connection breaks continues on another router, or on the same one once it is back, with the
+    same tokens and text; an answer that cannot continue ends with ``Interrupted``.
 
     ``timeout`` is the deadline of a whole call in seconds, up to the last token of a stream; each call may
     set its own. ``api_key`` is sent with every call, unencrypted without ``tls``. Each method raises
@@ -27,7 +35,7 @@ class Client:
 
     def __init__(
         self,
-        address: str = "127.0.0.1:8500",
+        address: str | Sequence[str] = "127.0.0.1:8500",
         *,
         timeout: float = 300.0,
         api_key: str | None = None,
@@ -35,22 +43,25 @@ class Client:
     ) -> None:
         self._timeout = timeout
         self._metadata = bearer(api_key)
-        if tls is None:
-            self._channel = grpc.insecure_channel(address, options=channel_options())
-        else:
-            options = [*channel_options(), *tls.options()]
-            self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
-        self._stub = GenerationServiceStub(self._channel)
+        self._channels: list[grpc.Channel] = []
+        options = [*channel_options(), *several_options(address)]
+
+        def connect(one: str) -> GenerationServiceStub:
+            if tls is None:
+                channel = grpc.insecure_channel(one, options=options)
+            else:
+                channel = grpc.secure_channel(one, tls.credentials(), options=[*options, *tls.options()])
+            self._channels.append(channel)
+            return GenerationServiceStub(channel)
+
+        self._routers = Routers(address, connect)
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerationOptions]
     ) -> Completion:
         """Return the whole answer to a prompt."""
         request = pb.GenerateRequest(generation=conversion.to_generation(prompt, options))
-        with typed_errors():
-            return conversion.to_completion(
-                self._stub.Generate(request, timeout=self._deadline(timeout), metadata=self._metadata)
-            )
+        return conversion.to_completion(self._call(lambda stub: stub.Generate, request, timeout))
 
     def chat(
         self,
@@ -69,8 +80,8 @@ class Client:
 
         Leaving the loop, or ``close()``, cancels the request and frees its resources on the servers.
         """
-        request = pb.GenerateStreamRequest(generation=conversion.to_generation(prompt, options))
-        return self._deltas(request, self._deadline(timeout))
+        stream = ResumableStream(conversion.to_generation(prompt, options))
+        return self._deltas(stream, self._deadline(timeout))
 
     def batch(
         self, prompts: Sequence[Prompt], *, timeout: float | None = None, **options: Unpack[GenerationOptions]
@@ -79,47 +90,48 @@ class Client:
 
         Leaving the loop cancels the prompts that still run.
         """
-        call = self._stub.GenerateBatch(
-            conversion.to_batch_request(prompts, options),
-            timeout=self._deadline(timeout),
-            metadata=self._metadata,
-        )
-        try:
-            with typed_errors():
-                for response in call:
-                    yield response.index, conversion.to_outcome(response)
-        finally:
-            call.cancel()
+        attempts = Attempts(self._routers, self._deadline(timeout))
+        generations = conversion.to_batch_request(prompts, options).generations
+        left = list(range(len(generations)))
+        while True:
+            request = pb.GenerateBatchRequest(generations=[generations[index] for index in left])
+            asked = list(left)
+            call = attempts.router.stub.GenerateBatch(
+                request, timeout=attempts.seconds_left, metadata=self._metadata
+            )
+            try:
+                with typed_errors():
+                    for response in call:
+                        attempts.record_progress()
+                        index = asked[response.index]
+                        left.remove(index)
+                        yield index, conversion.to_outcome(response)
+                return
+            except QuireError as error:
+                is_under_way = len(left) < len(generations)
+                time.sleep(attempts.pause_after(error, is_under_way=is_under_way))
+            finally:
+                call.cancel()
 
     def tokenize(self, prompt: str | Sequence[Message], *, timeout: float | None = None) -> list[int]:
         """Return the token ids of a text or of a rendered conversation."""
         request = conversion.to_tokenize_request(prompt)
-        with typed_errors():
-            return list(
-                self._stub.Tokenize(
-                    request, timeout=self._deadline(timeout), metadata=self._metadata
-                ).token_ids
-            )
+        return list((self._call(lambda stub: stub.Tokenize, request, timeout)).token_ids)
 
     def detokenize(self, token_ids: Iterable[int], *, timeout: float | None = None) -> str:
         """Return the text of token ids."""
         request = conversion.to_detokenize_request(token_ids)
-        with typed_errors():
-            return str(
-                self._stub.Detokenize(request, timeout=self._deadline(timeout), metadata=self._metadata).text
-            )
+        return str((self._call(lambda stub: stub.Detokenize, request, timeout)).text)
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """Return the served model and its limits."""
-        with typed_errors():
-            response = self._stub.GetModelInfo(
-                pb.GetModelInfoRequest(), timeout=self._deadline(timeout), metadata=self._metadata
-            )
-        return conversion.to_model_info(response)
+        request = pb.GetModelInfoRequest()
+        return conversion.to_model_info(self._call(lambda stub: stub.GetModelInfo, request, timeout))
 
     def close(self) -> None:
-        """Close the channel; calls that still run are cancelled."""
-        self._channel.close()
+        """Close the channels; calls that still run are cancelled."""
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -129,14 +141,37 @@ class Client:
     ) -> None:
         self.close()
 
-    def _deltas(self, request: pb.GenerateStreamRequest, timeout: float) -> Generator[Delta, None, None]:
-        call = self._stub.GenerateStream(request, timeout=timeout, metadata=self._metadata)
-        try:
-            with typed_errors():
-                for response in call:
-                    yield conversion.to_delta(response)
-        finally:
-            call.cancel()
+    def _deltas(self, stream: ResumableStream, timeout: float) -> Generator[Delta, None, None]:
+        attempts, request = Attempts(self._routers, timeout), stream.request()
+        while True:
+            call = attempts.router.stub.GenerateStream(
+                request, timeout=attempts.seconds_left, metadata=self._metadata
+            )
+            try:
+                with typed_errors():
+                    for response in call:
+                        attempts.record_progress()
+                        yield stream.receive(response, attempts.num_moves)
+                return
+            except QuireError as error:
+                pause = attempts.pause_after(error, is_under_way=stream.is_under_way)
+                request = stream.request(error)
+                time.sleep(pause)
+            finally:
+                call.cancel()
+
+    def _call(
+        self, method: Callable[[GenerationServiceStub], Any], request: Any, timeout: float | None
+    ) -> Any:
+        attempts = Attempts(self._routers, self._deadline(timeout))
+        while True:
+            try:
+                with typed_errors():
+                    return method(attempts.router.stub)(
+                        request, timeout=attempts.seconds_left, metadata=self._metadata
+                    )
+            except QuireError as error:
+                time.sleep(attempts.pause_after(error))
 
     def _deadline(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else timeout

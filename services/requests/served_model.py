@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from quire.protos import worker_pb2
@@ -26,6 +27,11 @@ class ServedModel:
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     """Contents of ``tokenizer_config.json``."""
     index_stride: int = 1
+
+    @property
+    def origin(self) -> str:
+        """Text that identifies the model and how it is computed; an answer may continue where it is equal."""
+        return blake2b(self.cache_descriptor, digest_size=8).hexdigest()
 
 
 def load_served_model(

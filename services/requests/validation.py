@@ -22,6 +22,7 @@ from quire.sampling.params import (
 )
 from quire.services.requests.bad_words import bad_words
 from quire.services.requests.prompts import check_token_ids, read_prompt
+from quire.services.requests.received_answers import check_received
 from quire.services.requests.served_model import ServedModel
 from quire.services.server.errors import (
     NO_TOKEN_LEFT,
@@ -55,6 +56,8 @@ class ValidRequest:
     response: ResponseOptions
     format: OutputFormat | None
     cache_salt: str
+    received: Sequence[pb.ReceivedAnswer] = ()
+    """What the client has received of the answers in an earlier stream; each index at most once."""
 
 
 async def validate(generation: pb.Generation, model: ServedModel) -> ValidRequest:
@@ -93,6 +96,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         params = SamplingParams(**values)
         check_vocabulary(params, model.vocab_size)
     _check_contradictions(params, generation, model)
+    check_received(generation, params, num_best, model)
     return ValidRequest(
         request_id=request_id,
         prompt_field=generation.WhichOneof("prompt"),
@@ -102,6 +106,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         response=response,
         format=output_format,
         cache_salt=generation.cache_salt,
+        received=generation.received,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from math import inf
@@ -95,6 +95,8 @@ class GenerationRun:
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
         num_answers = request.params.num_sequences
         self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
+        for received in request.received:
+            self._answers[received.index].resume(received)
         self._unhealthy: set[str] = set()
         self._is_first_message = True
         self._plan: Plan | None = None
@@ -115,7 +117,7 @@ class GenerationRun:
         """
         request = self._request
         group = AnswerGroup(self._sequence_id, request.prompt_token_ids, request.params, self._answers)
-        num_finished = 0
+        num_finished = sum(bool(answer.finish_reason) for answer in self._answers)
         stream = self._serve(group)
         if request.num_best is not None:
             stream = best_of(stream, self._answers, request.num_best)
@@ -126,6 +128,7 @@ class GenerationRun:
                     response.request_id = request.request_id
                     response.prompt_logprobs.extend(self._account.prompt_logprobs)
                     response.prompt_tokens = len(request.prompt_token_ids)
+                    response.origin = self._cluster.model.origin
                     if request.response.prompt_token_ids:
                         response.prompt_token_ids.extend(request.prompt_token_ids)
                 self.usage.completion_tokens = self._num_emitted
@@ -141,7 +144,14 @@ class GenerationRun:
 
     async def _serve(self, group: AnswerGroup) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Yield the messages of a group's answers; retry until they have finished or an error is final."""
+        for response in self._implied_ends(group):
+            yield response
         while not group.is_finished:
+            if group.must_split:
+                async with aclosing(merged(map(self._serve, group.split()))) as responses:
+                    async for response in responses:
+                        yield response
+                return
             try:
                 async with aclosing(self._attempt(group)) as outputs:
                     async for parts in outputs:
@@ -154,10 +164,8 @@ class GenerationRun:
                             if group.is_finished:
                                 return
             except WorkerCallFailed as failure:
-                for answer in group.answers:
-                    reason = answer.implied_finish_reason(self._cluster.model.eos_token_ids)
-                    if reason and not answer.finish_reason:
-                        yield answer.respond(AnswerPart(finish_reason=reason))
+                for response in self._implied_ends(group):
+                    yield response
                 if group.is_finished:
                     return
                 self._give_up_attempt(group, failure)
@@ -165,10 +173,13 @@ class GenerationRun:
             except AttemptInterrupted:
                 group.attempt += 1
                 group.num_moves += 1
-            if group.must_split:
-                async with aclosing(merged(map(self._serve, group.split()))) as responses:
-                    async for response in responses:
-                        yield response
+
+    def _implied_ends(self, group: AnswerGroup) -> Iterator[pb.GenerateStreamResponse]:
+        """Yield the last messages of answers whose tokens are complete, but whose finish reason was lost."""
+        for answer in group.answers:
+            reason = answer.implied_finish_reason(self._cluster.model.eos_token_ids)
+            if reason and not answer.finish_reason:
+                yield answer.respond(AnswerPart(finish_reason=reason))
 
     async def _attempt(self, group: AnswerGroup) -> AsyncGenerator[list[AnswerPart], None]:
         self._plan = plan = await self._choose(group)

@@ -166,7 +166,8 @@ class Moves:
         return min(healthy or serving, key=self._share_in_use, default=None)
 
     def _share_in_use(self, worker: Worker) -> float:
-        return (worker.resident_tokens + self._coming[worker]) / max(1, worker.info.num_blocks)
+        resident = worker.resident_tokens + worker.load_of_others.resident_tokens + self._coming[worker]
+        return resident / max(1, worker.info.num_blocks)
 
     async def _copy_answers(self, attempt: _Movable, target: Worker) -> list[_Copied]:
         """Copy the full blocks of all answers of an attempt, one answer after the other."""

@@ -6,6 +6,7 @@ from quire.protos import inference_pb2 as pb
 from quire.sampling.params import StoppingParams
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.answer_part import AnswerPart
+from quire.services.server.errors import InvalidArgument
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
 
@@ -28,6 +29,26 @@ class OutputAssembler:
             skip_special_tokens=not request.response.keep_special_tokens,
             keep_stop_string=request.response.keep_stop_string,
         )
+        self._unsent = ""
+        """Text of tokens that were received from another router, which had held this text back."""
+        self._num_sent_ahead = 0
+        """Number of further characters that the client has received already."""
+
+    def resume(self, received: pb.ReceivedAnswer) -> None:
+        """Continue after tokens and text that the client has received from another router.
+
+        Raises:
+            InvalidArgument: the tokens contain a stop string, so the answer has ended.
+        """
+        self.token_ids = list(received.token_ids)
+        if received.is_finished:
+            self.finish_reason = pb.FINISH_REASON_STOP
+            return
+        shown, _ = self._decoder.feed(self.token_ids)
+        if shown.is_stopped:
+            raise InvalidArgument("received", f"answer {self.index} ends with a stop string: it has finished")
+        self._unsent = shown.text[received.num_characters :]
+        self._num_sent_ahead = max(0, received.num_characters - len(shown.text))
 
     def respond(self, part: AnswerPart) -> pb.GenerateStreamResponse:
         """Return the client's message for a part of the answer, without anything after a stop string."""
@@ -36,6 +57,7 @@ class OutputAssembler:
         if part.finish_reason and not is_stopped:
             rest = self._decoder.flush()
             text, is_stopped = text + rest.text, rest.is_stopped
+        text = self._without_sent(text)
         token_ids, logprobs = part.token_ids[:num_tokens], part.logprobs[:num_tokens]
         self.token_ids += token_ids
         # Add them one by one: the sum must not depend on how many tokens come at once.
@@ -50,6 +72,13 @@ class OutputAssembler:
             finish_reason=self.finish_reason,
             score=part.score,
         )
+
+    def _without_sent(self, text: str) -> str:
+        """Return new text for the client: how much text is held back depends on how tokens came together."""
+        unsent, self._unsent = self._unsent, ""
+        num_sent = min(self._num_sent_ahead, len(text))
+        self._num_sent_ahead -= num_sent
+        return unsent + text[num_sent:]
 
     def implied_finish_reason(self, eos_token_ids: frozenset[int]) -> pb.FinishReason:
         """Return the finish reason that the tokens imply, for a worker that was lost before it sent one.

@@ -32,7 +32,7 @@ from quire.services.router.tenants.api_keys import Authenticator, Headers
 from quire.services.router.tenants.authentication import CALLER
 from quire.services.router.tenants.tenant import Tenant
 from quire.services.router.worker_queue import shown
-from quire.services.server.errors import RETRY_AFTER_SECONDS, Unavailable
+from quire.services.server.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
 from quire.services.server.tracing import Span
@@ -105,6 +105,10 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     async def _whole(
         self, generation: pb.Generation, tenant: Tenant, deadline: float, headers: Headers
     ) -> pb.GenerateResponse:
+        if generation.received:
+            raise InvalidArgument(
+                "received", "must be empty but in GenerateStream, which sends only the rest"
+            )
         check_answer_size([generation])
         async with aclosing(self.generate(generation, tenant, deadline, headers)) as responses:
             received = await all_of(responses, lambda response: response)

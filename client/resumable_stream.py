@@ -1,0 +1,101 @@
+"""Keeps what a client has received of a stream, so that another router can continue it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+import grpc
+
+from quire.client import conversion
+from quire.client.errors import Interrupted, QuireError
+from quire.client.types import Delta
+from quire.protos import inference_pb2 as pb
+
+CANNOT_CONTINUE = "CANNOT_CONTINUE"
+
+
+class ResumableStream:
+    """A streamed request, and what has come of its answers.
+
+    The client draws the seed if the caller gave none, since the next router must use the same one. A
+    conversation continues from the token ids that the first router made of it: a chat template may write the
+    time of day into the prompt.
+    """
+
+    def __init__(self, generation: pb.Generation) -> None:
+        self._generation = generation
+        if not generation.sampling.HasField("seed"):
+            generation.sampling.seed = secrets.randbits(64)
+        if generation.WhichOneof("prompt") == "chat":
+            generation.response.prompt_token_ids = True
+        self._answers: dict[int, pb.ReceivedAnswer] = {}
+        self._origin = ""
+        self._prompt_token_ids: list[int] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a part of an answer has been delivered."""
+        return bool(self._answers)
+
+    def receive(self, response: pb.GenerateStreamResponse, num_moves: int) -> Delta:
+        """Return one step of the answers as if the request had never moved.
+
+        Args:
+            num_moves: number of times that it has moved to another router.
+        """
+        if response.request_id:
+            if self._origin:
+                response.ClearField("request_id")
+                response.ClearField("prompt_logprobs")
+            else:
+                self._origin = response.origin
+                self._prompt_token_ids = list(response.prompt_token_ids)
+        if response.token_ids or response.text or response.finish_reason:
+            answer = self._answers.setdefault(response.index, pb.ReceivedAnswer(index=response.index))
+            answer.token_ids.extend(response.token_ids)
+            answer.num_characters += len(response.text)
+            answer.is_finished = bool(response.finish_reason)
+        delta = conversion.to_delta(response)
+        if delta.usage is None or not num_moves:
+            return delta
+        return replace(delta, usage=replace(delta.usage, retries=delta.usage.retries + num_moves))
+
+    def request(self, cause: QuireError | None = None) -> pb.GenerateStreamRequest:
+        """Return the request for what has not been received yet.
+
+        Args:
+            cause: the failure of the last attempt.
+
+        Raises:
+            Interrupted: a part of the answer was delivered, and its rest cannot be generated separately.
+        """
+        generation = pb.Generation()
+        generation.CopyFrom(self._generation)
+        if not self._answers:
+            return pb.GenerateStreamRequest(generation=generation)
+        if kind := _unique_kind(generation.sampling):
+            raise Interrupted(
+                f"the router was lost after a part of the answer, and {kind} cannot continue on another "
+                "router: send the request again",
+                code=grpc.StatusCode.ABORTED,
+                reason=CANNOT_CONTINUE,
+            ) from cause
+        if generation.WhichOneof("prompt") == "chat":
+            generation.token_ids.ids.extend(self._prompt_token_ids)
+        generation.response.ClearField("prompt_logprobs")
+        generation.response.ClearField("prompt_token_ids")
+        generation.received.extend(self._answers.values())
+        generation.origin = self._origin
+        return pb.GenerateStreamRequest(generation=generation)
+
+
+def _unique_kind(sampling: pb.SamplingParams) -> str:
+    """Return the kind of a request whose answers cannot continue; empty if they can."""
+    if sampling.HasField("beam"):
+        return "a beam search"
+    if sampling.best_of > max(sampling.n, 1):
+        return "a request with best_of"
+    if sampling.HasField("kv_budget_tokens"):
+        return "an answer with kv_budget_tokens"
+    return ""

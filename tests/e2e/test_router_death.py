@@ -1,0 +1,268 @@
+"""A client with two routers: one is killed in the middle of an answer, and the answer does not show it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from quire.client import AsyncClient, Client, Delta, QuireError
+from quire.services.local.redis_process import RedisProcess
+from quire.services.local.stack import RunningStack
+
+StartStack = Callable[..., AbstractContextManager[RunningStack]]
+SECRET = "shared"
+START_SECONDS = 60.0
+PROMPT_LENGTH = 40
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 60}, "number": {"type": "integer"}},
+    "required": ["name", "number"],
+    "additionalProperties": False,
+}
+
+
+@dataclass
+class RouterProcess:
+    """A router in a process of its own, always on the same port."""
+
+    port: int
+    redis_url: str
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        options = {
+            "port": self.port,
+            "metrics-port": 0,
+            "admin-port": 0,
+            "redis-url": self.redis_url,
+            "log-level": "error",
+            "grace-period": 0.1,
+        }
+        flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from quire.cli.main import main; main()", "router", *flags],
+            env={**os.environ, "QUIRE_CLUSTER_SECRET": SECRET},
+        )
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def serves(self) -> bool:
+        try:
+            with Client(self.address, timeout=2) as client:
+                return bool(client.model_info().num_decode_workers)
+        except QuireError:
+            return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisProcess]:
+    with RedisProcess() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def stack(start_stack: StartStack, redis: RedisProcess) -> Iterator[RunningStack]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_CLUSTER_SECRET", SECRET)
+        with start_stack("llama", redis_url=redis.url, num_prefill=1, num_decode=2) as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def pair(stack: RunningStack, redis: RedisProcess) -> Iterator[list[RouterProcess]]:
+    with ExitStack() as undo:
+        routers = [RouterProcess(free_port(), redis.router_url) for _ in range(2)]
+        for router in routers:
+            router.start()
+            undo.callback(router.kill)
+        yield routers
+
+
+@pytest.fixture
+async def routers(pair: list[RouterProcess]) -> list[RouterProcess]:
+    """Two routers that serve, also if the last test killed one of them."""
+    for router in pair:
+        assert router.process is not None
+        if router.process.poll() is not None:
+            router.start()
+    async with asyncio.timeout(START_SECONDS):
+        for router in pair:
+            while not await asyncio.to_thread(router.serves):
+                await asyncio.sleep(0.1)
+    return pair
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"seed": 11},
+    "own seed": {},
+    "penalties and logprobs": {
+        "seed": 3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.3,
+        "logprobs": 2,
+    },
+    "json": {"seed": 5, "json_schema": SCHEMA},
+    "three answers": {"seed": 9, "n": 3},
+}
+
+
+def summary(deltas: list[Delta]) -> list[Any]:
+    """Return all that a caller sees of each answer, and the counts."""
+    indexes = sorted({delta.index for delta in deltas})
+    (usage,) = [delta.usage for delta in deltas if delta.usage]
+    return [
+        *(
+            (
+                "".join(d.text for d in deltas if d.index == index),
+                [token for d in deltas if d.index == index for token in d.token_ids],
+                [
+                    (round(each.logprob, 4), [top.token_id for top in each.top])
+                    for d in deltas
+                    if d.index == index
+                    for each in d.logprobs
+                ],
+                [d.finish_reason for d in deltas if d.index == index and d.finish_reason],
+            )
+            for index in indexes
+        ),
+        (usage.prompt_tokens, usage.completion_tokens),
+        [d.request_id for d in deltas if d.request_id],
+    ]
+
+
+async def killed_stream(
+    routers: list[RouterProcess], prompt: list[int], kill_after: int, **options: Any
+) -> list[Delta]:
+    """Kill the router that serves the stream after some of its messages."""
+    deltas: list[Delta] = []
+    # Calls begin at each router in turn: the first is the first in the list.
+    async with (
+        AsyncClient([router.address for router in routers], timeout=60) as client,
+        aclosing(client.stream(prompt, **options)) as stream,
+    ):
+        async for delta in stream:
+            deltas.append(delta)
+            if len(deltas) == kill_after:
+                routers[0].kill()
+    return deltas
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_answer_survives_its_router(
+    routers: list[RouterProcess], stack: RunningStack, e2e: Any, kind: str
+) -> None:
+    prompt = e2e.make_prompt(PROMPT_LENGTH)
+    options = {"max_tokens": 400, "request_id": "same", **KINDS[kind]}
+    if kind != "json":
+        options["ignore_eos"] = True
+    if kind == "own seed":
+        deltas = await killed_stream(routers, prompt, 8, **options)
+        assert len([token for delta in deltas for token in delta.token_ids]) == 400
+        return
+    async with AsyncClient(routers[1].address, timeout=60) as client:
+        undisturbed = [delta async for delta in client.stream(prompt, **options)]
+    broken = await killed_stream(routers, prompt, 8, **options)
+    assert summary(broken) == summary(undisturbed)
+    (usage,) = [delta.usage for delta in broken if delta.usage]
+    assert usage.retries >= 1
+    async with e2e.connected(stack) as (_, workers):
+        await e2e.quiet(workers)
+
+
+async def test_an_answer_that_outlasts_a_routers_grace_period_continues(
+    routers: list[RouterProcess], e2e: Any
+) -> None:
+    prompt, process = e2e.make_prompt(PROMPT_LENGTH, seed=8), routers[0].process
+    assert process is not None
+    options: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True, "seed": 2, "request_id": "same"}
+    async with AsyncClient(routers[1].address, timeout=60) as client:
+        undisturbed = [delta async for delta in client.stream(prompt, **options)]
+    deltas: list[Delta] = []
+    async with AsyncClient([router.address for router in routers], timeout=60) as client:
+        async for delta in client.stream(prompt, **options):
+            deltas.append(delta)
+            if len(deltas) == 4:
+                process.terminate()
+            if process.poll() is None:
+                await asyncio.sleep(0.01)
+    assert summary(deltas) == summary(undisturbed)
+    assert deltas[-1].usage is not None
+    assert deltas[-1].usage.retries >= 1
+    assert process.wait(START_SECONDS) == 0
+
+
+async def test_a_stop_string_is_met_on_the_other_router(routers: list[RouterProcess], e2e: Any) -> None:
+    prompt = e2e.make_prompt(PROMPT_LENGTH, seed=4)
+    options: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "seed": 21, "request_id": "same"}
+    async with AsyncClient(routers[1].address, timeout=60) as client:
+        plain = await client.generate(prompt, **options)
+        position = next(i for i in range(200, len(plain.text)) if plain.text.find(plain.text[i : i + 6]) == i)
+        options["stop"] = [plain.text[position : position + 6]]
+        undisturbed = [delta async for delta in client.stream(prompt, **options)]
+    assert undisturbed[-1].finish_reason == "stop"
+    broken = await killed_stream(routers, prompt, 8, **options)
+    assert summary(broken) == summary(undisturbed)
+
+
+async def test_calls_that_have_not_begun_go_to_the_other_router_and_come_back(
+    routers: list[RouterProcess], e2e: Any
+) -> None:
+    prompt = e2e.make_prompt(PROMPT_LENGTH)
+    addresses = [router.address for router in routers]
+    with Client(addresses, timeout=60) as client:
+        expected = await asyncio.to_thread(client.generate, prompt, max_tokens=8, temperature=0)
+        routers[0].kill()
+        for _ in range(4):
+            found = await asyncio.to_thread(client.generate, prompt, max_tokens=8, temperature=0)
+            assert found.token_ids == expected.token_ids
+        routers[0].start()
+        async with asyncio.timeout(START_SECONDS):
+            while not await asyncio.to_thread(routers[0].serves):
+                await asyncio.sleep(0.1)
+        routers[1].kill()
+        found = await asyncio.to_thread(client.generate, prompt, max_tokens=8, temperature=0)
+        assert found.token_ids == expected.token_ids
+
+
+async def test_a_sync_stream_survives_too(routers: list[RouterProcess], e2e: Any) -> None:
+    prompt = e2e.make_prompt(PROMPT_LENGTH, seed=6)
+    options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "seed": 2, "request_id": "same"}
+
+    def run() -> tuple[list[Delta], list[Delta]]:
+        with Client(routers[1].address, timeout=60) as client:
+            undisturbed = list(client.stream(prompt, **options))
+        deltas = []
+        with Client([router.address for router in routers], timeout=60) as client:
+            for delta in client.stream(prompt, **options):
+                deltas.append(delta)
+                if len(deltas) == 8:
+                    routers[0].kill()
+        return undisturbed, deltas
+
+    undisturbed, broken = await asyncio.to_thread(run)
+    assert summary(broken) == summary(undisturbed)

@@ -1,0 +1,172 @@
+"""A router continues answers of which its client has received a part elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.client.errors import from_rpc_error
+from quire.protos import inference_pb2 as pb
+
+TEXT = "hello world, stop here"
+
+
+async def responses(stub: Any, generation: pb.Generation) -> list[pb.GenerateStreamResponse]:
+    return [each async for each in stub.GenerateStream(pb.GenerateStreamRequest(generation=generation))]
+
+
+def asked(**stopping: Any) -> pb.Generation:
+    generation = pb.Generation(text="hello", sampling=pb.SamplingParams(seed=7))
+    generation.stopping.MergeFrom(pb.StoppingParams(**stopping))
+    return generation
+
+
+def continued(
+    generation: pb.Generation, before: list[pb.GenerateStreamResponse], origin: str
+) -> pb.Generation:
+    """Return the request for the rest after some messages of the only answer."""
+    result = pb.Generation()
+    result.CopyFrom(generation)
+    result.origin = origin
+    result.received.add(
+        token_ids=[token for each in before for token in each.token_ids],
+        num_characters=sum(len(each.text) for each in before),
+    )
+    return result
+
+
+def joined(messages: list[pb.GenerateStreamResponse]) -> tuple[str, list[int], list[int]]:
+    return (
+        "".join(each.text for each in messages),
+        [token for each in messages for token in each.token_ids],
+        [each.finish_reason for each in messages if each.finish_reason],
+    )
+
+
+@pytest.mark.parametrize(
+    "stopping",
+    [{}, {"stop_strings": ["stop"]}, {"stop_strings": ["d, s"], "min_tokens": 2}, {"max_tokens": 5}],
+    ids=["end", "stop", "stop within", "length"],
+)
+async def test_every_rest_completes_the_answer(pair: Any, stopping: dict[str, Any]) -> None:
+    stub = await pair.start()
+    generation = asked(**stopping)
+    whole = await responses(stub, generation)
+    assert whole[0].origin
+    for cut in range(1, len(whole)):
+        rest = await responses(stub, continued(generation, whole[:cut], whole[0].origin))
+        assert joined(whole[:cut] + rest) == joined(whole)
+        assert rest[-1].usage.completion_tokens == whole[-1].usage.completion_tokens
+        assert rest[-1].usage.prompt_tokens == whole[-1].usage.prompt_tokens
+
+
+async def test_text_that_one_router_held_back_or_sent_ahead_comes_once(pair: Any) -> None:
+    stub = await pair.start()
+    generation = asked()
+    whole = await responses(stub, generation)
+    text, tokens, _ = joined(whole)
+    for num_characters in range(len(text)):
+        request = continued(generation, whole[:3], whole[0].origin)
+        request.received[0].num_characters = num_characters
+        assert joined(await responses(stub, request))[:2] == (text[num_characters:], tokens[3:])
+
+
+async def test_an_answer_whose_end_was_lost_ends_without_a_worker(pair: Any) -> None:
+    stub = await pair.start()
+    generation = asked(max_tokens=4)
+    whole = await responses(stub, generation)
+    num_calls = sum(len(worker.calls) for worker in pair.workers.values())
+    request = continued(generation, whole, whole[0].origin)
+    (rest,) = await responses(stub, request)
+    assert (rest.finish_reason, rest.text, list(rest.token_ids)) == (pb.FINISH_REASON_LENGTH, "", [])
+    assert rest.usage.completion_tokens == 4
+    assert sum(len(worker.calls) for worker in pair.workers.values()) == num_calls
+
+
+async def test_several_answers_continue_one_by_one(pair: Any) -> None:
+    stub = await pair.start()
+    generation = asked()
+    generation.sampling.n = 3
+    whole = await responses(stub, generation)
+    token_ids = {i: [t for each in whole if each.index == i for t in each.token_ids] for i in range(3)}
+    request = pb.Generation()
+    request.CopyFrom(generation)
+    request.origin = whole[0].origin
+    request.received.add(index=0, token_ids=token_ids[0], is_finished=True)
+    request.received.add(index=2, token_ids=token_ids[2][:2], num_characters=0)
+    for worker in pair.workers.values():
+        worker.calls.clear()
+    rest = await responses(stub, request)
+    found = {i: [t for each in rest if each.index == i for t in each.token_ids] for i in range(3)}
+    assert (found[0], found[1], found[2]) == ([], token_ids[1], token_ids[2][2:])
+    assert rest[-1].usage.completion_tokens == sum(map(len, token_ids.values()))
+    calls = [call.sequence for worker in pair.workers.values() for call in worker.calls]
+    # Answer i has the seed of a separate request.
+    assert {(call.sampling.seed, call.num_output_tokens) for call in calls} == {(8, 0), (9, 2)}
+
+
+def received(**fields: Any) -> pb.ReceivedAnswer:
+    return pb.ReceivedAnswer(**{"token_ids": [3], "num_characters": 0, **fields})
+
+
+def too_long(generation: pb.Generation) -> None:
+    generation.stopping.max_tokens = 1
+    generation.received[0].token_ids.append(3)
+
+
+BAD: dict[str, tuple[Callable[[pb.Generation], object], str]] = {
+    "beam": (lambda g: g.sampling.beam.MergeFrom(pb.BeamParams(width=2)), "sampling.beam"),
+    "best_of": (lambda g: g.sampling.MergeFrom(pb.SamplingParams(best_of=2)), "sampling.best_of"),
+    "budget": (
+        lambda g: g.sampling.MergeFrom(pb.SamplingParams(kv_budget_tokens=48)),
+        "sampling.kv_budget_tokens",
+    ),
+    "seed": (lambda g: g.sampling.ClearField("seed"), "sampling.seed"),
+    "twice": (lambda g: g.received.append(received()), "received"),
+    "index": (lambda g: g.received[0].MergeFrom(pb.ReceivedAnswer(index=1)), "received"),
+    "finished": (lambda g: g.received[0].MergeFrom(pb.ReceivedAnswer(is_finished=True)), "received"),
+    "token": (lambda g: g.received[0].token_ids.append(10**6), "received[0].token_ids[1]"),
+    "length": (too_long, "received[0].token_ids"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+async def test_what_cannot_continue_is_refused_by_name(pair: Any, case: str) -> None:
+    stub = await pair.start()
+    change, field = BAD[case]
+    whole = await responses(stub, asked())
+    request = asked()
+    request.origin = whole[0].origin
+    request.received.append(received())
+    change(request)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await responses(stub, request)
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+async def test_an_answer_that_has_met_its_stop_string_is_refused(pair: Any) -> None:
+    stub = await pair.start()
+    whole = await responses(stub, asked())
+    request = continued(asked(stop_strings=["world"]), whole[:-1], whole[0].origin)
+    with pytest.raises(grpc.aio.AioRpcError, match="stop string"):
+        await responses(stub, request)
+
+
+async def test_another_model_does_not_continue_an_answer(pair: Any) -> None:
+    stub = await pair.start()
+    whole = await responses(stub, asked())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await responses(stub, continued(asked(), whole[:2], "other"))
+    assert from_rpc_error(caught.value).reason == "OTHER_ORIGIN"
+
+
+async def test_only_a_stream_continues(pair: Any) -> None:
+    stub = await pair.start()
+    request = continued(asked(), [], "")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(pb.GenerateRequest(generation=request))
+    assert from_rpc_error(caught.value).metadata["field"] == "received"
