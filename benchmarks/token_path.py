@@ -1,9 +1,10 @@
 """The CPU time that a streamed token takes between the engine and the client.
 
     python -m quire.benchmarks.token_path [--clients 1,16,64] [--tokens 200] [--rounds 3]
+        [--router-processes 1]
 
 A local stack with one worker serves the demo model; each client streams one answer, over gRPC or over HTTP.
-``router`` is the CPU time of the router's process, ``worker`` that of the worker's event loop, which is its
+``router`` is the CPU time of the router's processes, ``worker`` that of the worker's event loop, which is its
 main thread. ``messages`` is the number of messages that a client gets for each token: below 1, tokens of
 several steps share a message because the router or the client is slower than the engine. ``bare`` is what a
 stream of equal messages costs a gRPC server that does nothing else, with one message for each token.
@@ -18,6 +19,8 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from itertools import cycle
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +42,7 @@ from quire.services.router.config import RouterConfig
 PROMPT = [5, 6, 7, 8]
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 BARE_MESSAGES = 300
+CONNECTIONS_PER_PROCESS = 8
 
 Stream = Callable[[int], Awaitable[int]]
 """Streams an answer of a number of tokens, and returns the number of messages."""
@@ -61,18 +65,20 @@ def cpu_seconds(stat: Path) -> float:
 
 async def measure(stack: RunningStack, stream: Stream, num_clients: int, num_tokens: int) -> Cost:
     """Let clients stream one answer each, and return what that took."""
-    router, worker = stack.router.process.pid, next(iter(stack.workers.values())).process.pid
-    stats = [Path(f"/proc/{router}/stat"), Path(f"/proc/{worker}/task/{worker}/stat")]
-    before, start = [cpu_seconds(stat) for stat in stats], time.perf_counter()
+    worker = next(iter(stack.workers.values())).process.pid
+    routers = [Path(f"/proc/{child.process.pid}/stat") for child in stack.routers.values()]
+    stats = [routers, [Path(f"/proc/{worker}/task/{worker}/stat")]]
+    before, start = [sum(map(cpu_seconds, each)) for each in stats], time.perf_counter()
     num_messages = sum(await asyncio.gather(*(stream(num_tokens) for _ in range(num_clients))))
     seconds, total = time.perf_counter() - start, num_clients * num_tokens
-    used = [1e6 * (cpu_seconds(stat) - earlier) / total for stat, earlier in zip(stats, before, strict=True)]
+    after = [sum(map(cpu_seconds, each)) for each in stats]
+    used = [1e6 * (later - earlier) / total for earlier, later in zip(before, after, strict=True)]
     return Cost(total / seconds, num_messages / total, *used)
 
 
-def over_grpc(channel: grpc.aio.Channel) -> Stream:
-    """Return what streams an answer over gRPC."""
-    stub = pb_grpc.GenerationServiceStub(channel)
+def over_grpc(channels: Sequence[grpc.aio.Channel]) -> Stream:
+    """Return what streams an answer over gRPC, over each connection in turn."""
+    stubs = cycle([pb_grpc.GenerationServiceStub(channel) for channel in channels])
 
     async def stream(num_tokens: int) -> int:
         generation = pb.Generation(
@@ -80,7 +86,7 @@ def over_grpc(channel: grpc.aio.Channel) -> Stream:
             stopping=pb.StoppingParams(max_tokens=num_tokens, ignore_eos=True),
         )
         request = pb.GenerateStreamRequest(generation=generation)
-        return len([message async for message in stub.GenerateStream(request)])
+        return len([message async for message in next(stubs).GenerateStream(request)])
 
     return stream
 
@@ -144,16 +150,23 @@ def _serve_bare(pipe: Connection) -> None:
 
 async def streams(stack: RunningStack) -> AsyncIterator[tuple[str, Stream]]:
     """Yield the name of each API and what streams over it."""
-    async with grpc.aio.insecure_channel(stack.address) as channel:
-        yield "gRPC", over_grpc(channel)
+    async with AsyncExitStack() as channels:
+        # Each connection belongs to one router process, so several processes need several connections.
+        number = 1 if len(stack.routers) == 1 else CONNECTIONS_PER_PROCESS * len(stack.routers)
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        made = [grpc.aio.insecure_channel(stack.address, options=options) for _ in range(number)]
+        yield "gRPC", over_grpc([await channels.enter_async_context(channel) for channel in made])
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         yield "HTTP", over_http(session, f"http://{stack.http_address}")
 
 
-async def run(numbers: Sequence[int], num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
+async def run(
+    numbers: Sequence[int], num_tokens: int, num_rounds: int, num_routers: int = 1
+) -> list[dict[str, Any]]:
     """Start the stack and return a row for each API and number of clients."""
     rows = []
-    config = LocalStackConfig(num_prefill=0, num_decode=1, router=RouterConfig(port=0, http_port=0))
+    router = RouterConfig(port=0, http_port=0, num_processes=num_routers)
+    config = LocalStackConfig(num_prefill=0, num_decode=1, router=router)
     with local_stack(config) as stack:
         bare = {number: await bare_microseconds(number) for number in numbers}
         async for name, stream in streams(stack):
@@ -180,9 +193,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clients", default="1,16,64", help="numbers of clients (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of an answer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: %(default)s)")
+    parser.add_argument(
+        "--router-processes", type=int, default=1, help="router processes (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     numbers = [int(number) for number in options.clients.split(",")]
-    rows = asyncio.run(run(numbers, options.tokens, options.rounds))
+    rows = asyncio.run(run(numbers, options.tokens, options.rounds, options.router_processes))
     table = Table("API", "clients", "tokens/s", "messages", "router µs/token", "worker µs/token", "bare µs")
     for row in rows:
         bare = "" if row["bare_microseconds"] is None else f"{row['bare_microseconds']:.0f}"
@@ -196,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             bare,
         )
     Console().print(table)
-    print(json.dumps({"benchmark": "token_path", "rows": rows}))
+    print(json.dumps({"benchmark": "token_path", "router_processes": options.router_processes, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,12 @@ def serve(
 @spread
 def router(*, config: Annotated[RouterConfig, Offer(defaults={"metrics_port": 8501})]) -> None:
     """Run a router, which offers the public gRPC service in front of the workers."""
+    if config.num_processes > 1:
+        from quire.services.local.router_processes import run_router_processes
+
+        with start_errors():
+            run_router_processes(config)
+        return
     import asyncio
 
     from quire.services.router.app import run_router

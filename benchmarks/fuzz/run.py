@@ -123,7 +123,7 @@ class _Run:
         self._session = session
         self._processes = {
             name: psutil.Process(child.process.pid)
-            for name, child in {"router": stack.router, **stack.workers}.items()
+            for name, child in {**stack.routers, **stack.workers}.items()
         }
         self._answered: list[tuple[pb.Generation, list[list[int]]]] = []
         self.report = FuzzReport(0)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 import os
 import secrets
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from typing import Literal, NamedTuple
 
 import grpc
@@ -26,20 +20,26 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from quire.kvtransfer.proof import Caller, Peer
 from quire.protos.admin_pb2 import ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
+from quire.services.local.child_processes import (
+    KILL_SECONDS,
+    Child,
+    Restarts,
+    children,
+    end_of,
+    stop_on_signals,
+)
 from quire.services.local.config import LocalStackConfig
-from quire.services.local.redis_process import RedisProcess, end_with_parent
-from quire.services.router.app import RouterAddresses, run_router
-from quire.services.router.config import RouterConfig
-from quire.services.server.errors import BadFileError, ServiceError
-from quire.services.server.grpc_server import STOP_SIGNALS, Draining
+from quire.services.local.redis_process import RedisProcess
+from quire.services.local.router_processes import router_configs, run_router_process, shared_ports
+from quire.services.router.app import RouterAddresses
+from quire.services.server.errors import ServiceError
+from quire.services.server.grpc_server import Draining
 from quire.services.server.log import configure_logging, get_logger
 from quire.services.worker.config import RunningWorker, WorkerConfig
 from quire.services.worker_process import run_worker
 
 JOIN_SECONDS = 30.0
 JOIN_POLL_SECONDS = 0.05
-KILL_SECONDS = 10.0
-"""Time after its grace period in which a process has to end before it is killed."""
 
 _log = get_logger("stack")
 
@@ -48,25 +48,19 @@ class StackFailedError(RuntimeError):
     """A process of the stack ended unexpectedly; its log says why."""
 
 
-class Child(NamedTuple):
-    """A started process and the pipe on which it reports that it is ready."""
-
-    name: str
-    process: SpawnProcess
-    pipe: Connection
-
-
 class RunningStack(NamedTuple):
     """A started stack whose router answers."""
 
     address: str
     admin_address: str
     http_address: str | None
-    router: Child
+    routers: dict[str, Child]
     workers: dict[str, Child]
     ready: dict[str, RunningWorker]
     caller: Caller
     """Signs calls to the workers."""
+    restarts: Restarts
+    """Starts router processes again."""
 
     def peer(self, name: str, channel: grpc.aio.Channel) -> Peer:
         """Return a peer for a worker's stubs, which signs the calls over ``channel``."""
@@ -87,7 +81,7 @@ def run(config: LocalStackConfig, on_ready: Callable[[str], None] | None = None)
     """
     configure_logging(config.log_level, process="stack")
     console = Console(stderr=True)
-    received = _stop_on_signals()
+    received = stop_on_signals()
     try:
         with local_stack(config, console) as stack:
             _print_banner(console, config, stack)
@@ -118,25 +112,29 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
         configs = worker_configs(config, worker_redis, secret)
         show = partial(_show_drain, console)
         patience = config.worker.grace_seconds + KILL_SECONDS
-        workers = stack.enter_context(_children(run_worker, configs, patience, show))
+        workers = stack.enter_context(children(run_worker, configs, patience, show))
         router_config = replace(config.router, redis_url=router_redis, cluster_secret=secret)
-        routers = {"router": (router_config, config.log_level)}
+        router_config = stack.enter_context(shared_ports(router_config))
+        arguments = {name: (each, config.log_level) for name, each in router_configs(router_config).items()}
         patience = config.router.grace_seconds + KILL_SECONDS
-        router = stack.enter_context(_children(_run_router, routers, patience, show))["router"]
+        routers = stack.enter_context(children(run_router_process, arguments, patience, show))
         # Start the progress bar only now: its thread would receive the signals that are blocked while
         # processes start.
         progress = stack.enter_context(_progress(console))
         ready: dict[str, RunningWorker] = {}
-        addresses = RouterAddresses("", None, "")
-        for name, report in _reports([router, *workers.values()], progress):
+        addresses: dict[str, RouterAddresses] = {}
+        for name, report in _reports([*routers.values(), *workers.values()], progress):
             if isinstance(report, RunningWorker):
                 ready[name] = report
             else:
-                addresses = report
+                addresses[name] = report
         progress.stop()
-        _wait_until_joined(addresses.admin, config)
+        for each in addresses.values():
+            _wait_until_joined(each.admin, config)
+        first = addresses[min(addresses)]
+        restarts = Restarts(routers, run_router_process, arguments)
         caller = Caller(secret)
-        yield RunningStack(addresses.grpc, addresses.admin, addresses.http, router, workers, ready, caller)
+        yield RunningStack(first.grpc, first.admin, first.http, routers, workers, ready, caller, restarts)
 
 
 # --- processes ----------------------------------------------------------------------------------------------
@@ -179,108 +177,6 @@ def divide_processors(cpus: list[int], num_workers: int) -> list[list[int]]:
     if len(cpus) < num_workers:
         return [[cpus[index % len(cpus)]] for index in range(num_workers)]
     return [cpus[index::num_workers] for index in range(num_workers)]
-
-
-@contextmanager
-def _children(
-    target: Callable[..., None],
-    arguments: Mapping[str, object],
-    stop_seconds: float,
-    show: Callable[[Draining], None],
-) -> Iterator[dict[str, Child]]:
-    """Run ``target(argument, report)`` in processes; on exit stop them.
-
-    Args:
-        arguments: the argument for each process, by the process's name.
-        stop_seconds: time for the processes to stop before they are killed.
-        show: called with the reports of a stopping process about the requests that it waits for.
-    """
-    children: dict[str, Child] = {}
-    try:
-        for name, argument in arguments.items():
-            with _signals_held_back():
-                children[name] = _start(name, target, argument)
-        yield children
-    finally:
-        for child in children.values():
-            child.process.terminate()
-        deadline = time.monotonic() + stop_seconds
-        try:
-            for child in children.values():
-                _await_end(child, deadline, show)
-        finally:
-            for child in children.values():
-                child.process.kill()
-                child.process.join()
-                child.pipe.close()
-
-
-def _await_end(child: Child, deadline: float, show: Callable[[Draining], None]) -> None:
-    """Return when a process has ended or the deadline has passed; show its reports meanwhile."""
-    ends: list[Connection | int] = [child.pipe, child.process.sentinel]
-    while child.process.sentinel not in (ready := wait(ends, max(0.0, deadline - time.monotonic()))):
-        if not ready:
-            _log.warning("process_killed", name=child.name)
-            return
-        try:
-            report = child.pipe.recv()
-        except (EOFError, OSError):
-            ends.remove(child.pipe)
-            continue
-        if isinstance(report, Draining):
-            show(report)
-
-
-def _start(name: str, target: Callable[..., None], argument: object) -> Child:
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child_main, args=(target, argument, sender), name=name)
-    process.start()
-    sender.close()
-    return Child(name, process, receiver)
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Block the stop signals while a process starts.
-
-    A signal then arrives only after the process is complete and recorded, and Ctrl-C only after the process
-    is in a group of its own.
-    """
-    # Start the resource tracker first, because its start would unblock the signals.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _child_main(target: Callable[..., None], argument: object, pipe: Connection) -> None:
-    # Ctrl-C reaches all processes in the terminal's group, but the stack has to end its processes in order.
-    os.setsid()
-    # Ignore a SIGINT that was blocked during the start; the stack sends its own SIGTERM.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    end_with_parent()
-    try:
-        target(argument, partial(_report, pipe))
-    except (ServiceError, OSError, ValueError, RuntimeError) as error:
-        is_told = isinstance(error, ServiceError | BadFileError)
-        _report(pipe, error if is_told else RuntimeError(f"{type(error).__name__}: {error}"))
-        sys.exit(1)
-
-
-def _report(pipe: Connection, report: object) -> None:
-    # If the parent has died, the report is lost, and the death signal ends this process.
-    with suppress(OSError):
-        pipe.send(report)
-
-
-def _run_router(argument: tuple[RouterConfig, str], report: Callable[[object], None]) -> None:
-    config, log_level = argument
-    configure_logging(log_level, process="router")
-    asyncio.run(run_router(config, lambda running: report(running.addresses), report))
 
 
 def _reports(
@@ -326,31 +222,26 @@ def _wait_until_joined(admin_address: str, config: LocalStackConfig) -> None:
 
 
 def _watch(stack: RunningStack) -> None:
-    """Wait as long as the router and at least one decode worker run; log each process that ends.
+    """Wait as long as a router and at least one decode worker run; log each process that ends.
+
+    If there are several router processes, one that ends is started again.
 
     Raises:
-        StackFailedError: the router or the last decode worker ended.
+        StackFailedError: the only router or the last decode worker ended.
     """
-    alive = {child.process.sentinel: child for child in (stack.router, *stack.workers.values())}
+    alive = {child.process.sentinel: child for child in (*stack.routers.values(), *stack.workers.values())}
     while True:
-        for sentinel in wait(list(alive)):
+        for sentinel in wait(list(alive), stack.restarts.seconds):
             child = alive.pop(sentinel)  # type: ignore[arg-type]
-            end = _end(child.process)
+            end = end_of(child.process)
             _log.error("process_ended", name=child.name, end=end)
+            is_router = child.name in stack.routers
             has_decode = any(c.name.startswith("decode") for c in alive.values())
-            if child is stack.router or not has_decode:
+            if not has_decode or (is_router and len(stack.routers) == 1):
                 raise StackFailedError(f"{child.name} {end}")
-
-
-def _end(process: SpawnProcess) -> str:
-    """Return a description of how a process ended."""
-    # The process's sentinel, a pipe, closes shortly before its exit status is available.
-    process.join()
-    code = process.exitcode
-    assert code is not None
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
+            if is_router:
+                stack.restarts.schedule(child.name)
+        alive |= {child.process.sentinel: child for child in stack.restarts.start_due()}
 
 
 # --- output on the terminal ---------------------------------------------------------------------------------
@@ -397,23 +288,3 @@ def _show_drain(console: Console | None, waiting: Draining) -> None:
         console.print(f"stopping: waiting for {requests}, {left}; Ctrl-C again ends at once", soft_wrap=True)
     else:
         console.print(f"stopping: the grace period is over, {requests} cut off", soft_wrap=True)
-
-
-def _stop_on_signals() -> list[int]:
-    """Let the first SIGINT or SIGTERM raise KeyboardInterrupt, and the next kill all processes of the stack.
-
-    SIGINT is handled even if it was ignored before, as in the background of a script. Returns a list to which
-    the numbers of received signals are added.
-    """
-    received: list[int] = []
-
-    def handle(number: int, frame: object) -> None:
-        received.append(number)
-        if len(received) == 1:
-            raise KeyboardInterrupt
-        for process in multiprocessing.active_children():
-            process.kill()
-
-    for each in STOP_SIGNALS:
-        signal.signal(each, handle)
-    return received

@@ -306,6 +306,7 @@ def _grpc_server(
         interceptors=[RequireTenant(authenticator)],
         call_seconds=config.request_timeout_seconds + CALL_MARGIN_SECONDS,
         checks_parts=True,
+        shares_port=config.num_processes > 1,
     )
 
 
@@ -328,6 +329,7 @@ def _http_server(
         tls=None if config.public_tls is None else server_context(config.public_tls),
         times=config.http_times,
         request_timeout_seconds=config.request_timeout_seconds,
+        shares_port=config.num_processes > 1,
     )
 
 

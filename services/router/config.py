@@ -21,6 +21,8 @@ DEFAULT_HTTP_PORT = 8502
 """Port of the HTTP API under ``quire serve``."""
 DEFAULT_ADMIN_PORT = 8503
 """Port at which ``quire admin`` looks for a router."""
+PORT_STEP = 100
+"""Distance between the metrics ports, and the admin ports, of router processes with the same public ports."""
 SILENT_SECONDS = 7.0
 """A worker that answers no probe for this long is lost, and its calls end."""
 
@@ -90,6 +92,14 @@ class RouterConfig(ServiceConfig):
         Panel.NETWORK,
         minimum=0,
         maximum=MAX_PORT,
+    )
+    num_processes: int = setting(
+        1,
+        "--router-processes",
+        "Router processes on the same public ports, for more than one processor.",
+        Panel.PROCESS,
+        minimum=1,
+        maximum=64,
     )
     worker_addresses: tuple[str, ...] = setting(
         (),
@@ -173,6 +183,9 @@ class RouterConfig(ServiceConfig):
         needs_tls = self.tls_cert or self.tls_key or self.tls_client_ca
         if needs_tls and not (self.tls_cert and self.tls_key):
             raise ValueError("TLS needs both --tls-cert and --tls-key")
+        last_port = max(self.metrics_port, self.chosen_admin_port) + PORT_STEP * (self.num_processes - 1)
+        if last_port > MAX_PORT:
+            raise ValueError(f"--router-processes {self.num_processes} needs ports up to {last_port}")
 
     @property
     def public_tls(self) -> TlsFiles | None:

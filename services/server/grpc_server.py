@@ -71,12 +71,15 @@ class Service(NamedTuple):
     full_name: str
 
 
-def server_options(max_message_bytes: int, min_ping_seconds: float = MIN_PING_SECONDS) -> ServerOptions:
+def server_options(
+    max_message_bytes: int, min_ping_seconds: float = MIN_PING_SECONDS, *, shares_port: bool = False
+) -> ServerOptions:
     """Return the gRPC options of a server.
 
     Args:
         max_message_bytes: size of the largest message that it takes.
         min_ping_seconds: interval at which a client may ping.
+        shares_port: whether other processes may listen on the same port, and get a part of the connections.
     """
     return [
         # The default of 4 MiB is too small for a long prompt or a batch of KV blocks.
@@ -94,7 +97,7 @@ def server_options(max_message_bytes: int, min_ping_seconds: float = MIN_PING_SE
         *PING_TIMEOUTS,
         # With SO_REUSEPORT a second server on the same port would start without an error and get half of the
         # calls.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shares_port)),
     ]
 
 
@@ -168,6 +171,7 @@ async def grpc_server(
     call_seconds: float | None = None,
     checks_parts: bool = False,
     min_ping_seconds: float = MIN_PING_SECONDS,
+    shares_port: bool = False,
 ) -> AsyncIterator[GrpcServer]:
     """Serve ``services`` until the context ends; health is NOT_SERVING until ``GrpcServer.ready`` is called.
 
@@ -179,6 +183,7 @@ async def grpc_server(
         call_seconds: see ``CallLimits``.
         checks_parts: see ``RequestIntake``.
         min_ping_seconds: see ``server_options``.
+        shares_port: see ``server_options``.
 
     Raises:
         OSError: the address cannot be bound.
@@ -191,7 +196,7 @@ async def grpc_server(
             *interceptors,
             RequestIntake(checks_parts=checks_parts),
         ],
-        options=server_options(max_message_bytes, min_ping_seconds),
+        options=server_options(max_message_bytes, min_ping_seconds, shares_port=shares_port),
     )
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -18,6 +18,7 @@ from quire.routing.planner import PolicyConfig
 from quire.routing.policy import Policy, Pulls
 from quire.services import worker_process
 from quire.services.local import stack as local_stack
+from quire.services.local.child_processes import end_of
 from quire.services.local.config import LocalStackConfig
 from quire.services.router import app
 from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
@@ -278,7 +279,7 @@ def test_the_end_of_a_process_is_told(program: str, end: str) -> None:
     if "sleep" in program:
         process.kill()
     multiprocessing.connection.wait([process.sentinel])
-    assert local_stack._end(process) == end
+    assert end_of(process) == end
 
 
 def test_a_model_that_is_missing_is_told_in_a_line(command: list[str], tmp_path: Path) -> None:

@@ -85,9 +85,9 @@ async def test_a_router_finishes_its_streams(start_stack: StartStack, expected: 
             prompt = e2e.make_prompt(60)
             stream = client.stream(prompt, max_tokens=64, **GREEDY)
             first = list((await anext(stream)).token_ids)
-            stack.router.process.terminate()
+            stack.routers["router"].process.terminate()
             tokens, num_retries = await finish(stream)
             assert ([*first, *tokens], num_retries) == (expected("llama", prompt), 0)
-            await asyncio.to_thread(stack.router.process.join, WAIT_SECONDS)
-            assert stack.router.process.exitcode == 0
+            await asyncio.to_thread(stack.routers["router"].process.join, WAIT_SECONDS)
+            assert stack.routers["router"].process.exitcode == 0
             await e2e.quiet(workers)

@@ -103,7 +103,9 @@ def hastened_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasten(options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
         return [(name, value // PING_SPEED if name in PING_INTERVALS else value) for name, value in options]
 
-    monkeypatch.setattr(grpc_server, "server_options", lambda *limits: hasten(server_options(*limits)))
+    monkeypatch.setattr(
+        grpc_server, "server_options", lambda *limits, **sharing: hasten(server_options(*limits, **sharing))
+    )
     monkeypatch.setattr(async_client, "channel_options", lambda: hasten(channel_options()))
     for module in (channels, worker):
         monkeypatch.setattr(module, "CHANNEL_OPTIONS", hasten(CHANNEL_OPTIONS))

@@ -79,6 +79,7 @@ async def http_server(
     tls: ssl.SSLContext | None = None,
     times: HttpTimes | None = None,
     request_timeout_seconds: float = 600.0,
+    shares_port: bool = False,
 ) -> AsyncIterator[HttpServer]:
     """Serve the HTTP API until the context ends.
 
@@ -86,6 +87,7 @@ async def http_server(
         port: 0 takes a free port, found in ``HttpServer.port``.
         tls: None: connections are plain.
         request_timeout_seconds: time limit of a request, as in the router.
+        shares_port: whether other processes may listen on the same port, and get a part of the connections.
 
     Raises:
         OSError: the address cannot be bound.
@@ -106,6 +108,7 @@ async def http_server(
             port,
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
+            reuse_port=shares_port or None,
         )
     except OSError as error:
         await runner.cleanup()

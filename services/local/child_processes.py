@@ -1,0 +1,194 @@
+"""Starts processes that end with this one, stops them in order, and starts them again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import NamedTuple
+
+from quire.services.local.redis_process import end_with_parent
+from quire.services.server.errors import BadFileError, ServiceError
+from quire.services.server.grpc_server import STOP_SIGNALS, Draining
+from quire.services.server.log import get_logger
+
+KILL_SECONDS = 10.0
+"""Time after its grace period in which a process has to end before it is killed."""
+RESTART_SECONDS = 1.0
+"""Time between the end of a process and its next start."""
+
+Target = Callable[..., None]
+_log = get_logger("stack")
+
+
+class Child(NamedTuple):
+    """A started process and the pipe on which it reports that it is ready."""
+
+    name: str
+    process: SpawnProcess
+    pipe: Connection
+
+
+@contextmanager
+def children(
+    target: Target,
+    arguments: Mapping[str, object],
+    stop_seconds: float,
+    show: Callable[[Draining], None],
+) -> Iterator[dict[str, Child]]:
+    """Run ``target(argument, report)`` in processes; on exit stop them.
+
+    Args:
+        arguments: the argument for each process, by the process's name.
+        stop_seconds: time for the processes to stop before they are killed.
+        show: called with the reports of a stopping process about the requests that it waits for.
+    """
+    children: dict[str, Child] = {}
+    try:
+        for name, argument in arguments.items():
+            with _signals_held_back():
+                children[name] = start_child(name, target, argument)
+        yield children
+    finally:
+        for child in children.values():
+            child.process.terminate()
+        deadline = time.monotonic() + stop_seconds
+        try:
+            for child in children.values():
+                _await_end(child, deadline, show)
+        finally:
+            for child in children.values():
+                child.process.kill()
+                child.process.join()
+                child.pipe.close()
+
+
+def _await_end(child: Child, deadline: float, show: Callable[[Draining], None]) -> None:
+    """Return when a process has ended or the deadline has passed; show its reports meanwhile."""
+    ends: list[Connection | int] = [child.pipe, child.process.sentinel]
+    while child.process.sentinel not in (ready := wait(ends, max(0.0, deadline - time.monotonic()))):
+        if not ready:
+            _log.warning("process_killed", name=child.name)
+            return
+        try:
+            report = child.pipe.recv()
+        except (EOFError, OSError):
+            ends.remove(child.pipe)
+            continue
+        if isinstance(report, Draining):
+            show(report)
+
+
+def start_child(name: str, target: Callable[..., None], argument: object) -> Child:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child_main, args=(target, argument, sender), name=name)
+    process.start()
+    sender.close()
+    return Child(name, process, receiver)
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Block the stop signals while a process starts.
+
+    A signal then arrives only after the process is complete and recorded, and Ctrl-C only after the process
+    is in a group of its own.
+    """
+    # Start the resource tracker first, because its start would unblock the signals.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _child_main(target: Callable[..., None], argument: object, pipe: Connection) -> None:
+    # Ctrl-C reaches all processes in the terminal's group, but the stack has to end its processes in order.
+    os.setsid()
+    # Ignore a SIGINT that was blocked during the start; the stack sends its own SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    end_with_parent()
+    try:
+        target(argument, partial(_report, pipe))
+    except (ServiceError, OSError, ValueError, RuntimeError) as error:
+        is_told = isinstance(error, ServiceError | BadFileError)
+        _report(pipe, error if is_told else RuntimeError(f"{type(error).__name__}: {error}"))
+        sys.exit(1)
+
+
+def _report(pipe: Connection, report: object) -> None:
+    # If the parent has died, the report is lost, and the death signal ends this process.
+    with suppress(OSError):
+        pipe.send(report)
+
+
+def end_of(process: SpawnProcess) -> str:
+    """Return a description of how a process ended."""
+    # The process's sentinel, a pipe, closes shortly before its exit status is available.
+    process.join()
+    code = process.exitcode
+    assert code is not None
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"
+
+
+class Restarts:
+    """Starts processes of ``running`` again, each ``RESTART_SECONDS`` after it has ended."""
+
+    def __init__(self, running: dict[str, Child], target: Target, arguments: Mapping[str, object]) -> None:
+        self._running = running
+        self._target = target
+        self._arguments = arguments
+        self._due: dict[str, float] = {}
+
+    def schedule(self, name: str) -> None:
+        """Start a process again later; it has ended."""
+        self._due[name] = time.monotonic() + RESTART_SECONDS
+
+    @property
+    def seconds(self) -> float | None:
+        """Time until the next start; None: none is scheduled."""
+        return max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
+
+    def start_due(self) -> list[Child]:
+        """Start the processes whose time has come, and return them."""
+        due = [name for name, at in self._due.items() if at <= time.monotonic()]
+        for name in due:
+            del self._due[name]
+            self._running[name].pipe.close()
+            with _signals_held_back():
+                self._running[name] = start_child(name, self._target, self._arguments[name])
+            _log.info("process_started_again", name=name)
+        return [self._running[name] for name in due]
+
+
+def stop_on_signals() -> list[int]:
+    """Let the first SIGINT or SIGTERM raise KeyboardInterrupt, and the next kill all child processes.
+
+    SIGINT is handled even if it was ignored before, as in the background of a script. Returns a list to which
+    the numbers of received signals are added.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise KeyboardInterrupt
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    for each in STOP_SIGNALS:
+        signal.signal(each, handle)
+    return received

@@ -1,0 +1,157 @@
+"""Runs several router processes on the same ports; the system spreads the connections over them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+
+from quire.services.local.child_processes import (
+    KILL_SECONDS,
+    Child,
+    Restarts,
+    children,
+    end_of,
+    stop_on_signals,
+)
+from quire.services.router.app import run_router
+from quire.services.router.config import PORT_STEP, RouterConfig
+from quire.services.server.errors import BadFileError, ServiceError, cannot_listen
+from quire.services.server.grpc_server import tell_log
+from quire.services.server.log import configure_logging, get_logger
+
+_log = get_logger("router")
+
+
+def run_router_processes(config: RouterConfig) -> None:
+    """Serve with several router processes until SIGTERM or Ctrl-C; one that ends is started again.
+
+    Raises:
+        OSError: a port is taken.
+        ServiceError: the settings do not let a router start.
+        SystemExit: a process could not start, or a second signal came.
+    """
+    configure_logging(config.log_level, process="routers")
+    received = stop_on_signals()
+    patience = config.grace_seconds + KILL_SECONDS
+    try:
+        with shared_ports(config) as shared:
+            arguments = {name: (each, each.log_level) for name, each in router_configs(shared).items()}
+            with children(run_router_process, arguments, patience, tell_log) as running:
+                _watch(running, Restarts(running, run_router_process, arguments))
+    except KeyboardInterrupt:
+        if len(received) > 1:
+            raise SystemExit(128 + received[-1]) from None
+    except (RuntimeError, ServiceError) as error:
+        raise SystemExit(f"quire router: {error}") from error
+
+
+def router_configs(config: RouterConfig) -> dict[str, RouterConfig]:
+    """Return the configuration of each router process, by name; each has its own metrics and admin port."""
+    number = config.num_processes
+    if number == 1:
+        return {"router": config}
+    return {
+        f"router-{index}": replace(
+            config,
+            metrics_port=config.metrics_port and config.metrics_port + PORT_STEP * index,
+            admin_port=config.chosen_admin_port and config.chosen_admin_port + PORT_STEP * index,
+        )
+        for index in range(number)
+    }
+
+
+@contextmanager
+def shared_ports(config: RouterConfig) -> Iterator[RouterConfig]:
+    """Reserve the public ports for several processes until the context ends; yield a configuration with them.
+
+    Only processes of the same user that share a port on purpose can bind it meanwhile.
+
+    Raises:
+        OSError: a port is taken.
+    """
+    if config.num_processes == 1:
+        yield config
+        return
+    with _reserved(config.host, config.port) as port:
+        if config.http_port is None:
+            yield replace(config, port=port, admin_port=config.chosen_admin_port)
+            return
+        with _reserved(config.host, config.http_port) as http_port:
+            yield replace(config, port=port, http_port=http_port, admin_port=config.chosen_admin_port)
+
+
+@contextmanager
+def _reserved(host: str, port: int) -> Iterator[int]:
+    """Hold a port that others may share; a socket that does not listen gets no connection."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # Without SO_REUSEPORT this fails if another service shares its port with anyone.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+        reserved = socket.socket(family, kind)
+    except OSError as error:
+        raise cannot_listen(host, port, error.strerror or str(error)) from error
+    with reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            reserved.bind(address)
+        except OSError as error:
+            raise cannot_listen(host, port, error.strerror or str(error)) from error
+        yield reserved.getsockname()[1]
+
+
+def run_router_process(argument: tuple[RouterConfig, str], report: Callable[[object], None]) -> None:
+    """Run one router in this process, and report its addresses once it serves."""
+    config, log_level = argument
+    configure_logging(log_level, process="router")
+    asyncio.run(run_router(config, lambda running: report(running.addresses), report))
+
+
+def _watch(running: dict[str, Child], restarts: Restarts) -> None:
+    """Start each process again that ends.
+
+    Raises:
+        ServiceError: a process could not start, and none has served before: no process can start.
+        BadFileError: the same, because of a file.
+        RuntimeError: the same, for another reason.
+    """
+    has_served = False
+    alive = {child.process.sentinel: child for child in running.values()}
+    pipes = {child.pipe: child for child in running.values()}
+    while True:
+        for ready in wait([*alive, *pipes], restarts.seconds):
+            if isinstance(ready, Connection):
+                # The end of its process, which comes earlier in the list, may have taken it.
+                if pipes.pop(ready, None):
+                    has_served |= _has_served(ready, is_first=not has_served)
+                continue
+            child = alive.pop(ready)  # type: ignore[arg-type]
+            if pipes.pop(child.pipe, None):
+                has_served |= _has_served(child.pipe, is_first=not has_served)
+            _log.error("process_ended", name=child.name, end=end_of(child.process))
+            restarts.schedule(child.name)
+        for child in restarts.start_due():
+            alive[child.process.sentinel] = child
+            pipes[child.pipe] = child
+
+
+def _has_served(pipe: Connection, *, is_first: bool) -> bool:
+    """Return whether a process reports that it serves.
+
+    Raises:
+        ServiceError: it could not start, and none has served before; or another error, see ``_watch``.
+    """
+    try:
+        report = pipe.recv() if pipe.poll() else None
+    except (EOFError, OSError):
+        return False
+    if isinstance(report, ServiceError | BadFileError | RuntimeError):
+        if is_first:
+            raise report
+        return False
+    return report is not None
