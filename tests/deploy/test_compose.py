@@ -89,13 +89,13 @@ def test_a_service_can_be_scaled_and_its_image_chosen(name: str) -> None:
     assert re.search(r"\d+\.\d+", tag), f"{default(image)} is not pinned"
 
 
-@pytest.mark.parametrize("name", ["router", "prefill", "decode"])
+@pytest.mark.parametrize("name", ["router", "router-2", "prefill", "decode"])
 def test_docker_waits_for_what_the_grace_allows(name: str) -> None:
     grace = seconds(SERVICES[name]["environment"]["QUIRE_GRACE_PERIOD"])
     assert seconds(SERVICES[name]["stop_grace_period"]) >= grace + 10
 
 
-@pytest.mark.parametrize("name", ["router", "prefill", "decode"])
+@pytest.mark.parametrize("name", ["router", "router-2", "prefill", "decode"])
 def test_the_settings_are_those_of_the_command(name: str) -> None:
     command: Any = typer.main.get_command(make_app())
     (verb,) = SERVICES[name]["command"]
@@ -105,14 +105,24 @@ def test_the_settings_are_those_of_the_command(name: str) -> None:
     assert given <= known
 
 
+def test_two_routers_differ_only_in_their_ports() -> None:
+    first, second = (dict(SERVICES[name]) for name in ("router", "router-2"))
+    # The second one uses the image that the first one builds.
+    del first["build"]
+    assert second.pop("pull_policy") == "never"
+    assert [default(port) for port in first.pop("ports")] == ["127.0.0.1:8500:8500", "127.0.0.1:8502:8502"]
+    assert [default(port) for port in second.pop("ports")] == ["127.0.0.1:8510:8500", "127.0.0.1:8512:8502"]
+    assert first == second
+
+
 def test_workers_do_not_see_the_secrets_of_the_router() -> None:
     def see(volume: str) -> set[str]:
         return {name for name, service in SERVICES.items() if volume in service.get("volumes", [])}
 
-    assert see("./secrets:/secrets:ro") == {"router"}
-    assert see("./certificates:/certificates:ro") == {"router", "prefill", "decode"}
+    assert see("./secrets:/secrets:ro") == {"router", "router-2"}
+    assert see("./certificates:/certificates:ro") == {"router", "router-2", "prefill", "decode"}
 
-    assert see("router-secrets:/run/quire:ro,nocopy") == {"router"}
+    assert see("router-secrets:/run/quire:ro,nocopy") == {"router", "router-2"}
     assert see("worker-secrets:/run/quire:ro,nocopy") == {"prefill", "decode"}
     assert see("redis-secrets:/run/quire:ro,nocopy") == {"redis"}
     assert see("grafana-secrets:/run/quire:ro,nocopy") == {"grafana"}
@@ -207,7 +217,7 @@ def test_volumes_and_networks_are_declared() -> None:
 
 def test_every_variable_is_in_the_example_with_its_default() -> None:
     example = (ROOT / ".env.example").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"^#? ?([A-Z_]+)=(\S*)", example, re.MULTILINE))
+    listed = dict(re.findall(r"^#? ?([A-Z_0-9]+)=(\S*)", example, re.MULTILINE))
     used: dict[str, str] = dict(VARIABLE.findall(TEXT))
     assert used.keys() | {match[0] for match in VARIABLE.findall(str(GPU))} == listed.keys()
     for name, value in used.items():
@@ -237,4 +247,4 @@ def test_prometheus_finds_every_container_of_a_service() -> None:
         for config in job["dns_sd_configs"]
         for name in config["names"]
     }
-    assert found == {("router", 8501), ("prefill", 9100), ("decode", 9100)}
+    assert found == {("router", 8501), ("router-2", 8501), ("prefill", 9100), ("decode", 9100)}

@@ -170,6 +170,15 @@ def test_the_users_of_redis_are_those_of_the_index() -> None:
     assert (REDIS / "users.acl").read_text() == (ROOT / "kvindex" / "users.acl").read_text()
 
 
+def test_there_are_two_routers_at_least_and_one_stays() -> None:
+    (scaler,) = (m for m in load(BASE / "router.yaml") if m["kind"] == "HorizontalPodAutoscaler")
+    assert scaler["spec"]["minReplicas"] >= 2
+    (budget,) = (m for m in load(BASE / "router.yaml") if m["kind"] == "PodDisruptionBudget")
+    assert budget["spec"]["minAvailable"] >= 1
+    (deployment,) = (m for m in load(BASE / "router.yaml") if m["kind"] == "Deployment")
+    assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+
+
 def test_workers_have_told_routers_before_they_are_killed() -> None:
     assert WorkerConfig(role="decode").notice_seconds < min(map(grace_seconds, OURS))
 
