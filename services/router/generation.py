@@ -95,8 +95,6 @@ class GenerationRun:
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
         num_answers = request.params.num_sequences
         self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
-        for received in request.received:
-            self._answers[received.index].resume(received)
         self._unhealthy: set[str] = set()
         self._is_first_message = True
         self._plan: Plan | None = None
@@ -116,6 +114,9 @@ class GenerationRun:
             ServiceError: the request cannot be served or cannot be completed.
         """
         request = self._request
+        if request.received:
+            # Turning thousands of tokens into text would hold up the event loop.
+            await asyncio.to_thread(self._resume)
         group = AnswerGroup(self._sequence_id, request.prompt_token_ids, request.params, self._answers)
         num_finished = sum(bool(answer.finish_reason) for answer in self._answers)
         stream = self._serve(group)
@@ -141,6 +142,10 @@ class GenerationRun:
                 yield response
                 if is_last:
                     return
+
+    def _resume(self) -> None:
+        for received in self._request.received:
+            self._answers[received.index].resume(received)
 
     async def _serve(self, group: AnswerGroup) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Yield the messages of a group's answers; retry until they have finished or an error is final."""

@@ -8,16 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.client import AsyncClient, Client, Delta, QuireError
+from quire.client import AsyncClient, Client, Delta, Overloaded, QuireError
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
+from quire.services.router.tenants.api_keys import new_key
+from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.usage_store import LEASE_SECONDS
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 SECRET = "shared"
@@ -37,6 +42,7 @@ class RouterProcess:
 
     port: int
     redis_url: str
+    api_keys: Path | None = None
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -44,7 +50,7 @@ class RouterProcess:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        options = {
+        options: dict[str, Any] = {
             "port": self.port,
             "metrics-port": 0,
             "admin-port": 0,
@@ -52,6 +58,8 @@ class RouterProcess:
             "log-level": "error",
             "grace-period": 0.1,
         }
+        if self.api_keys is not None:
+            options["api-keys"] = str(self.api_keys)
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         self.process = subprocess.Popen(
             [sys.executable, "-c", "from quire.cli.main import main; main()", "router", *flags],
@@ -63,9 +71,9 @@ class RouterProcess:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def serves(self) -> bool:
+    def serves(self, api_key: str | None = None) -> bool:
         try:
-            with Client(self.address, timeout=2) as client:
+            with Client(self.address, timeout=2, api_key=api_key) as client:
                 return bool(client.model_info().num_decode_workers)
         except QuireError:
             return False
@@ -266,3 +274,39 @@ async def test_a_sync_stream_survives_too(routers: list[RouterProcess], e2e: Any
 
     undisturbed, broken = await asyncio.to_thread(run)
     assert summary(broken) == summary(undisturbed)
+
+
+async def test_a_limit_holds_for_two_routers_and_a_killed_one_gives_its_places_back(
+    stack: RunningStack, redis: RedisProcess, e2e: Any, tmp_path: Path
+) -> None:
+    made = new_key(Tenant("single", max_requests=1))
+    (tmp_path / "keys").write_text(made.line)
+    prompt, options = e2e.make_prompt(PROMPT_LENGTH), {"max_tokens": 450, "ignore_eos": True, "seed": 1}
+    with ExitStack() as undo:
+        pair = [RouterProcess(free_port(), redis.router_url, tmp_path / "keys") for _ in range(2)]
+        for router in pair:
+            router.start()
+            undo.callback(router.kill)
+        async with asyncio.timeout(START_SECONDS):
+            for router in pair:
+                while not await asyncio.to_thread(router.serves, made.key):
+                    await asyncio.sleep(0.1)
+        addresses = [router.address for router in pair]
+        async with (
+            AsyncClient(addresses, timeout=60, api_key=made.key) as client,
+            AsyncClient(addresses[1], timeout=60, api_key=made.key) as other,
+        ):
+            undisturbed = await other.generate(prompt, **options)
+            tokens: list[int] = []
+            async for delta in client.stream(prompt, **options):
+                if not tokens:
+                    with pytest.raises(Overloaded) as caught:
+                        await other.generate(prompt, max_tokens=1)
+                    assert caught.value.reason == "TENANT_REQUESTS"
+                    pair[0].kill()
+                    killed_at = time.monotonic()
+                tokens += delta.token_ids
+            # The answer itself waited until the killed router's lease had ended.
+            assert time.monotonic() - killed_at < LEASE_SECONDS + 10
+            assert tokens == list(undisturbed.token_ids)
+            await other.generate(prompt, max_tokens=1)
