@@ -72,7 +72,7 @@ def _router(connection: AdminConnection) -> Iterator[AdminClient]:
 def workers(*, connection: AdminConnection) -> None:
     """List the workers with their state, running and waiting requests, and used, cached and free blocks."""
     with _router(connection) as router:
-        found = router.workers()
+        found, elastic_roles = router.workers(), router.elastic_roles()
     rows: list[tuple[str, ...]] = [
         ("WORKER", "ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "USED", "CACHED", "FREE")
     ]
@@ -80,6 +80,8 @@ def workers(*, connection: AdminConnection) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+    if elastic_roles:
+        typer.echo(f"elastic roles: {elastic_roles}")
 
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
@@ -103,6 +105,20 @@ def drain(
     with _router(connection) as router:
         router.drain(worker_id, undo=undo)
     typer.echo(f"{worker_id} {'serves again' if undo else 'drains'}")
+
+
+@app.command()
+@spread
+def role(
+    *,
+    worker_id: Annotated[str, typer.Argument(help="Which worker.")],
+    role: Annotated[Literal["prefill", "decode"], typer.Argument(help="Its new role.")],
+    connection: AdminConnection,
+) -> None:
+    """Change the role of a worker; its cache stays, and its running requests go on."""
+    with _router(connection) as router:
+        router.change_role(worker_id, role)
+    typer.echo(f"{worker_id} is a {role} worker now")
 
 
 @app.command("clear-cache")

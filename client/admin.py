@@ -78,6 +78,20 @@ class AdminClient:
             request = pb.DrainWorkerRequest(worker_id=worker_id, undo=undo)
             self._stub.DrainWorker(request, timeout=self._timeout)
 
+    def change_role(self, worker_id: str, role: Literal["prefill", "decode"]) -> None:
+        """Change a worker's role; its cache stays, its running requests go on, new ones follow the role."""
+        with typed_errors():
+            request = pb.ChangeWorkerRoleRequest(worker_id=worker_id, role=role)
+            self._stub.ChangeWorkerRole(request, timeout=self._timeout)
+
+    def elastic_roles(self) -> str:
+        """Return how the router sees the load of the roles, and what it changed last.
+
+        Empty if the router does not change roles by itself.
+        """
+        with typed_errors():
+            return str(self._stub.ListWorkers(pb.ListWorkersRequest(), timeout=self._timeout).elastic_roles)
+
     def clear_caches(self, worker_ids: Sequence[str] = ()) -> Mapping[str, int]:
         """Make workers (by default all) forget cached blocks; return the number of blocks by worker."""
         with typed_errors():

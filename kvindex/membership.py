@@ -12,6 +12,8 @@ logger = logging.getLogger("quire.kvindex")
 POLL_SECONDS = 1.0
 """Interval at which a router reads which workers hold a lease."""
 
+ROLES = ("prefill", "decode")
+
 _KINDS = {"str": str, "bool": bool}
 
 
@@ -21,7 +23,7 @@ class WorkerRecord:
 
     Attributes:
         worker_id: unique name; two processes with the same name keep ending each other's leases.
-        role: "prefill" or "decode".
+        role: the present role, one of ``ROLES``.
         address: host:port of the worker's gRPC services.
         epoch: changes with each start of the process. The epoch of its index entries is a different one.
         fingerprint: see ``block_hash.fingerprint``.
@@ -58,7 +60,7 @@ class WorkerRecord:
             record = cls(**values)
         except TypeError as error:
             raise ValueError(f"malformed worker record: {error}") from error
-        if record.role not in ("prefill", "decode"):
+        if record.role not in ROLES:
             raise ValueError(f"malformed worker record: role is {record.role!r}")
         return record
 

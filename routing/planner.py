@@ -149,6 +149,28 @@ class Placement(NamedTuple):
         return self.num_tokens - self.estimate.cached_tokens
 
 
+@dataclass(slots=True)
+class PromptWork:
+    """Expected compute time of all prompts that were placed, in seconds.
+
+    Attributes:
+        remote_seconds: of the prompts that prefill workers compute.
+        local_seconds: of the prompts that decode workers compute themselves.
+    """
+
+    num_prompts: int = 0
+    remote_seconds: float = 0.0
+    local_seconds: float = 0.0
+
+    def add(self, seconds: float, *, is_local: bool) -> None:
+        """Count a prompt."""
+        self.num_prompts += 1
+        if is_local:
+            self.local_seconds += seconds
+        else:
+            self.remote_seconds += seconds
+
+
 class PullOutcome(NamedTuple):
     """Result of a pull: what was copied, how long it took, and whether it failed."""
 
@@ -182,6 +204,7 @@ class Planner:
         self._answer_tokens = ANSWER_TOKENS
         self._history = PrefixHistory(clock)
         self._busy_until: dict[str, float] = {}
+        self.work = PromptWork()
 
     def place(
         self, prompt: PlannedPrompt, prefill: Sequence[WorkerState], decode: Sequence[WorkerState]
@@ -226,7 +249,12 @@ class Planner:
         # Only the worker that computes the prompt is noted. A decode worker that waits for a push has nothing
         # yet: if it were chosen for its prefix now, it would compute the whole prompt a second time.
         self._note(estimate.candidate, prompt)
+        self.work.add(estimate.compute_seconds, is_local=remote is None)
         return Placement(decoder, remote, estimate, prompt, self._clock(), resident_tokens)
+
+    def pending_seconds(self, worker_id: str, num_tokens: int) -> float:
+        """Return the expected time in which a worker computes so many prompt tokens."""
+        return num_tokens / self._prefill_rates.get(worker_id)
 
     def record_answer(self, num_tokens: int) -> None:
         """Update the average answer length with the length of a finished answer, in tokens."""

@@ -11,15 +11,20 @@ from random import Random
 from typing import Any, NamedTuple
 
 from quire.kvindex.memory_index import MemoryIndex, MemoryStore
+from quire.routing.demand import RoleState, Totals
+from quire.routing.elastic import ElasticRoles
 from quire.routing.planner import PlannedPrompt, Planner, PolicyConfig, PullOutcome, WorkerState
 from quire.routing.policy import Blocks, Policy, Pulls
+from quire.routing.pressure import Targets
 from quire.simulator.block_cache import BlockCache, now
 from quire.simulator.calibration import Calibration
-from quire.simulator.servers import DecodeServer, Job, Server
+from quire.simulator.servers import Job, Server
 from quire.simulator.trace import TraceRequest
 
 PUBLISH_SECONDS = 0.01
 """Time between the computation of a block and its entry in the index."""
+DECISION_SECONDS = 1.0
+"""Interval at which the controller of elastic roles decides, as in the router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,8 @@ class ClusterConfig:
     max_requests: int = 1024
     """Most requests in the cluster at a time; further ones are refused."""
     seed: int = 0
+    elastic: Targets | None = None
+    """Targets for which workers change their roles; None: roles are fixed."""
 
     def __post_init__(self) -> None:
         if self.num_decode < 1 or self.num_prefill < 0:
@@ -65,6 +72,8 @@ class Replay(NamedTuple):
     prefill_busy_share: float
     """Share of the time in which a prefill worker was busy, on average."""
     decode_busy_share: float
+    role_changes: Sequence[tuple[float, str, str]] = ()
+    """Time, worker and new role of each change of a role."""
 
 
 class Simulation:
@@ -79,25 +88,15 @@ class Simulation:
         store = MemoryStore(clock=lambda: self.now)
         self._index = MemoryIndex(store)
 
-        def cache(name: str, role: str) -> BlockCache:
-            return BlockCache(name, role, calibration.num_blocks, store)
+        def server(name: str, role: str) -> Server:
+            cache = BlockCache(name, role, calibration.num_blocks, store)
+            return Server(name, role, calibration, self, cache, self._computed, self._finished)
 
-        self._prefill = {
-            name: Server(name, calibration, self, cache(name, "prefill"), self._computed)
-            for name in (f"prefill-{index}" for index in range(config.num_prefill))
+        self._servers = {
+            name: server(name, role)
+            for role, number in (("prefill", config.num_prefill), ("decode", config.num_decode))
+            for name in (f"{role}-{index}" for index in range(number))
         }
-        self._decode = {
-            name: DecodeServer(
-                name,
-                calibration,
-                self,
-                cache(name, "decode"),
-                self._computed,
-                on_finished=self._finished,
-            )
-            for name in (f"decode-{index}" for index in range(config.num_decode))
-        }
-        self._servers: dict[str, Server] = {**self._prefill, **self._decode}
         self._planner = Planner(
             config.placing
             if calibration.pull_bytes_per_second
@@ -106,6 +105,8 @@ class Simulation:
             lambda: self.now,
             Random(config.seed),
         )
+        self._elastic = None if config.elastic is None else ElasticRoles(config.elastic, lambda: self.now)
+        self._role_changes: list[tuple[float, str, str]] = []
         self._num_open = 0
         self._num_rejected = 0
         self._outcomes: list[RequestOutcome] = []
@@ -116,6 +117,8 @@ class Simulation:
         for request in requests:
             first = request.arrival_seconds if first is None else first
             self.at(request.arrival_seconds, self._arrive, request, on_arrival)
+        if self._elastic is not None:
+            self.at(first or 0.0, self._decide_roles, self._elastic)
         while self._events:
             self.now, _, action, arguments = heapq.heappop(self._events)
             action(*arguments)
@@ -129,8 +132,9 @@ class Simulation:
             self._outcomes,
             self._num_rejected,
             seconds,
-            busy(self._prefill.values()),
-            busy(self._decode.values()),
+            busy(self._with_role("prefill")),
+            busy(self._with_role("decode")),
+            self._role_changes,
         )
 
     def at(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
@@ -154,8 +158,8 @@ class Simulation:
         placement = self._planner.place(
             # A trace does not contain the limit on the length of the answer.
             PlannedPrompt(request.input_tokens, hashes, cached, max_output_tokens=sys.maxsize),
-            _states(self._prefill.values(), self._calibration),
-            _states(self._decode.values(), self._calibration),
+            [self._state(server) for server in self._with_role("prefill")],
+            [self._state(server) for server in self._with_role("decode")],
         )
         assert placement is not None, "there is a decode worker"
         job = Job(request, hashes, placement)
@@ -206,12 +210,12 @@ class Simulation:
         self.at(self.now + handoff, self._hand_over, job)
 
     def _hand_over(self, job: Job) -> None:
-        server = self._decode[job.placement.decode.worker_id]
+        server = self._servers[job.placement.decode.worker_id]
         self._store(server, job.block_hashes, server.kept_blocks)
         server.decode(job)
 
     def _finished(self, job: Job) -> None:
-        request, server = job.request, self._decode[job.placement.decode.worker_id]
+        request, server = job.request, self._servers[job.placement.decode.worker_id]
         self._num_open -= 1
         server.resident_tokens -= job.placement.resident_tokens
         self._planner.record_answer(request.output_tokens)
@@ -228,6 +232,47 @@ class Simulation:
             )
         )
 
+    # --- roles --------------------------------------------------------------------------------------------
+
+    def _with_role(self, role: str) -> list[Server]:
+        return [server for server in self._servers.values() if server.role == role]
+
+    def _state(self, server: Server) -> WorkerState:
+        return WorkerState(
+            server.worker_id,
+            self._calibration.num_blocks,
+            server.pending_tokens,
+            server.resident_tokens,
+            server.num_requests,
+        )
+
+    def _decide_roles(self, controller: ElasticRoles) -> None:
+        """Let the controller change a role, as the router does, until all requests have ended."""
+        servers, work = self._servers.values(), self._planner.work
+        for server in servers:
+            server.advance()
+        totals = Totals(
+            work.num_prompts,
+            work.remote_seconds,
+            work.local_seconds,
+            sum(server.num_tokens for server in servers),
+            sum(server.token_seconds for server in servers),
+        )
+        for change in controller.decide([self._role_state(server) for server in servers], totals):
+            self._servers[change.worker_id].role = change.role
+            self._role_changes.append((self.now, change.worker_id, change.role))
+        if self._events:
+            self.at(self.now + DECISION_SECONDS, self._decide_roles, controller)
+
+    def _role_state(self, server: Server) -> RoleState:
+        return RoleState(
+            server.worker_id,
+            server.role,
+            self._planner.pending_seconds(server.worker_id, server.pending_tokens),
+            server.resident_tokens,
+            self._calibration.num_blocks * self._calibration.block_tokens,
+        )
+
     def _store(self, server: Server, block_hashes: Sequence[bytes], num_kept: int = 0) -> None:
         new = server.cache.store(block_hashes, num_kept)
         if new:
@@ -242,10 +287,3 @@ def replay(
 ) -> Replay:
     """Replay requests on a cluster; calibration and trace must have the same block size."""
     return Simulation(config, calibration).run(requests, on_arrival)
-
-
-def _states(servers: Iterable[Server], calibration: Calibration) -> list[WorkerState]:
-    return [
-        WorkerState(s.worker_id, calibration.num_blocks, s.pending_tokens, s.resident_tokens, s.num_requests)
-        for s in servers
-    ]

@@ -1,4 +1,4 @@
-"""Simulated workers: a queue of prompts, and a batch of sequences that decode together."""
+"""Simulated workers: each has a queue of prompts, and a batch of sequences that decode together."""
 
 from __future__ import annotations
 
@@ -42,22 +42,40 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """A worker: its cache, its queue of prompts, and the router's account of it.
+    """A worker: its cache, its queue of prompts, its sequences, and the router's account of it.
 
     Prompts are computed one after another. In a real batch of several prompts, the last takes as long.
+
+    Sequences decode together, one token of each in a step. Progress is the number of tokens that a sequence
+    would have had since the beginning. All sequences advance equally, so a sequence ends when the progress
+    reaches its value at the sequence's start plus the sequence's tokens. Decoding stops while the worker
+    computes prompts.
     """
 
     worker_id: str
+    role: str
     calibration: Calibration
     timeline: Timeline
     cache: BlockCache
     on_computed: Callable[[Job], None]
+    on_finished: Callable[[Job], None]
     pending_tokens: int = 0
     resident_tokens: int = 0
     num_requests: int = 0
     busy_seconds: float = 0.0
+    kept_blocks: int = 0
+    num_tokens: float = 0.0
+    """Number of tokens that its sequences have got after their first ones."""
+    token_seconds: float = 0.0
+    """Time that these tokens took, summed over the sequences."""
     _queue: deque[Job] = field(default_factory=deque)
     _is_computing: bool = False
+    _progress: float = 0.0
+    _updated_at: float = 0.0
+    _active: list[tuple[float, int, Job]] = field(default_factory=list)
+    _waiting: deque[Job] = field(default_factory=deque)
+    _names: Any = field(default_factory=count)
+    _version: int = 0
 
     def compute(self, job: Job) -> None:
         """Queue a prompt; ``on_computed`` is called when it is computed."""
@@ -65,14 +83,37 @@ class Server:
         if not self._is_computing:
             self._next()
 
+    def decode(self, job: Job) -> None:
+        """Queue a sequence whose prompt is computed; it starts as soon as there is room."""
+        self.advance()
+        self._waiting.append(job)
+        self._admit()
+        self._expect()
+
+    def advance(self) -> None:
+        """Update the progress of the sequences to the present time."""
+        elapsed, num_active = self.timeline.now - self._updated_at, len(self._active)
+        self.token_seconds += elapsed * (num_active + len(self._waiting))
+        if num_active and not self._is_computing:
+            num_steps = elapsed / self.calibration.step_seconds(num_active)
+            self._progress += num_steps
+            self.num_tokens += num_steps * num_active
+            self.busy_seconds += elapsed
+        self._updated_at = self.timeline.now
+
+    def num_blocks(self, job: Job) -> int:
+        """Return the number of blocks that the whole sequence needs."""
+        num_tokens = job.request.input_tokens + job.request.output_tokens
+        return -(-num_tokens // self.calibration.block_tokens)
+
     def _next(self) -> None:
+        self.advance()
         if not self._queue:
             self._is_computing = False
-            self._resume()
+            self._expect()
             return
-        if not self._is_computing:
-            self._stall()
-            self._is_computing = True
+        self._is_computing = True
+        self._version += 1
         job = self._queue.popleft()
         num_tokens = job.request.input_tokens
         num_cached = self.cache.num_cached(job.block_hashes) * self.calibration.block_tokens
@@ -85,43 +126,6 @@ class Server:
         self.on_computed(job)
         self._next()
 
-    def _stall(self) -> None:
-        """React to the beginning of prompt computation."""
-
-    def _resume(self) -> None:
-        """React to the end of prompt computation, when the queue is empty."""
-
-
-@dataclass(slots=True, eq=False)
-class DecodeServer(Server):
-    """A worker that decodes its sequences together, one token of each in a step.
-
-    Progress is the number of tokens that a sequence would have had since the beginning. All sequences advance
-    equally, so a sequence ends when the progress reaches its value at the sequence's start plus the
-    sequence's tokens. Decoding stops while the worker computes prompts itself.
-    """
-
-    on_finished: Callable[[Job], None] = lambda job: None
-    kept_blocks: int = 0
-    _progress: float = 0.0
-    _updated_at: float = 0.0
-    _active: list[tuple[float, int, Job]] = field(default_factory=list)
-    _waiting: deque[Job] = field(default_factory=deque)
-    _names: Any = field(default_factory=count)
-    _version: int = 0
-
-    def decode(self, job: Job) -> None:
-        """Queue a sequence whose prompt is computed; it starts as soon as there is room."""
-        self._advance()
-        self._waiting.append(job)
-        self._admit()
-        self._expect()
-
-    def num_blocks(self, job: Job) -> int:
-        """Return the number of blocks that the whole sequence needs."""
-        num_tokens = job.request.input_tokens + job.request.output_tokens
-        return -(-num_tokens // self.calibration.block_tokens)
-
     def _admit(self) -> None:
         while self._waiting:
             num_blocks = self.num_blocks(self._waiting[0])
@@ -132,14 +136,6 @@ class DecodeServer(Server):
             self.kept_blocks += num_blocks
             end = self._progress + job.request.output_tokens - 1
             heapq.heappush(self._active, (end, next(self._names), job))
-
-    def _advance(self) -> None:
-        """Update the progress to the present time."""
-        elapsed = self.timeline.now - self._updated_at
-        if self._active and not self._is_computing:
-            self._progress += elapsed / self.calibration.step_seconds(len(self._active))
-            self.busy_seconds += elapsed
-        self._updated_at = self.timeline.now
 
     def _expect(self) -> None:
         """Schedule the end of the next sequence; a change before then makes the event stale."""
@@ -152,19 +148,11 @@ class DecodeServer(Server):
     def _end(self, version: int) -> None:
         if version != self._version:
             return
-        self._advance()
+        self.advance()
         end, _, job = heapq.heappop(self._active)
         # Rounding errors must not leave the progress below the end.
         self._progress = max(self._progress, end)
         self.kept_blocks -= self.num_blocks(job)
         self.on_finished(job)
         self._admit()
-        self._expect()
-
-    def _stall(self) -> None:
-        self._advance()
-        self._version += 1
-
-    def _resume(self) -> None:
-        self._updated_at = self.timeline.now
         self._expect()

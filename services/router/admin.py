@@ -1,4 +1,4 @@
-"""Serves an operator's calls: list the workers, drain one, clear caches, change the log level."""
+"""Serves an operator's calls: list the workers, drain one, change roles, clear caches, set the log level."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
+from quire.services.router.roles import Roles
 from quire.services.router.worker import Worker
 from quire.services.router.worker_set import WorkerSet
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
@@ -35,13 +36,15 @@ Response = TypeVar("Response")
 class AdminServicer(pb_grpc.AdminServiceServicer):
     """Serves ``AdminService`` over the workers that the router knows."""
 
-    def __init__(self, workers: WorkerSet) -> None:
+    def __init__(self, workers: WorkerSet, roles: Roles) -> None:
         self._workers = workers
+        self._roles = roles
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Any) -> pb.ListWorkersResponse:
         """Return the status of every worker; a worker that does not answer has no load."""
-        workers = sorted(self._workers.all(), key=lambda worker: (worker.info.role, worker.worker_id))
-        return pb.ListWorkersResponse(workers=await asyncio.gather(*map(_status, workers)))
+        workers = sorted(self._workers.all(), key=lambda worker: (worker.role, worker.worker_id))
+        statuses = await asyncio.gather(*map(_status, workers))
+        return pb.ListWorkersResponse(workers=statuses, elastic_roles=self._roles.status())
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
         """Start a worker's draining, or end it with ``undo``.
@@ -56,6 +59,18 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         await self._workers.set_draining(worker, is_draining, tell)
         _log.info("worker_drained", worker=worker.worker_id, undo=request.undo)
         return pb.DrainWorkerResponse()
+
+    async def ChangeWorkerRole(
+        self, request: pb.ChangeWorkerRoleRequest, context: Any
+    ) -> pb.ChangeWorkerRoleResponse:
+        """Change a worker's role; on return this router places new requests by the new role.
+
+        The other routers learn the change from the worker.
+        """
+        [worker] = self._find([request.worker_id])
+        await self._roles.change(worker, request.role)
+        _log.info("worker_role_set", worker=worker.worker_id, role=request.role)
+        return pb.ChangeWorkerRoleResponse()
 
     async def ClearWorkerCaches(
         self, request: pb.ClearWorkerCachesRequest, context: Any
@@ -95,7 +110,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 
 @asynccontextmanager
 async def admin_server(
-    workers: WorkerSet, host: str, port: int, cluster_tls: ClusterTls | None
+    workers: WorkerSet, roles: Roles, host: str, port: int, cluster_tls: ClusterTls | None
 ) -> AsyncIterator[GrpcServer]:
     """Serve the admin calls until the context ends.
 
@@ -112,7 +127,7 @@ async def admin_server(
                 "give --cluster-cert, --cluster-key and --cluster-ca, or leave --admin-host on the loopback"
             )
         credentials = cluster_tls.server_credentials()
-    service = Service(pb_grpc.add_AdminServiceServicer_to_server, AdminServicer(workers), SERVICE_NAME)
+    service = Service(pb_grpc.add_AdminServiceServicer_to_server, AdminServicer(workers, roles), SERVICE_NAME)
     async with grpc_server(
         [service], host=host, port=port, registry=CollectorRegistry(), credentials=credentials
     ) as server:
@@ -123,7 +138,7 @@ async def admin_server(
 async def _status(worker: Worker) -> pb.WorkerStatus:
     return pb.WorkerStatus(
         worker_id=worker.worker_id,
-        role=worker.info.role,
+        role=worker.role,
         address=worker.address,
         is_draining=worker.is_draining,
         num_requests=worker.num_requests,

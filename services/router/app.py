@@ -19,8 +19,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from quire.kvtransfer.layout import layout_from_proto
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
+from quire.routing.elastic import ElasticRoles
 from quire.routing.planner import Planner
 from quire.routing.policy import Blocks, Policy
+from quire.routing.pressure import Targets
 from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
@@ -31,6 +33,7 @@ from quire.services.router.instruments import Instruments
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics, Moves
 from quire.services.router.open_calls import OpenCalls
+from quire.services.router.roles import RoleMetrics, Roles
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
@@ -164,11 +167,12 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         )
         workers = _worker_set(config, sources, tls)
         stack.push_async_callback(workers.close)
+        roles = _roles(config, workers, metrics, instruments.clock)
         spawn = await stack.enter_async_context(background())
         metrics_port = stack.enter_context(metrics_server(metrics.registry, config.host, config.metrics_port))
         server = await stack.enter_async_context(_grpc_server(config, servicer, metrics, authenticator))
         admin = await stack.enter_async_context(
-            admin_server(workers, config.admin_host, config.chosen_admin_port, tls)
+            admin_server(workers, roles, config.admin_host, config.chosen_admin_port, tls)
         )
         http = None
         if config.http_port is not None:
@@ -184,6 +188,9 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         stack.push_async_callback(_cancel, following)
         asking = asyncio.create_task(_ask_busy_workers(workers, config.poll_seconds))
         stack.push_async_callback(_cancel, asking)
+        if config.elastic_roles:
+            deciding = asyncio.create_task(roles.decide_forever(cluster))
+            stack.push_async_callback(_cancel, deciding)
         _log_start(config, running)
         yield running
 
@@ -207,6 +214,15 @@ def _worker_set(config: RouterConfig, sources: Sources, tls: ClusterTls | None) 
         silent_seconds=config.silent_seconds,
         trust=ClusterTrust(config.cluster_secret, has_tls=tls is not None),
     )
+
+
+def _roles(
+    config: RouterConfig, workers: WorkerSet, metrics: RouterMetrics, clock: Callable[[], float]
+) -> Roles:
+    controller = None
+    if config.elastic_roles:
+        controller = ElasticRoles(Targets(config.slo.ttft_seconds, config.slo.tpot_seconds), clock)
+    return Roles(workers, RoleMetrics(metrics.registry), metrics.token_times, controller, clock)
 
 
 def _log_start(config: RouterConfig, running: RunningRouter) -> None:

@@ -172,6 +172,12 @@ class RouterConfig(ServiceConfig):
     tls_client_ca: Path | None = setting(
         None, "--tls-client-ca", "Clients must show a certificate of this authority.", Panel.SECURITY
     )
+    elastic_roles: bool = setting(
+        False,
+        "--elastic-roles",
+        "Change workers' roles with the load, so that requests meet --slo-ttft-ms and --slo-tpot-ms.",
+        Panel.ROUTING,
+    )
     placing: PolicyConfig = field(default_factory=PolicyConfig)
     slo: SloTargets = field(default_factory=SloTargets)
     http_times: HttpTimes = field(default_factory=HttpTimes)

@@ -58,7 +58,7 @@ class WorkerCallFailed(Exception):
         self.code = error.code() if error is not None else grpc.StatusCode.INTERNAL
         self.details = (error.details() or "") if error is not None else "the stream ended too early"
         self.reason = _reason(error) if error is not None else ""
-        super().__init__(f"{worker.info.role} worker {worker.worker_id}: {self.code.name}: {self.details}")
+        super().__init__(f"{worker.role} worker {worker.worker_id}: {self.code.name}: {self.details}")
 
     @property
     def is_retryable(self) -> bool:
@@ -107,7 +107,7 @@ def to_service_error(
     failure: WorkerCallFailed, request_id: str, num_emitted: int, num_retries: int
 ) -> ServiceError:
     """Return the client's error for a failure that is not retried; only the log names the worker."""
-    role = failure.worker.info.role
+    role = failure.worker.role
     metadata = {"tokens_emitted": str(num_emitted), "retries": str(num_retries)}
     if failure.reason == REQUEST_FAILED:
         return Internal(

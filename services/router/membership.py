@@ -14,6 +14,8 @@ class Member(NamedTuple):
     """Together with a live lease, the epoch proves that the worker is the one that joined; None: ask it."""
     is_draining: bool = False
     fingerprint: str | None = None
+    role: str | None = None
+    """Present role; None: ask the worker."""
 
 
 class MembershipLost(Exception):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from quire.kvindex.membership import ROLES
 from quire.services.router.config import SloTargets
 from quire.services.router.slo import SloMetrics
 from quire.services.server.phases import ROUTER_PHASES, PhaseMetrics
@@ -25,7 +28,6 @@ TOKEN_BUCKETS = (
     *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000),
     *(10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000),
 )
-ROLES = ("prefill", "decode")
 REASONS = ("only", "prefix", "pull", "load", "tie", "imbalance", "random")
 FINISHED_REASONS = ("stop", "length")
 RETRY_CAUSES = tuple(
@@ -34,11 +36,20 @@ RETRY_CAUSES = tuple(
 )
 
 
+@dataclass(slots=True)
+class TokenTimes:
+    """All tokens after the first of each answer, and the time that they took, summed over the answers."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
 class RouterMetrics:
     """The router's metrics, registered in the given registry."""
 
     def __init__(self, registry: CollectorRegistry, slo: SloTargets | None = None) -> None:
         self.registry = registry
+        self.token_times = TokenTimes()
         self.phases = PhaseMetrics(registry, ROUTER_PHASES)
         self.slo = SloMetrics(registry, slo or SloTargets())
         self.requests_running = Gauge(

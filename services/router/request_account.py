@@ -130,7 +130,7 @@ class RequestAccount:
             sequence_id=group.sequence_id,
             attempt=group.attempt,
             worker=worker.worker_id,
-            role=worker.info.role,
+            role=worker.role,
             code=code,
             details=failure.details,
             tokens_emitted=num_emitted,
@@ -139,7 +139,7 @@ class RequestAccount:
         if not is_last:
             # Answers that were lost together and continue separately count as one retry.
             self.usage.retries = max(self.usage.retries, group.num_failures + 1)
-            self._metrics.retries.labels(worker.info.role, code.lower()).inc()
+            self._metrics.retries.labels(worker.role, code.lower()).inc()
 
     def _record_cached(self, num_cached_tokens: int, pulled: worker_pb2.PullSummary) -> None:
         # Later attempts find blocks that the first one computed, so only the first attempt's figure counts.

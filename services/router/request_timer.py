@@ -81,6 +81,8 @@ class RequestTimer:
             self._answers[index] = _Answer(now, now, num_tokens)
             return
         self._metrics.inter_token_latency.observe(now - answer.last)
+        self._metrics.token_times.num_tokens += num_tokens
+        self._metrics.token_times.seconds += now - answer.last
         answer.last = now
         answer.num_tokens += num_tokens
 

@@ -50,7 +50,7 @@ class RedisMembership:
             records = await self._index.members()
         except UNREACHABLE as error:
             raise MembershipLost(f"{type(error).__name__}: {error}") from error
-        return [Member(r.address, r.epoch, r.is_draining, r.fingerprint) for r in records]
+        return [Member(r.address, r.epoch, r.is_draining, r.fingerprint, r.role) for r in records]
 
 
 @asynccontextmanager

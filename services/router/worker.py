@@ -81,9 +81,11 @@ class Worker:
     address: str
     info: worker_pb2.GetWorkerInfoResponse
     connection: WorkerConnection
+    role: str = field(init=False)
+    """Present role, by which it gets new requests; ``info`` has the one that it had when it joined."""
     is_draining: bool = False
-    has_said_draining: bool = False
-    """Whether it drains by its own last report."""
+    last_report: worker_pb2.WatchEngineResponse = field(default_factory=worker_pb2.WatchEngineResponse)
+    """What it said last about itself."""
     has_left: bool = False
     is_lost: bool = False
     """Whether it was removed because it was silent: its calls have ended, and new ones would never return."""
@@ -107,6 +109,9 @@ class Worker:
     """Resident tokens: those of the sequences whose blocks it keeps."""
     load_of_others: worker_pb2.TotalLoad = field(default_factory=worker_pb2.TotalLoad)
     """Load of other routers' requests, as it reported last. The counts above are this router's own."""
+
+    def __post_init__(self) -> None:
+        self.role = self.info.role
 
     @property
     def worker_id(self) -> str:

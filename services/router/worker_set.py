@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from quire.kvindex.membership import ROLES
 from quire.kvtransfer.proof import Caller
 from quire.protos import worker_pb2
 from quire.services.router.config import SILENT_SECONDS
@@ -95,11 +96,11 @@ class WorkerSet:
 
     def live(self, role: str) -> list[Worker]:
         """Return the workers of a role that do not drain."""
-        return [w for w in self._workers.values() if w.info.role == role and not w.is_draining]
+        return [w for w in self._workers.values() if w.role == role and not w.is_draining]
 
     def serving(self, role: str) -> list[Worker]:
         """Return the workers of a role that may get requests: they are live and not set aside or stalled."""
-        return [w for w in self._workers.values() if w.info.role == role and w.can_serve]
+        return [w for w in self._workers.values() if w.role == role and w.can_serve]
 
     def is_unhealthy(self, worker: Worker) -> bool:
         """Return whether the worker is unhealthy: it failed recently, or it may be unable to serve."""
@@ -165,7 +166,7 @@ class WorkerSet:
 
     def draining(self, role: str) -> list[Worker]:
         """Return the workers of a role that drain: they finish their requests and take no new ones."""
-        return [w for w in self._workers.values() if w.info.role == role and w.is_draining]
+        return [w for w in self._workers.values() if w.role == role and w.is_draining]
 
     async def set_draining(
         self, worker: Worker, is_draining: bool, tell: Callable[[], Awaitable[Any]]
@@ -180,6 +181,13 @@ class WorkerSet:
         async with self._refreshing:
             await tell()
             self._mark(worker, is_draining)
+
+    def set_role(self, worker: Worker, role: str) -> None:
+        """Place new requests by the role that a worker says it has; ignore an unknown role."""
+        if role in ROLES and role != worker.role:
+            worker.role = role
+            _log.info("worker_changed_role", worker=worker.worker_id, role=role)
+            self._tell_return(worker)
 
     async def close(self) -> None:
         """Close every channel."""
@@ -211,7 +219,8 @@ class WorkerSet:
             await self._meet(address, records)
             return
         is_its_record = [worker.info.epoch] == [record.epoch for record in records]
-        is_same = is_its_record and worker.is_draining == records[0].is_draining
+        known = (worker.is_draining, worker.role)
+        is_same = is_its_record and known == (records[0].is_draining, records[0].role or worker.role)
         if is_same and not worker.connection.is_doubted:
             return
         # The worker may be about to stop and would refuse requests: prefer others until it has answered.
@@ -254,7 +263,7 @@ class WorkerSet:
 
         A worker that does not answer for ``silent_seconds`` leaves, and its calls end.
         """
-        begin = self._clock()
+        begin, role = self._clock(), worker.role
         code = None
         try:
             probe = await probe_worker(worker.connection, self._trust, self._probe_seconds)
@@ -270,6 +279,9 @@ class WorkerSet:
             worker.silent_since, worker.num_unanswered = None, 0
             if probe.info.epoch == worker.info.epoch:
                 self._set_stalled(worker, probe.info.is_stalled)
+                # The answer may be older than a role that was learned while the probe was on its way.
+                if worker.role == role:
+                    self.set_role(worker, probe.info.role)
                 if worker.is_set_aside:
                     self._take_back(worker, probe)
         elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -324,7 +336,7 @@ class WorkerSet:
         return False
 
     def _mismatch(self, member: Member, info: worker_pb2.GetWorkerInfoResponse) -> str | None:
-        if info.role not in ("prefill", "decode"):
+        if info.role not in ROLES:
             return f"its role is {info.role!r}, neither prefill nor decode"
         if self.reference is not None:
             for name in _MUST_BE_EQUAL:
@@ -341,7 +353,7 @@ class WorkerSet:
         if self.reference is None:
             self.reference = worker.info
         self._workers[worker.address] = worker
-        _log.info("worker_joined", worker=worker.worker_id, role=worker.info.role, address=worker.address)
+        _log.info("worker_joined", worker=worker.worker_id, role=worker.role, address=worker.address)
         watch = watch_worker(worker, self.router_id, self._hear, self._until_answered)
         self._watches[worker] = asyncio.create_task(watch)
         self._tell_return(worker)
@@ -366,12 +378,14 @@ class WorkerSet:
                 notice(worker)
 
     def _hear(self, worker: Worker, report: worker_pb2.WatchEngineResponse) -> None:
+        last, worker.last_report = worker.last_report, report
         worker.load_of_others = report.load_of_others
         self._set_stalled(worker, report.is_stalled)
-        # Only a change counts: a report that was under way while this router changed the state is out of date.
-        if worker.has_said_draining != report.is_draining:
-            worker.has_said_draining = report.is_draining
+        # Only a change counts: a report that was in flight while this router changed the state is out of date.
+        if report.is_draining != last.is_draining:
             self._mark(worker, report.is_draining)
+        if report.role != last.role:
+            self.set_role(worker, report.role)
 
     def _set_stalled(self, worker: Worker, is_stalled: bool) -> None:
         if worker.is_stalled != is_stalled:
@@ -387,7 +401,7 @@ class WorkerSet:
 
     def _has_substitute(self, worker: Worker) -> bool:
         """Return whether other workers can take over; decode workers can compute prompts too."""
-        others = {*self.live(worker.info.role), *self.live("decode")} - {worker}
+        others = {*self.live(worker.role), *self.live("decode")} - {worker}
         return any(not other.is_in_doubt for other in others)
 
     def _close_soon(self, connection: WorkerConnection) -> None:

@@ -1,15 +1,24 @@
-"""Tells routers at once whether the engine makes progress and the worker drains, and the load of others."""
+"""Tells routers at once what has changed on this worker: its engine, whether it drains, its role, its load."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import NamedTuple
 
 from quire.protos import worker_pb2
 from quire.services.worker.request_loads import RequestLoads
 
 LOAD_SECONDS = 0.1
 """Shortest interval between two reports of the load, which changes with each request."""
+
+
+class _State(NamedTuple):
+    """The present state of a worker; the names are those of ``WatchEngineResponse``."""
+
+    role: str
+    is_stalled: bool = False
+    is_draining: bool = False
 
 
 class EngineReports:
@@ -19,10 +28,9 @@ class EngineReports:
         loads: the loads of the running requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, role: str) -> None:
         self.loads = RequestLoads(self._wake_later)
-        self._is_stalled = False
-        self._is_draining = False
+        self._now = _State(role)
         self._is_closed = False
         self._waking: asyncio.TimerHandle | None = None
         self._has_changed = asyncio.Event()
@@ -30,12 +38,17 @@ class EngineReports:
 
     def tell_stalled(self, is_stalled: bool) -> None:
         """Report that the engine is stalled, or that it makes progress again."""
-        self._is_stalled = is_stalled
+        self._now = self._now._replace(is_stalled=is_stalled)
+        self._wake()
+
+    def tell_role(self, role: str) -> None:
+        """Report the worker's new role."""
+        self._now = self._now._replace(role=role)
         self._wake()
 
     def tell_draining(self, is_draining: bool) -> None:
         """Report that the worker drains, or no longer does."""
-        self._is_draining = is_draining
+        self._now = self._now._replace(is_draining=is_draining)
         self._wake()
 
     def close(self) -> None:
@@ -53,19 +66,14 @@ class EngineReports:
         while not self._is_closed:
             # Taken before the report is made: a change from then on wakes this reader.
             has_changed = self._has_changed
-            report = self._report(router_id)
+            report = worker_pb2.WatchEngineResponse(
+                **self._now._asdict(), load_of_others=self.loads.of_others(router_id)
+            )
             if report != told:
                 told = report
                 yield report
             if not self._is_closed:
                 await has_changed.wait()
-
-    def _report(self, router_id: str) -> worker_pb2.WatchEngineResponse:
-        return worker_pb2.WatchEngineResponse(
-            is_stalled=self._is_stalled,
-            is_draining=self._is_draining,
-            load_of_others=self.loads.of_others(router_id),
-        )
 
     def _wake_later(self) -> None:
         """Wake the readers within ``LOAD_SECONDS``, once for all changes until then."""

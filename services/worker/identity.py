@@ -14,7 +14,11 @@ from quire.protos import worker_pb2
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Facts of a running worker that do not change."""
+    """Facts of a running worker that do not change.
+
+    Attributes:
+        role: the role that the worker began with; ``WorkerRole`` has the present one.
+    """
 
     worker_id: str
     role: str
@@ -43,18 +47,18 @@ class WorkerIdentity:
         """Return the parent of the first blocks of a scope."""
         return root_hash(self.cache_descriptor, self.cluster_secret, scope)
 
-    def record(self, address: str) -> WorkerRecord:
-        """Return what the membership keeps of a worker that is reached at ``address``."""
+    def record(self, address: str, role: str) -> WorkerRecord:
+        """Return what the membership keeps of a worker that is reached at ``address`` and has ``role``."""
         return WorkerRecord(
             worker_id=self.worker_id,
-            role=self.role,
+            role=role,
             address=address,
             epoch=self.epoch,
             fingerprint=self.fingerprint,
         )
 
     def to_proto(self) -> worker_pb2.GetWorkerInfoResponse:
-        """Return what routers ask for."""
+        """Return the facts that routers ask for, with the first role."""
         return worker_pb2.GetWorkerInfoResponse(
             worker_id=self.worker_id,
             role=self.role,

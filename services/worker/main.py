@@ -83,7 +83,7 @@ def _join(start: Start) -> None:
     """Publish the worker and its blocks, until it stops or its engine fails."""
     if start.publisher is None:
         return
-    start.publisher.start(start.identity.record(start.address.result()))
+    start.publisher.start(start.identity.record(start.address.result(), start.config.role))
     start.stack.push_async_callback(start.publisher.close)
     leaving = asyncio.create_task(_leave_on_failure(start.publisher, start.failure))
     start.stack.callback(leaving.cancel)

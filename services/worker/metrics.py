@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as PlainCounter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
@@ -17,6 +18,7 @@ from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.preemption import PreemptionCounts
 from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.speculation import SpeculationCounts
+from quire.kvindex.membership import ROLES
 from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
 
 STEP_PHASES = ("propose", "schedule", "prepare", "forward", "sample", "process")
@@ -122,6 +124,15 @@ class CacheInfo:
         self._info.info(
             {"block_size": str(block_size), "num_blocks": str(num_blocks), "block_bytes": str(block_bytes)}
         )
+
+
+def describe_role(registry: CollectorRegistry, present: Callable[[], str]) -> None:
+    """Publish the worker's present role."""
+    gauge = Gauge(
+        "quire_worker_role", "1 for the present role, 0 for the other.", ["role"], registry=registry
+    )
+    for role in ROLES:
+        gauge.labels(role).set_function(partial(lambda role: float(role == present()), role))
 
 
 class PromptMetrics:

@@ -15,6 +15,7 @@ from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.metrics import PromptMetrics
 from quire.services.worker.output_streams import OutputStreams
 from quire.services.worker.prefix_pull import PrefixPuller
+from quire.services.worker.role import WorkerRole
 from quire.services.worker.running_requests import RunningRequests
 from quire.services.worker.sequence_reader import SequenceReader
 
@@ -27,7 +28,8 @@ class WorkerParts:
         address: returns the host:port at which others reach this worker; known once the server is bound.
         reader: turns the router's sequences into the engine's.
         channels: the connections to other workers.
-        reports: tells routers whether the engine makes progress, and the load of other routers.
+        role: the present role, by which routers send requests.
+        reports: tells routers what has changed on this worker.
         outputs: the streams in which routers get the outputs of their decodes.
         puller: fills the prefix cache from other workers.
     """
@@ -39,6 +41,7 @@ class WorkerParts:
     reader: SequenceReader
     requests: RunningRequests
     drain: Drain
+    role: WorkerRole
     reports: EngineReports
     outputs: OutputStreams
     channels: ChannelPool

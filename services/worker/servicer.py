@@ -98,6 +98,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         identity = self._parts.identity
         info = identity.to_proto()
         info.address = self._parts.address()
+        info.role = self._parts.role.present
         if request.nonce and identity.cluster_secret:
             info.proof = description_proof(identity.cluster_secret, request.nonce, info)
         info.is_draining = self._parts.drain.is_draining
@@ -107,7 +108,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchEngine(
         self, request: worker_pb2.WatchEngineRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchEngineResponse, None]:
-        """Tell whether the worker can serve requests, and the load of others, until it ends."""
+        """Tell what has changed on this worker, until it ends."""
         async with aclosing(self._parts.reports.follow(request.router_id)) as reports:
             async for report in reports:
                 yield report
@@ -122,6 +123,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Tell the routers; what they still send until they know is served."""
         self._parts.drain.set_draining(request.is_draining)
         return worker_pb2.SetDrainingResponse()
+
+    async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
+        """Change the role and tell the routers; requests of the old role are served to their end."""
+        self._parts.role.change(request.role, request.min_seconds_in_role)
+        return worker_pb2.SetRoleResponse()
 
     async def ClearCache(
         self, request: worker_pb2.ClearCacheRequest, context: Any

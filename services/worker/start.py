@@ -49,11 +49,13 @@ from quire.services.worker.metrics import (
     PromptMetrics,
     StepMetrics,
     ask_for_snapshot,
+    describe_role,
 )
 from quire.services.worker.output_streams import OutputStreams
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.pool_source import PoolSource
 from quire.services.worker.prefix_pull import PrefixPuller
+from quire.services.worker.role import WorkerRole
 from quire.services.worker.running_requests import RunningRequests
 from quire.services.worker.sequence_reader import SequenceReader
 from quire.tokenization.tokenizer import load_model_files
@@ -79,7 +81,7 @@ class Start:
     Attributes:
         address: host:port at which others reach the worker, once the server is bound.
         failure: gets the error of an engine that fails or is given up.
-        reports: tells routers whether the engine makes progress, and the load of other routers.
+        reports: tells routers what has changed on this worker.
         stack: ends what a step began, the latest first.
     """
 
@@ -107,7 +109,7 @@ def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack:
         tls=None if config.cluster_tls is None else ClusterTls(config.cluster_tls),
         address=loop.create_future(),
         failure=loop.create_future(),
-        reports=EngineReports(),
+        reports=EngineReports(config.role),
         stack=stack,
     )
 
@@ -195,7 +197,11 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
     grammars = GrammarCompiler(lambda: _read_tokenizer(model.folder), model.vocab_size, model.eos_token_ids)
     reader = SequenceReader(identity, grammars)
     stack.callback(reader.close)
-    prompts, drain = PromptMetrics(start.registry), Drain(partial(_announce, start))
+    prompts = PromptMetrics(start.registry)
+    # Each of the two announces the state of both, since the record in Redis has both.
+    drain = Drain(lambda is_draining: _announce(start, role.present, is_draining))
+    role = WorkerRole(config.role, lambda: _announce(start, role.present, drain.is_draining))
+    describe_role(start.registry, lambda: role.present)
     return WorkerParts(
         identity=identity,
         address=start.address.result,
@@ -204,6 +210,7 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
         reader=reader,
         requests=RunningRequests(engine, drain, prompts.phases, tracer, start.reports.loads),
         drain=drain,
+        role=role,
         reports=start.reports,
         outputs=OutputStreams(config.stream_interval),
         channels=channels,
@@ -217,11 +224,12 @@ def _read_tokenizer(folder: Path) -> str:
     return (load_model_files(str(folder)).folder / "tokenizer.json").read_text("utf-8")
 
 
-def _announce(start: Start, is_draining: bool) -> None:
-    """Tell the routers whether this worker drains: those that follow it, and those that read its record."""
+def _announce(start: Start, role: str, is_draining: bool) -> None:
+    """Tell the routers the worker's role and whether it drains, in its reports and in its record."""
+    start.reports.tell_role(role)
     start.reports.tell_draining(is_draining)
     if start.publisher is not None:
-        record = start.identity.record(start.address.result())
+        record = start.identity.record(start.address.result(), role)
         start.publisher.announce(replace(record, is_draining=is_draining))
 
 

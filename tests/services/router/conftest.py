@@ -139,6 +139,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.copies.append(request)
         await self.may_copy.wait()
         return worker_pb2.CopyBlocksResponse(pulled=self.pulled)
+    async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
+        self.role = request.role
+        return worker_pb2.SetRoleResponse()
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         self.aborted.set()
@@ -170,7 +173,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WatchEngineRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchEngineResponse]:
         yield worker_pb2.WatchEngineResponse(
-            is_stalled=self.is_stalled, is_draining=self.is_draining, load_of_others=self.load_of_others
+            is_stalled=self.is_stalled,
+            is_draining=self.is_draining,
+            role=self.role,
+            load_of_others=self.load_of_others,
         )
         await asyncio.Event().wait()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -81,7 +82,7 @@ async def test_beyond_the_loopback_it_asks_for_a_certificate_of_the_cluster(
     files.key.write_bytes(issued.private_key_pem.bytes())
     assert files.authority is not None
     files.authority.write_bytes(authority.cert_pem.bytes())
-    async with admin_server(pair.running.workers, "127.0.0.1", 0, ClusterTls(files)) as server:
+    async with admin_server(pair.running.workers, Mock(), "127.0.0.1", 0, ClusterTls(files)) as server:
         tls = Tls(ca=files.authority, certificate=files.certificate, key=files.key)
         with AdminClient(server.address, tls=tls) as admin:
             assert len(await asyncio.to_thread(admin.workers)) == 4
@@ -94,5 +95,5 @@ async def test_beyond_the_loopback_it_asks_for_a_certificate_of_the_cluster(
 async def test_it_does_not_listen_for_everybody(pair: Any, host: str) -> None:
     await pair.start()
     with pytest.raises(OSError, match="--cluster-cert"):
-        async with admin_server(pair.running.workers, host, 0, None):
+        async with admin_server(pair.running.workers, Mock(), host, 0, None):
             pytest.fail("it listens")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -136,7 +137,7 @@ async def test_an_operator_hears_that_the_worker_left(
 ) -> None:
     servicer, worker, workers = silent
     request = admin_pb2.ClearWorkerCachesRequest()
-    clearing = asyncio.create_task(AdminServicer(workers).ClearWorkerCaches(request, None))
+    clearing = asyncio.create_task(AdminServicer(workers, Mock()).ClearWorkerCaches(request, None))
     await servicer.begun.wait()
     await close(worker.connection)
     with pytest.raises(Unavailable, match="worker silent has left"):

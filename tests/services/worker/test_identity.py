@@ -52,11 +52,11 @@ def test_scopes_share_no_blocks() -> None:
 
 
 def test_nothing_that_leaves_the_worker_has_the_secret() -> None:
-    record, info = IDENTITY.record("10.0.0.5:9000"), IDENTITY.to_proto()
+    record, info = IDENTITY.record("10.0.0.5:9000", "prefill"), IDENTITY.to_proto()
     for text in (repr(IDENTITY), repr(record), str(info)):
         assert "very secret" not in text
     assert b"very secret" not in info.SerializeToString()
-    assert (record.worker_id, record.role, record.address) == ("w", "decode", "10.0.0.5:9000")
+    assert (record.worker_id, record.role, record.address) == ("w", "prefill", "10.0.0.5:9000")
     assert (record.epoch, record.fingerprint) == ("epoch", IDENTITY.fingerprint)
 
 
