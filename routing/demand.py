@@ -123,7 +123,7 @@ class StepTimes:
         prior = seconds / (FIRST_DOUBLING + sequences)
         slope = (covariance + prior) / (variance + 1)
         slope = min(max(0.0, slope), seconds / sequences if sequences else 0.0)
-        return seconds - slope * sequences, slope
+        return max(0.0, seconds - slope * sequences), slope
 
 
 class DemandMeter:

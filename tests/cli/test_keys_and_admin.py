@@ -25,6 +25,7 @@ class FakeAdmin(AdminServiceServicer):
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.address = ""
+        self.elastic_roles = ""
 
     def ListWorkers(self, request: Any, context: Any) -> pb.ListWorkersResponse:
         load = pb.WorkerLoad(num_running=3, used_blocks=7)
@@ -32,13 +33,17 @@ class FakeAdmin(AdminServiceServicer):
             pb.WorkerStatus(worker_id="decode-0", role="decode", address="host:1", load=load),
             pb.WorkerStatus(worker_id="prefill-0", role="prefill", address="host:2"),
         ]
-        return pb.ListWorkersResponse(workers=workers)
+        return pb.ListWorkersResponse(workers=workers, elastic_roles=self.elastic_roles)
 
     def DrainWorker(self, request: Any, context: Any) -> pb.DrainWorkerResponse:
         self.requests.append(request)
         if request.worker_id == "lost":
             context.abort(grpc.StatusCode.NOT_FOUND, "no worker 'lost'")
         return pb.DrainWorkerResponse()
+
+    def ChangeWorkerRole(self, request: Any, context: Any) -> pb.ChangeWorkerRoleResponse:
+        self.requests.append(request)
+        return pb.ChangeWorkerRoleResponse()
 
     def ClearWorkerCaches(self, request: Any, context: Any) -> pb.ClearWorkerCachesResponse:
         self.requests.append(request)
@@ -84,15 +89,24 @@ def test_workers_are_a_table(quire: Quire, admin: FakeAdmin) -> None:
     ]
 
 
+def test_elastic_roles_are_described_below_the_workers(quire: Quire, admin: FakeAdmin) -> None:
+    assert "elastic" not in quire("admin", "workers").stdout
+    admin.elastic_roles = "TTFT 40%"
+    assert quire("admin", "workers").stdout.splitlines()[-1] == "elastic roles: TTFT 40%"
+
+
 def test_drain_clear_and_log_level_ask_for_what_they_say(quire: Quire, admin: FakeAdmin) -> None:
     assert "drains" in quire("admin", "drain", "decode-0").stdout
     assert "serves again" in quire("admin", "drain", "decode-0", "--undo").stdout
     assert quire("admin", "clear-cache", "decode-0").stdout == "decode-0: 12 blocks\n"
+    assert quire("admin", "role", "decode-0", "prefill").stdout == "decode-0 is a prefill worker now\n"
+    assert quire("admin", "role", "decode-0", "both").exit_code == 2
     assert "log debug" in quire("admin", "log-level", "debug").stdout
     assert admin.requests == [
         pb.DrainWorkerRequest(worker_id="decode-0"),
         pb.DrainWorkerRequest(worker_id="decode-0", undo=True),
         pb.ClearWorkerCachesRequest(worker_ids=["decode-0"]),
+        pb.ChangeWorkerRoleRequest(worker_id="decode-0", role="prefill"),
         pb.ChangeLogLevelRequest(level=pb.LOG_LEVEL_DEBUG),
     ]
 

@@ -32,6 +32,8 @@ _REFUSALS = {
     "Pull": (grpc.StatusCode.NOT_FOUND,),
     "Renew": (grpc.StatusCode.NOT_FOUND,),
     "DrainWorker": (grpc.StatusCode.NOT_FOUND,),
+    "ChangeWorkerRole": (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT),
+    "SetRole": (grpc.StatusCode.INVALID_ARGUMENT,),
     # The call before may still be ending.
     "StreamOutputs": (grpc.StatusCode.ALREADY_EXISTS,),
     "SetLogLevel": (grpc.StatusCode.INVALID_ARGUMENT,),

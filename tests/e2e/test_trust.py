@@ -130,6 +130,7 @@ def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoRes
         "SetDraining": worker.SetDraining(
             worker_pb2.SetDrainingRequest(is_draining=True), timeout=WAIT_SECONDS
         ),
+        "SetRole": worker.SetRole(worker_pb2.SetRoleRequest(role="prefill"), timeout=WAIT_SECONDS),
         "ClearCache": worker.ClearCache(worker_pb2.ClearCacheRequest(), timeout=WAIT_SECONDS),
         "SetLogLevel": worker.SetLogLevel(worker_pb2.SetLogLevelRequest(), timeout=WAIT_SECONDS),
         "Push": push.Push(iter([kv.PushRequest(open=opening)]), timeout=WAIT_SECONDS),

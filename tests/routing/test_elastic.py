@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.routing.demand import Demand, RoleState, StepTimes, Totals
-from quire.routing.elastic import PAUSE_SECONDS, REVERSAL_SECONDS, ElasticRoles
+from quire.routing.elastic import MARGIN, MIN_PRESSURE, PAUSE_SECONDS, REVERSAL_SECONDS, ElasticRoles
 from quire.routing.pressure import Targets, congestion, predict
 
 TARGETS = Targets(1.0, 0.025)
@@ -167,13 +167,13 @@ def test_one_measurement_gives_a_cautious_step_time() -> None:
     assert 0.0 < base < 0.02
 
 
-@pytest.mark.parametrize(("load", "num_prefill"), [(PROMPTS, 3), (ANSWERS, 0)])
+@pytest.mark.parametrize("load", [PROMPTS, ANSWERS])
 @pytest.mark.parametrize("begin", [0, 1, 2, 3])
-def test_workers_get_the_role_that_lacks(load: Load, num_prefill: int, begin: int) -> None:
+def test_workers_get_the_role_that_lacks(load: Load, begin: int) -> None:
     plant = Plant(begin, 4, load)
     plant.run(300)
-    roles = list(plant.roles.values())
-    assert roles.count("prefill") == num_prefill or plant.worst < 0.75
+    best = min(load.worst(count, 4) for count in range(4))
+    assert plant.worst < max(MIN_PRESSURE, best / (1 - MARGIN))
     assert plant.num_reversals == 0
 
 
@@ -198,7 +198,7 @@ def test_nothing_changes_without_requests_or_while_targets_are_met() -> None:
         assert plant.changes == []
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=40)
 @given(loads, st.integers(2, 8), st.data())
 def test_a_constant_load_that_can_be_served_is_served_without_flapping(
     load: Load, num_workers: int, data: st.DataObject
@@ -207,7 +207,7 @@ def test_a_constant_load_that_can_be_served_is_served_without_flapping(
     noise = Random(data.draw(st.integers(0, 1000)))
     best = min(load.worst(count, num_workers) for count in range(num_workers))
     plant = Plant(begin, num_workers, load, noise)
-    plant.run(900)
+    plant.run(600)
     if best < 0.5:
         assert plant.worst < 1.0
         assert plant.num_reversals <= 1
@@ -215,7 +215,7 @@ def test_a_constant_load_that_can_be_served_is_served_without_flapping(
     assert plant.num_reversals <= 5
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_whatever_comes_a_decode_worker_stays_and_changes_keep_their_distance(data: st.DataObject) -> None:
     now = 0.0
@@ -272,7 +272,5 @@ def test_a_change_by_someone_else_counts() -> None:
     plant = Plant(2, 4, PROMPTS)
     plant.run(1)
     plant.roles["w0"] = "decode"
-    plant.run(int(REVERSAL_SECONDS) - 1)
-    assert plant.changes == []
-    plant.run(5)
-    assert plant.changes[0][1] == "prefill"
+    plant.run(60)
+    assert min(time for time, role in plant.changes if role == "prefill") >= 1.0 + REVERSAL_SECONDS

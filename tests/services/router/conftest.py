@@ -140,6 +140,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         await self.may_copy.wait()
         return worker_pb2.CopyBlocksResponse(pulled=self.pulled)
     async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
+        await self._before_token(0)
         self.role = request.role
         return worker_pb2.SetRoleResponse()
 
