@@ -19,6 +19,7 @@ from quire.services.router.answer_copies import AnswerCopyMetrics
 from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics
+from quire.services.router.roles import RoleMetrics
 from quire.services.router.write_back import WriteBackMetrics
 from quire.services.server.grpc_server import GrpcMetrics
 from quire.services.server.loop_lag import LoopLagMetrics
@@ -28,6 +29,7 @@ from quire.services.worker.metrics import (
     EngineSnapshot,
     PromptMetrics,
     StepMetrics,
+    describe_role,
 )
 
 SUFFIXES = {
@@ -75,6 +77,7 @@ def router_registry() -> RecordingRegistry:
     """Return the metrics of a router with all features switched on."""
     registry = RecordingRegistry()
     RouterMetrics(registry)
+    RoleMetrics(registry)
     IndexMetrics(registry, CircuitBreaker())
     HttpMetrics(registry)
     WriteBackMetrics(registry)
@@ -92,6 +95,7 @@ def worker_registry() -> RecordingRegistry:
     registry.register(EngineCollector(lambda: idle))
     StepMetrics(registry)
     PromptMetrics(registry)
+    describe_role(registry, lambda: "decode")
     CacheInfo(registry).describe(block_size=16, num_blocks=1, block_bytes=1)
     TransferMetrics(registry)
     PullMetrics(registry)

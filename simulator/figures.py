@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.simulator.cluster import Replay
+from quire.simulator.cluster import Replay, RequestOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def figures(replay: Replay, slo: Slo) -> Figures:
     """Return the figures of a replay."""
     done = replay.outcomes
     num_requests = len(done) + replay.num_rejected
-    num_good = sum(o.ttft_seconds <= slo.ttft_seconds and o.tpot_seconds <= slo.tpot_seconds for o in done)
+    num_good = sum(is_good(outcome, slo) for outcome in done)
     input_tokens = sum(o.request.input_tokens for o in done)
     ttft = sorted(o.ttft_seconds for o in done)
     tpot = sorted(o.tpot_seconds for o in done)
@@ -72,6 +72,11 @@ def figures(replay: Replay, slo: Slo) -> Figures:
         decode_busy_share=replay.decode_busy_share,
         slo_share=num_good / num_requests if num_requests else 0.0,
     )
+
+
+def is_good(outcome: RequestOutcome, slo: Slo) -> bool:
+    """Return whether a request met both limits."""
+    return outcome.ttft_seconds <= slo.ttft_seconds and outcome.tpot_seconds <= slo.tpot_seconds
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -42,6 +42,20 @@ def _choice_panels() -> Sequence[Panel]:
             "{{role}}",
         ),
         line(
+            "Changes of roles",
+            "Workers that got this role, by cause: an operator, or the pressure that the router saw.",
+            rate("quire_role_changes_total", by="role, cause"),
+            "{{role}}: {{cause}}",
+            "ops",
+        ),
+        line(
+            "Pressure, for elastic roles",
+            "Expected times as shares of their targets, and the share of decode blocks that is taken."
+            " Above 1, requests miss their targets.",
+            "max by (kind) (quire_role_pressure_ratio)",
+            "{{kind}}",
+        ),
+        line(
             "Requests that wait for a worker",
             "Requests for which no decode worker is there; they go on when one comes, in their order.",
             total("quire_router_requests_waiting"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -37,7 +37,7 @@ async def rest_of(stream: Any) -> tuple[list[int], int]:
     return tokens, delta.usage.retries
 
 
-async def test_a_worker_changes_its_role_under_load(
+async def test_a_worker_changes_its_role_while_it_serves(
     start_stack: StartStack, expected: Any, e2e: Any, monkeypatch: Any
 ) -> None:
     """Both decode workers have long answers under way, and each is a prefill worker for a while."""
@@ -48,59 +48,62 @@ async def test_a_worker_changes_its_role_under_load(
         start_stack("llama", num_decode=2, redis_url=redis.url, num_blocks=4096) as stack,
         AdminClient(stack.admin_address) as admin,
     ):
+
+        async def change(worker_id: str, role: Literal["prefill", "decode"]) -> None:
+            await asyncio.to_thread(admin.change_role, worker_id, role)
+            roles = {worker.worker_id: worker.role for worker in await asyncio.to_thread(admin.workers)}
+            assert roles[worker_id] == role
+
         async with e2e.connected(stack) as (client, workers):
             streams = [client.stream(prompt, max_tokens=LONG, **GREEDY) for prompt in prompts]
             firsts = [list((await anext(stream)).token_ids) for stream in streams]
             rests = [asyncio.create_task(rest_of(stream)) for stream in streams]
             for worker_id in ("decode-0", "decode-1"):
-                await asyncio.to_thread(admin.change_role, worker_id, "prefill")
-                roles = {worker.worker_id: worker.role for worker in await asyncio.to_thread(admin.workers)}
-                assert roles[worker_id] == "prefill"
+                await change(worker_id, "prefill")
                 answers = [client.generate(prompt, max_tokens=64, **GREEDY) for prompt in prompts]
                 for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
                     assert list(answer.token_ids) == expected("llama", prompt)
                     assert answer.usage.retries == 0
-                await asyncio.to_thread(admin.change_role, worker_id, "decode")
+                await change(worker_id, "decode")
             for prompt, first, rest in zip(prompts, firsts, rests, strict=True):
                 tokens, num_retries = await rest
                 assert ([*first, *tokens][:64], num_retries) == (expected("llama", prompt), 0)
                 assert len(first) + len(tokens) == LONG
+            await _cache_stays(admin, client, e2e, workers, prompts[0], expected("llama", prompts[0]))
+            await _later_routers_know(admin, client, redis)
             await e2e.quiet(workers)
 
 
-async def test_the_cache_stays_and_later_routers_know_the_role(
-    start_stack: StartStack, expected: Any, e2e: Any, monkeypatch: Any
+async def _cache_stays(
+    admin: AdminClient, client: AsyncClient, e2e: Any, workers: Any, prompt: list[int], tokens: list[int]
 ) -> None:
-    monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
-    prompt = e2e.make_prompt(128)
-    with (
-        RedisProcess() as redis,
-        start_stack("llama", num_prefill=0, num_decode=2, redis_url=redis.url) as stack,
-        AdminClient(stack.admin_address) as admin,
-    ):
-        async with e2e.connected(stack) as (client, workers):
-            for worker_id in ("decode-0", "decode-1"):
-                # With one worker draining, the other computes the prompt and keeps its blocks.
-                other = "decode-1" if worker_id == "decode-0" else "decode-0"
-                await asyncio.to_thread(admin.drain, other)
-                await client.generate(prompt, max_tokens=1, **GREEDY)
-                await asyncio.to_thread(admin.drain, other, undo=True)
+    """A repeated prompt is cached on a worker that had another role when it got the blocks."""
+    await asyncio.to_thread(admin.drain, "decode-1")
+    await client.generate(prompt, max_tokens=1, **GREEDY)
+    await asyncio.to_thread(admin.drain, "decode-1", undo=True)
+    before = (await e2e.quiet(workers))["decode-0"].cached_blocks
+    await asyncio.to_thread(admin.change_role, "decode-0", "prefill")
+    assert (await e2e.quiet(workers))["decode-0"].cached_blocks == before > 0
+    # decode-0 is now the only one that computes prompts.
+    await asyncio.to_thread(admin.drain, "prefill-0")
+    again = await client.generate(prompt, max_tokens=64, **GREEDY)
+    assert (list(again.token_ids), again.usage.cached_prompt_tokens) == (tokens, 48)
+    await asyncio.to_thread(admin.drain, "prefill-0", undo=True)
+
+
+async def _later_routers_know(admin: AdminClient, client: AsyncClient, redis: RedisProcess) -> None:
+    """A router that starts later knows the role of decode-0, and both follow each other's changes."""
+    config = RouterConfig(port=0, redis_url=redis.router_url, cluster_secret=b"shared")
+    async with router(config) as later, AsyncClient(later.address) as later_client:
+        await asyncio.wait_for(later.has_served.wait(), WAIT_SECONDS)
+        async with asyncio.timeout(WAIT_SECONDS):
+            while len(later.workers.live("prefill")) != 2:
+                await asyncio.sleep(0.01)
+        assert [worker.worker_id for worker in later.workers.live("decode")] == ["decode-1"]
+        await asyncio.to_thread(admin.change_role, "decode-0", "decode")
+        await until_decode_workers(later_client, 2)
+        with AdminClient(later.addresses.admin) as later_admin:
+            await asyncio.to_thread(later_admin.change_role, "decode-1", "prefill")
+        await until_decode_workers(client, 1)
+        with pytest.raises(Unsupported, match="no decode worker that takes requests"):
             await asyncio.to_thread(admin.change_role, "decode-0", "prefill")
-            again = await client.generate(prompt, max_tokens=64, **GREEDY)
-            assert list(again.token_ids) == expected("llama", prompt)
-            assert again.usage.cached_prompt_tokens >= 112
-            config = RouterConfig(port=0, redis_url=redis.router_url, cluster_secret=b"shared")
-            async with router(config) as later, AsyncClient(later.address) as later_client:
-                await asyncio.wait_for(later.has_served.wait(), WAIT_SECONDS)
-                await until_decode_workers(later_client, 1)
-                [prefill] = later.workers.live("prefill")
-                assert prefill.worker_id == "decode-0"
-                # It follows later changes too, and refuses like the first one.
-                await asyncio.to_thread(admin.change_role, "decode-0", "decode")
-                await until_decode_workers(later_client, 2)
-                with AdminClient(later.addresses.admin) as later_admin:
-                    await asyncio.to_thread(later_admin.change_role, "decode-1", "prefill")
-                await until_decode_workers(client, 1)
-                with pytest.raises(Unsupported, match="no decode worker that takes requests"):
-                    await asyncio.to_thread(admin.change_role, "decode-0", "prefill")
-            await e2e.quiet(workers)
