@@ -87,7 +87,8 @@ async def _cache_stays(
     # decode-0 is now the only one that computes prompts.
     await asyncio.to_thread(admin.drain, "prefill-0")
     again = await client.generate(prompt, max_tokens=64, **GREEDY)
-    assert (list(again.token_ids), again.usage.cached_prompt_tokens) == (tokens, 48)
+    assert list(again.token_ids) == tokens
+    assert again.usage.cached_prompt_tokens >= 48
     await asyncio.to_thread(admin.drain, "prefill-0", undo=True)
 
 

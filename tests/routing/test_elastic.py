@@ -226,7 +226,7 @@ def test_whatever_comes_a_decode_worker_stays_and_changes_keep_their_distance(da
     for _ in range(40):
         now += data.draw(st.floats(0.0, 15.0))
         new = data.draw(amounts)
-        totals = Totals(*(a + b for a, b in zip(totals, new, strict=True)))  # type: ignore[arg-type]
+        totals = Totals(*(a + b for a, b in zip(totals, new, strict=True)))
         states = [
             RoleState(name, role, data.draw(st.floats(0, 30)), data.draw(st.integers(0, 200)), 100)
             for name, role in roles.items()

@@ -61,7 +61,7 @@ async def test_what_cannot_be_is_named(pair: Any, fault: Any) -> None:
         with pytest.raises(NotFound, match="d1, d2, p1, p2"):
             await asyncio.to_thread(admin.change_role, "d9", "prefill")
         with pytest.raises(Exception, match="must be prefill or decode"):
-            await asyncio.to_thread(admin.change_role, "d1", "both")
+            await asyncio.to_thread(admin.change_role, "d1", "both")  # type: ignore[arg-type]
         pair["d1"].fault = fault(0, FailedPrecondition("it became one 3 s ago"))
         with pytest.raises(Unsupported, match="d1 keeps its role: it became one 3 s ago") as refused:
             await asyncio.to_thread(admin.change_role, "d1", "prefill")
