@@ -1,0 +1,185 @@
+"""Carries out the faults of a schedule on a running cluster, and heals them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from collections import Counter
+from collections.abc import Sequence
+
+import redis
+
+from quire.benchmarks.chaos.cluster import Cluster
+from quire.benchmarks.chaos.proxy import Link
+from quire.benchmarks.chaos.schedule import REDIS, Fault
+
+MOST_AT_ONCE = 3
+"""Faults at the same time."""
+MAX_DEFECTS = 20
+"""Number of defects after which no further fault begins."""
+DELAY_SECONDS = 0.15
+"""Longest time that a link holds back each chunk; a router sets workers aside that do not answer for 1 s."""
+DAMAGED_CHUNKS = 2
+"""Chunks that a link damages in one fault; a request has four attempts."""
+FILE_BYTES = 4096
+"""Size at which files can no longer grow when a disk is full: less than a block."""
+_DEAD_PORT = 1
+_FULL_BYTES = 1
+_REDIS_BYTES = 512 << 20
+
+
+class FaultRunner:
+    """Runs faults, at most ``MOST_AT_ONCE`` at a time, and one fault at a time for each target.
+
+    At most one fault at a time takes a worker away: a request that two workers die under is refused by design
+    (docs/routing.md).
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._any = asyncio.Semaphore(MOST_AT_ONCE)
+        self._worker_is_away = asyncio.Lock()
+        self._targets: dict[tuple[str, ...], asyncio.Lock] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self.counts: Counter[str] = Counter()
+
+    async def run(self, faults: Sequence[Fault], end_seconds: float) -> None:
+        """Run faults in their order, and return when all are healed.
+
+        Args:
+            end_seconds: time of the journal after which no fault begins.
+        """
+        for fault in faults:
+            await asyncio.sleep(fault.pause)
+            await self._any.acquire()
+            if (
+                self._cluster.journal.seconds > end_seconds
+                or len(self._cluster.journal.defects) >= MAX_DEFECTS
+            ):
+                self._any.release()
+                break
+            task = asyncio.create_task(self._run_one(fault))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        await asyncio.gather(*self._running)
+
+    async def _run_one(self, fault: Fault) -> None:
+        journal = self._cluster.journal
+        is_away = fault.kind in ("kill", "kill decode", "stop", "terminate", "link cut", "link reset")
+        lock = self._worker_is_away if is_away and fault.targets[-1] != REDIS else asyncio.Lock()
+        target = self._targets.setdefault(fault.targets, asyncio.Lock())
+        try:
+            async with lock, target:
+                journal.record("fault", **fault._asdict())
+                await self._carry_out(fault)
+                journal.record("healed", number=fault.number, kind=fault.kind)
+            self.counts[fault.kind] += 1
+        finally:
+            self._any.release()
+
+    async def _carry_out(self, fault: Fault) -> None:
+        match fault.kind:
+            case "kill" | "kill decode" | "terminate":
+                await self._end(fault)
+            case "stop":
+                await self._stop(fault)
+            case "disk full":
+                await self._fill_disk(fault)
+            case "redis kill" | "redis stop":
+                await self._stop_redis(fault)
+            case "redis flush" | "redis read-only" | "redis full":
+                await self._spoil_redis(fault)
+            case _:
+                await self._disturb_link(fault, self._cluster.links[fault.targets[0], fault.targets[1]])
+
+    async def _end(self, fault: Fault) -> None:
+        number = signal.SIGTERM if fault.kind == "terminate" else signal.SIGKILL
+        processes = [self._cluster.processes[name] for name in fault.targets]
+        for process in processes:
+            process.send(number)
+        for process in processes:
+            status = await process.ended()
+            if fault.kind == "terminate" and status != 0:
+                self._cluster.journal.record_defect(
+                    f"{process.name} ended with status {status} after SIGTERM"
+                )
+        await asyncio.sleep(fault.seconds)
+        await asyncio.gather(*(self._cluster.restart(name) for name in fault.targets))
+
+    async def _stop(self, fault: Fault) -> None:
+        process = self._cluster.processes[fault.targets[0]]
+        process.send(signal.SIGSTOP)
+        await asyncio.sleep(fault.seconds)
+        process.send(signal.SIGCONT)
+
+    async def _fill_disk(self, fault: Fault) -> None:
+        """Forbid a worker to write more than a few bytes to any file."""
+        pid = self._cluster.processes[fault.targets[0]].pid
+        if pid is None:
+            return
+        try:
+            _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_BYTES, hard))
+            await asyncio.sleep(fault.seconds)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+        except ProcessLookupError:
+            pass  # another fault has ended the process
+
+    async def _stop_redis(self, fault: Fault) -> None:
+        pid = self._cluster.index.pid
+        if fault.kind == "redis stop":
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(fault.seconds)
+            os.kill(pid, signal.SIGCONT)
+            return
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(fault.seconds)
+        self._cluster.restart_redis()
+
+    async def _spoil_redis(self, fault: Fault) -> None:
+        """Empty Redis, or let it refuse writes: as a replica of a server that is not there, or as full."""
+        try:
+            async with self._cluster.redis_admin() as client:
+                match fault.kind:
+                    case "redis flush":
+                        await client.flushall()
+                    case "redis read-only":
+                        await client.execute_command("REPLICAOF", "127.0.0.1", _DEAD_PORT)
+                        await asyncio.sleep(fault.seconds)
+                        await client.execute_command("REPLICAOF", "NO", "ONE")
+                    case _:
+                        await client.config_set("maxmemory", _FULL_BYTES)
+                        await asyncio.sleep(fault.seconds)
+                        await client.config_set("maxmemory", _REDIS_BYTES)
+        except redis.RedisError as error:
+            self._cluster.journal.record("not carried out", number=fault.number, error=error)
+
+    async def _disturb_link(self, fault: Fault, link: Link) -> None:
+        match fault.kind:
+            case "link cut":
+                link.is_open.clear()
+                await asyncio.sleep(fault.seconds)
+                link.is_open.set()
+            case "link delay":
+                link.delay_seconds = DELAY_SECONDS * fault.draw
+                await asyncio.sleep(fault.seconds)
+                link.delay_seconds = 0.0
+            case "link reset":
+                link.reset()
+                link.is_refused = True
+                await asyncio.sleep(fault.seconds)
+                link.is_refused = False
+            case _:
+                await self._damage(fault, link)
+
+    async def _damage(self, fault: Fault, link: Link) -> None:
+        link.damages_answers_only = fault.targets[1] == REDIS
+        link.damages_all = fault.targets[1] == REDIS or self._cluster.shape.has_tls
+        link.place = fault.draw
+        before = link.num_damaged
+        link.num_to_damage = DAMAGED_CHUNKS
+        await asyncio.sleep(fault.seconds)
+        link.num_to_damage = 0
+        self._cluster.journal.record("damaged", number=fault.number, chunks=link.num_damaged - before)

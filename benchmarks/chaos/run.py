@@ -1,0 +1,126 @@
+"""A chaos run: learns the right answers, sends load while faults happen, and checks what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from quire.benchmarks.chaos.cluster import Cluster, ClusterConfig, running_cluster
+from quire.benchmarks.chaos.faults import FaultRunner
+from quire.benchmarks.chaos.journal import Journal
+from quire.benchmarks.chaos.load import Load, LoadReport
+from quire.benchmarks.chaos.requests import draw_templates
+from quire.benchmarks.chaos.rest import Size, check_rest, growth, measure
+from quire.benchmarks.chaos.schedule import Fault, draw_schedule, num_first
+
+NOTE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ChaosConfig:
+    """What to run.
+
+    Attributes:
+        minutes: time after which no fault begins.
+        num_of_each: different requests of each kind.
+        concurrency: requests in flight.
+    """
+
+    seed: int = 1
+    num_faults: int = 100
+    minutes: float = math.inf
+    num_of_each: int = 12
+    concurrency: int = 8
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+@dataclass
+class ChaosReport:
+    """What a run found.
+
+    Attributes:
+        faults: number of faults by kind.
+        memory_mib: of each process after the first tenth of the faults and at the end; only processes that
+            lived from one to the other.
+    """
+
+    config: ChaosConfig
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    undisturbed: LoadReport = field(default_factory=LoadReport)
+    load: LoadReport = field(default_factory=LoadReport)
+    memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
+    defects: list[str] = field(default_factory=list)
+
+
+async def run_chaos(config: ChaosConfig, journal: Journal, console: Console) -> ChaosReport:
+    """Run the schedule of a seed; what must not happen is in the report's ``defects``."""
+    report = ChaosReport(config)
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(running_cluster(config.cluster, journal))
+        console.print(f"{journal.seconds:4.0f} s: the cluster runs")
+        load = Load(cluster, draw_templates(config.seed, config.num_of_each), config.seed)
+        stack.push_async_callback(load.close)
+        report.undisturbed, report.load = load.undisturbed, load.report
+        await load.learn_answers(config.concurrency)
+        console.print(f"{journal.seconds:4.0f} s: the right answers are known")
+        runner = FaultRunner(cluster)
+        report.faults = runner.counts
+        faults = draw_schedule(config.seed, config.num_faults, config.cluster.shape)
+        num = num_first(len(faults))
+        phases = _Phases(config, cluster, load, runner, console)
+        before = await phases.run(faults[:num])
+        after = await phases.run(faults[num:])
+        _compare(report, journal, before, after)
+    report.seconds, report.defects = journal.seconds, journal.defects
+    return report
+
+
+@dataclass(frozen=True)
+class _Phases:
+    """Runs parts of a schedule under load, with a rest after each."""
+
+    config: ChaosConfig
+    cluster: Cluster
+    load: Load
+    runner: FaultRunner
+    console: Console
+
+    async def run(self, faults: Sequence[Fault]) -> dict[str, Size]:
+        """Run faults under load; return what the processes use when all is healed and has come to rest."""
+        is_over = False
+        load = asyncio.create_task(self.load.run(self.config.concurrency, lambda: is_over))
+        noting = asyncio.create_task(self._note())
+        try:
+            await self.runner.run(faults, 60 * self.config.minutes)
+        finally:
+            is_over = True
+            await load
+            noting.cancel()
+        await self.cluster.until_complete()
+        await check_rest(self.cluster)
+        return await measure(self.cluster)
+
+    async def _note(self) -> None:
+        while True:
+            await asyncio.sleep(NOTE_SECONDS)
+            journal, outcomes = self.cluster.journal, Counter[str]()
+            for (_, outcome), count in self.load.report.outcomes.items():
+                outcomes[outcome] += count
+            counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+            faults = f"{self.runner.counts.total()} of {self.config.num_faults} faults"
+            self.console.print(f"{journal.seconds:4.0f} s: {faults}; {counts}")
+
+
+def _compare(report: ChaosReport, journal: Journal, before: dict[str, Size], after: dict[str, Size]) -> None:
+    for name in before.keys() & after.keys():
+        for problem in growth(name, before[name], after[name]):
+            journal.record_defect(problem)
+        if before[name].num_starts == after[name].num_starts:
+            report.memory_mib[name] = (round(before[name].memory_mib, 1), round(after[name].memory_mib, 1))

@@ -1,0 +1,51 @@
+"""Runs the command ``quire`` as one process of a chaos run, which reports its tasks and channels on SIGUSR1.
+
+python -m quire.benchmarks.chaos.watched_process decode --port 9000
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import signal
+from collections import Counter
+from typing import Any
+
+REPORT = "chaos_report "
+"""Beginning of the line on standard output that a report is."""
+
+
+def main() -> None:
+    """Run the command; the process ends with the one that started it."""
+    from quire.cli.main import main as quire_main
+    from quire.services.local.redis_process import end_with_parent
+
+    end_with_parent()
+    signal.signal(signal.SIGUSR1, _print_report)
+    quire_main()
+
+
+def _print_report(number: int, frame: object) -> None:
+    """Print how many tasks there are of each coroutine, and how many open channels."""
+    try:
+        tasks = asyncio.all_tasks(asyncio.get_running_loop())
+    except RuntimeError:
+        tasks = set()
+    names = Counter(getattr(task.get_coro(), "__qualname__", "?") for task in tasks)
+    print(
+        REPORT + json.dumps({"tasks": names, "channels": sum(map(_is_open_channel, gc.get_objects()))}),
+        flush=True,
+    )
+
+
+def _is_open_channel(each: Any) -> bool:
+    return (
+        type(each).__module__ == "grpc.aio._channel"
+        and type(each).__name__ == "Channel"
+        and not each._channel.closed()
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""A short chaos run: faults of many kinds under load, and every answer is right or a clear error."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from quire.benchmarks.chaos.cluster import ClusterConfig
+from quire.benchmarks.chaos.journal import Journal
+from quire.benchmarks.chaos.load import RIGHT
+from quire.benchmarks.chaos.run import ChaosConfig, run_chaos
+
+SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 7, 12, 2, 4
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_no_fault_makes_an_answer_wrong_or_leaves_anything_behind() -> None:
+    config = ChaosConfig(
+        seed=SEED,
+        num_faults=NUM_FAULTS,
+        num_of_each=NUM_OF_EACH,
+        concurrency=CONCURRENCY,
+        cluster=ClusterConfig(variant="tiers"),
+    )
+    report = await run_chaos(config, Journal(), Console(quiet=True))
+    assert report.defects == []
+    assert report.faults.total() == NUM_FAULTS
+    assert sum(count for (_, outcome), count in report.load.outcomes.items() if outcome == RIGHT) >= 20
