@@ -17,14 +17,15 @@ wants every key declared; the common hash tag makes this work in a cluster too.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ResponseError
+from redis.exceptions import InvalidResponse, ResponseError
 
 from quire.kvindex.index import Holding, IndexFullError, LeaseLostError
 from quire.kvindex.membership import WorkerRecord, read_records
@@ -89,6 +90,18 @@ def _script(client: Client, name: str) -> Any:
     return client.register_script(files("quire.kvindex").joinpath("scripts", f"{name}.lua").read_text())
 
 
+@contextmanager
+def _malformed_answers() -> Iterator[None]:
+    """Turn the errors of an answer that cannot be read into ``InvalidResponse``, one of ``UNREACHABLE``.
+
+    redis-py lets them through: a damaged length is a ValueError there, and a damaged map an AttributeError.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise InvalidResponse(f"malformed answer: {type(error).__name__}: {error}") from error
+
+
 class RedisIndex:
     """Looks prefixes up in Redis; raises one of ``UNREACHABLE`` if Redis does not answer."""
 
@@ -109,17 +122,19 @@ class RedisIndex:
         return list(found.values())
 
     async def _look_up_part(self, block_hashes: Sequence[bytes]) -> list[Holding]:
-        answer = await self._look_up(keys=[BLOCKS, LEASES], args=[b"".join(block_hashes), MAX_HOLDERS])
-        # If a record cannot be read, its depth is dropped too.
-        return [
-            Holding(record, depth)
-            for stored, depth in zip(answer[::2], answer[1::2], strict=True)
-            for record in read_records([stored])
-        ]
+        with _malformed_answers():
+            answer = await self._look_up(keys=[BLOCKS, LEASES], args=[b"".join(block_hashes), MAX_HOLDERS])
+            # If a record cannot be read, its depth is dropped too.
+            return [
+                Holding(record, max(0, min(int(depth), len(block_hashes))))
+                for stored, depth in zip(answer[::2], answer[1::2], strict=True)
+                for record in read_records([stored])
+            ]
 
     async def members(self) -> list[WorkerRecord]:
         """Return the records of all live leases, in one round trip."""
-        return read_records(await self._members(keys=[SLOTS, LEASES]))
+        with _malformed_answers():
+            return read_records(await self._members(keys=[SLOTS, LEASES]))
 
 
 class WorkerLease:
@@ -137,8 +152,10 @@ class WorkerLease:
         """Begin a lease with a new epoch, which invalidates everything that was published before."""
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
         args = [record.worker_id, self._epoch, record.to_json(), self._ttl_ms]
-        slot = await self._scripts["join"](keys=[SLOTS, LEASES], args=args)
-        self._slot = str(slot).encode()
+        with _malformed_answers():
+            self._slot = str(int(await self._scripts["join"](keys=[SLOTS, LEASES], args=args))).encode()
+        # Redis would refuse a damaged cursor each time.
+        self._sweep_cursor = b"0"
 
     async def beat(self) -> None:
         """Renew the lease.
@@ -146,7 +163,9 @@ class WorkerLease:
         Raises:
             LeaseLostError: there is no lease to renew.
         """
-        if not await self._scripts["beat"](keys=[self._lease_key], args=[self._epoch, self._ttl_ms]):
+        with _malformed_answers():
+            is_held = await self._scripts["beat"](keys=[self._lease_key], args=[self._epoch, self._ttl_ms])
+        if not is_held:
             raise LeaseLostError
 
     async def publish(self, block_hashes: Sequence[bytes]) -> None:
@@ -163,7 +182,8 @@ class WorkerLease:
     async def _publish(self, batch: Sequence[bytes]) -> int:
         keys, args = [self._lease_key, BLOCKS], [self._slot, self._epoch, b"".join(batch)]
         try:
-            return int(await self._scripts["publish"](keys=keys, args=args))
+            with _malformed_answers():
+                return int(await self._scripts["publish"](keys=keys, args=args))
         except ResponseError as error:
             # Redis 6 wraps errors within a script, so the type of the exception does not show this one.
             if "OOM" in str(error):
@@ -174,7 +194,8 @@ class WorkerLease:
         """Remove blocks of this lease, children before parents."""
         for batch in _batches(block_hashes):
             args = [self._slot, self._epoch, b"".join(batch)]
-            await self._scripts["evict"](keys=[BLOCKS], args=args)
+            with _malformed_answers():
+                await self._scripts["evict"](keys=[BLOCKS], args=args)
 
     async def sweep(self) -> int:
         """Visit the next entries of all workers and remove invalid ones; return how many were removed."""
@@ -182,12 +203,14 @@ class WorkerLease:
             [SLOTS, LEASES, BLOCKS],
             [self._sweep_cursor, SWEEP_KEYS],
         )
-        self._sweep_cursor, num_removed = await self._scripts["sweep"](keys=keys, args=args)
-        return int(num_removed)
+        with _malformed_answers():
+            self._sweep_cursor, num_removed = await self._scripts["sweep"](keys=keys, args=args)
+            return int(num_removed)
 
     async def leave(self) -> None:
         """End the lease, which invalidates its entries at once, unless another process has taken it over."""
-        await self._scripts["leave"](keys=[self._lease_key], args=[self._epoch])
+        with _malformed_answers():
+            await self._scripts["leave"](keys=[self._lease_key], args=[self._epoch])
 
     @property
     def _lease_key(self) -> bytes:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 from redis.exceptions import RedisError
 
-from quire.kvindex.index import IndexFullError
+from quire.kvindex.index import UNREACHABLE, IndexFullError
 from quire.kvindex.redis_index import (
     LOOK_UP_BLOCKS,
     MAX_HOLDERS,
     RedisIndex,
+    WorkerLease,
     publisher_client,
     reader_client,
 )
@@ -109,3 +112,49 @@ async def test_a_redis_that_is_gone_raises_soon(redis_process: Any) -> None:
                 await RedisIndex(client).look_up(HASHES[:1])
     finally:
         await client.aclose()
+
+
+@asynccontextmanager
+async def redis_that_answers(answer: bytes) -> AsyncIterator[str]:
+    """Yield the URL of a server that answers every script with the same bytes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while command := await reader.read(1 << 16):
+            if b"HELLO" in command:
+                writer.write(b"%1\r\n$5\r\nproto\r\n:3\r\n")
+            elif b"PING" in command:
+                writer.write(b"+PONG\r\n")
+            else:
+                writer.write(answer if b"EVALSHA" in command else b"+OK\r\n" * command.count(b"CLIENT"))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "answer", [b":7q\r\n", b"$-x\r\n", b"*q\r\n", b"*1\r\n:5\r\n", b"+OK\r\n", b"*2\r\n+a\r\n+b\r\n"]
+)
+async def test_damaged_answers_count_as_no_answer(answer: bytes, record: Any) -> None:
+    async with redis_that_answers(answer) as url:
+        reader, publisher = reader_client(url), publisher_client(url)
+        index, lease = RedisIndex(reader), WorkerLease(publisher, 10.0)
+        try:
+            for call in (lease.join(record("a")), lease.sweep(), index.members(), index.look_up(HASHES[:4])):
+                with suppress(*UNREACHABLE):
+                    await call
+        finally:
+            await reader.aclose()
+            await publisher.aclose()
+
+
+async def test_a_damaged_depth_promises_no_more_blocks_than_were_asked_for(record: Any) -> None:
+    stored = record("a").to_json()
+    answer = b"*2\r\n$%d\r\n%s\r\n:900\r\n" % (len(stored), stored)
+    async with redis_that_answers(answer) as url:
+        reader = reader_client(url)
+        try:
+            (holding,) = await RedisIndex(reader).look_up(HASHES[:4])
+        finally:
+            await reader.aclose()
+    assert (holding.worker, holding.num_blocks) == (record("a"), 4)
