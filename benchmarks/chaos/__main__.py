@@ -2,7 +2,7 @@
 
 python -m quire.benchmarks.chaos --faults 300 --seed 1 --variant tiers --log chaos.jsonl
 
-The cluster has a router, two prefill and two decode workers and a private Redis, each a process. The schedule
+The cluster has routers, two prefill and two decode workers and a private Redis, each a process. The schedule
 kills, stops and restarts processes, spoils Redis and disks, and cuts, delays, resets and damages connections.
 Each request has an answer that was learned before the first fault. At the end, when all is healed, no block
 may be in use, no request in flight, and no process may have grown.
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of faults and requests (default 1)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no fault after this time")
     parser.add_argument("--variant", choices=VARIANTS, default="plain", help="of the workers (default plain)")
-    parser.add_argument("--routers", type=int, default=1, help="number of routers (default 1)")
+    parser.add_argument("--routers", type=int, default=2, help="number of routers (default 2)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests in flight (default 8)")
     parser.add_argument("--log", type=Path, help="file for every fault, request and line of output")
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import redis.asyncio
 
-from quire.benchmarks.chaos.commands import Ports, Variant, router_command, worker_command
+from quire.benchmarks.chaos.commands import RESTART_SECONDS, Ports, Variant, router_command, worker_command
 from quire.benchmarks.chaos.journal import Journal
 from quire.benchmarks.chaos.processes import WatchedProcess
 from quire.benchmarks.chaos.proxy import Link, Proxy, process_at, proxy_before
@@ -24,11 +24,11 @@ from quire.benchmarks.chaos.schedule import REDIS, Shape
 from quire.benchmarks.transfer import write_certificate
 from quire.protos.admin_pb2 import ListWorkersRequest, ListWorkersResponse
 from quire.protos.admin_pb2_grpc import AdminServiceStub
+from quire.protos.inference_pb2 import GetModelInfoRequest
+from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.services.local.redis_process import RedisProcess
 
 _Check = Callable[[], Awaitable[bool]]
-JOIN_SECONDS = 90.0
-"""Longest time from the start of a process until the others use it."""
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Ports below those that systems give to connections: a restarted process must find its own port free."""
 _SECRET = "the secret of a chaos run"
@@ -90,14 +90,15 @@ class Cluster:
 
     def serving_routers(self) -> list[str]:
         """Return the routers that a balancer would choose: those that are ready and do not end."""
-        return [
-            name for name in self.shape.routers if name in self._ready and not self.processes[name].is_ending
-        ]
+        return [name for name in self.shape.routers if self.is_ready(name)]
+
+    def is_ready(self, name: str) -> bool:
+        """Return whether a process serves, and was not told to end."""
+        return name in self._ready and not self.processes[name].is_ending
 
     async def restart(self, name: str) -> None:
         """Start a process that has ended, and return when the others use it."""
         before = await self.known_workers()
-        self._ready.discard(name)
         await self.processes[name].start()
         if name in self.shape.routers:
             await self._until(self._has_workers(name), f"{name} knows the workers")
@@ -113,14 +114,19 @@ class Cluster:
             )
 
         await self._until(has_joined, f"{name} is known to the routers again")
+        self._ready.add(name)
+
+    def end(self, name: str, number: signal.Signals) -> None:
+        """Send a process a signal that ends it."""
+        self._ready.discard(name)
+        self.processes[name].send(number)
 
     async def start(self) -> None:
         """Start all processes, and return when each router knows all workers."""
-        for name, process in self.processes.items():
+        for process in self.processes.values():
             await process.start()
-            if name in self.shape.routers:
-                self._ready.add(name)
         await self.until_complete()
+        self._ready |= self.processes.keys()
 
     async def until_complete(self) -> None:
         """Return when each router knows all workers."""
@@ -153,21 +159,30 @@ class Cluster:
             return answer
 
     def _has_workers(self, router: str) -> _Check:
+        """Return the check that a router can serve requests and knows all workers."""
+
         async def has() -> bool:
-            answer = await self.list_workers(router)
-            return answer is not None and len(answer.workers) == len(self.shape.workers)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{self.ports[router].grpc}") as channel:
+                try:
+                    info = await GenerationServiceStub(channel).GetModelInfo(
+                        GetModelInfoRequest(), timeout=10
+                    )
+                except grpc.aio.AioRpcError:
+                    return False
+                numbers = (info.num_prefill_workers, info.num_decode_workers)
+                return numbers == (len(self.shape.prefill), len(self.shape.decode))
 
         return has
 
     async def _until(self, is_reached: _Check, what: str) -> None:
         try:
-            async with asyncio.timeout(JOIN_SECONDS):
+            async with asyncio.timeout(RESTART_SECONDS):
                 while True:
                     if await is_reached():
                         return
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            self.journal.record_defect(f"not within {JOIN_SECONDS:.0f} s: {what}")
+            self.journal.record_defect(f"not within {RESTART_SECONDS} s: {what}")
 
     # --- Redis ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 GRACE_SECONDS = 10
 """Time after SIGTERM in which running requests may end where they run."""
+RESTART_SECONDS = 90
+"""Longest time from the start of a process until the others use it."""
 HOST_CACHE, DISK_CACHE = "2MiB", "16MiB"
 """Sizes of the tiers below the pool; the host's is small, so that blocks reach the disk."""
 
@@ -29,8 +31,8 @@ class Ports:
 
 def router_command(ports: Ports, certificate: TlsFiles | None) -> list[str]:
     """Return the arguments of ``quire`` for a router."""
-    # Short prompts cross processes too.
-    placing = ["--local-prefill-tokens", "0"]
+    # Short prompts cross processes too; and requests wait for workers as long as a restart may take.
+    placing = ["--local-prefill-tokens", "0", "--worker-wait", str(RESTART_SECONDS)]
     return ["router", *_common(ports, certificate), "--admin-port", str(ports.admin), *placing]
 
 

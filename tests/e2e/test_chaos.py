@@ -10,7 +10,7 @@ from quire.benchmarks.chaos.journal import Journal
 from quire.benchmarks.chaos.load import RIGHT
 from quire.benchmarks.chaos.run import ChaosConfig, run_chaos
 
-SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 7, 12, 2, 4
+SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 9, 12, 2, 4
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -20,7 +20,7 @@ async def test_no_fault_makes_an_answer_wrong_or_leaves_anything_behind() -> Non
         num_faults=NUM_FAULTS,
         num_of_each=NUM_OF_EACH,
         concurrency=CONCURRENCY,
-        cluster=ClusterConfig(variant="tiers"),
+        cluster=ClusterConfig(variant="tiers", num_prefill=1),
     )
     report = await run_chaos(config, Journal(), Console(quiet=True))
     assert report.defects == []
