@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.protos import inference_pb2 as pb
 
 
@@ -40,22 +42,19 @@ def difference(answer: pb.GenerateResponse, right: pb.GenerateResponse) -> str |
 
 
 def _choice_difference(choice: pb.Choice, right: pb.Choice) -> str | None:
-    ours, theirs = list(choice.token_ids), list(right.token_ids)
-    if ours != theirs:
-        at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-        where = "the end" if at is None else f"token {at}, {ours[at]} instead of {theirs[at]}"
-        return f"{len(ours)} tokens that differ from the right {len(theirs)} at {where}"
+    for what, ours, theirs in (
+        ("tokens", choice.token_ids, right.token_ids),
+        ("logprobs", choice.logprobs, right.logprobs),
+    ):
+        if list(ours) != list(theirs):
+            at = _first_difference(ours, theirs)
+            return f"{len(ours)} {what} that differ from the right {len(theirs)} from number {at} on"
     for name in ("text", "finish_reason", "score"):
         if getattr(choice, name) != getattr(right, name):
             return f"{name} is {getattr(choice, name)!r} instead of {getattr(right, name)!r}"
-    if list(choice.logprobs) != list(right.logprobs):
-        at = next(
-            (
-                i
-                for i, pair in enumerate(zip(choice.logprobs, right.logprobs, strict=False))
-                if pair[0] != pair[1]
-            ),
-            "the end",
-        )
-        return f"{len(choice.logprobs)} logprobs that differ from the right {len(right.logprobs)} at {at}"
     return None
+
+
+def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))

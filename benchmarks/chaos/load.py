@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import grpc
 import grpc.aio
@@ -194,7 +194,7 @@ class Load:
         finally:
             call.cancel()
 
-    async def _read(self, call: grpc.aio.UnaryStreamCall, sent: Sent) -> pb.GenerateResponse | None:
+    async def _read(self, call: Any, sent: Sent) -> pb.GenerateResponse | None:
         answer = pb.GenerateResponse()
         if sent.manner == "reads nothing":
             await asyncio.sleep(sent.pause_seconds)
