@@ -7,9 +7,10 @@ import random
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,7 @@ import redis.asyncio
 from quire.benchmarks.chaos.commands import RESTART_SECONDS, Ports, Variant, router_command, worker_command
 from quire.benchmarks.chaos.journal import Journal
 from quire.benchmarks.chaos.processes import WatchedProcess
-from quire.benchmarks.chaos.proxy import Link, Proxy, process_at, proxy_before
+from quire.benchmarks.chaos.proxy import Link, process_at, proxy_before
 from quire.benchmarks.chaos.schedule import REDIS, Shape
 from quire.benchmarks.transfer import write_certificate
 from quire.protos.admin_pb2 import ListWorkersRequest, ListWorkersResponse
@@ -80,7 +81,6 @@ class Cluster:
     processes: dict[str, WatchedProcess] = field(default_factory=dict)
     ports: dict[str, Ports] = field(default_factory=dict)
     links: dict[tuple[str, str], Link] = field(default_factory=dict)
-    proxies: dict[str, Proxy] = field(default_factory=dict)
     _ready: set[str] = field(default_factory=set)
 
     @property
@@ -220,26 +220,27 @@ async def running_cluster(config: ClusterConfig, journal: Journal) -> AsyncItera
 
 
 async def _open_proxies(cluster: Cluster, stack: AsyncExitStack) -> None:
+    """Open a proxy before each worker, and one before Redis for each process."""
     shape = cluster.shape
     ports = _free_ports()
     for name in (*shape.routers, *shape.workers):
-        cluster.ports[name] = Ports(next(ports), next(ports), next(ports), next(ports))
-        cluster.links[name, REDIS] = Link()
-    for worker in shape.workers:
-        for source in (*shape.routers, *shape.workers):
-            cluster.links[source, worker] = Link()
+        cluster.ports[name] = Ports(*islice(ports, 5))
+        links = {name: Link()}
+        cluster.links[name, REDIS] = links[name]
+        its = cluster.ports[name]
+        proxy = proxy_before(cluster.index.port, links, lambda port, server_port, name=name: name, its.redis)
+        await stack.enter_async_context(proxy)
 
     def source_of(port: int, server_port: int) -> str:
         pids = {name: process.pid for name, process in cluster.processes.items()}
-        return process_at(port, server_port, {name: pid for name, pid in pids.items() if pid is not None})
+        running = {name: pid for name, pid in pids.items() if pid is not None}
+        return process_at(port, server_port, running)
 
-    servers = {name: (cluster.ports[name].grpc, cluster.ports[name].proxy) for name in shape.workers}
-    for target, (port, proxy_port) in {**servers, REDIS: (cluster.index.port, 0)}.items():
-        links: Mapping[str, Link] = {
-            one: link for (one, other), link in cluster.links.items() if other == target
-        }
-        proxy = await stack.enter_async_context(proxy_before(port, links, source_of, proxy_port))
-        cluster.proxies[target] = proxy
+    for worker in shape.workers:
+        links = {source: Link() for source in (*shape.routers, *shape.workers)}
+        cluster.links |= {(source, worker): link for source, link in links.items()}
+        its = cluster.ports[worker]
+        await stack.enter_async_context(proxy_before(its.grpc, links, source_of, its.proxy))
 
 
 def _prepare_processes(cluster: Cluster, folder: Path) -> None:
@@ -252,7 +253,7 @@ def _prepare_processes(cluster: Cluster, folder: Path) -> None:
         else:
             url = index.worker_url
             command = worker_command(name, ports, variant, cluster.config.num_blocks, folder, certificate)
-        url = url.replace(f":{index.port}/", f":{cluster.proxies[REDIS].port}/")
+        url = url.replace(f":{index.port}/", f":{ports.redis}/")
         environment = {"QUIRE_REDIS_URL": url, "QUIRE_CLUSTER_SECRET": _SECRET}
         cluster.processes[name] = WatchedProcess(name, command, environment, cluster.journal)
 

@@ -21,12 +21,13 @@ HOST_CACHE, DISK_CACHE = "2MiB", "16MiB"
 
 @dataclass
 class Ports:
-    """Ports of one process; ``proxy`` is where others connect to a worker."""
+    """Ports of one process; ``proxy`` is where others connect to it, and ``redis`` where it finds Redis."""
 
     grpc: int
     metrics: int
     admin: int
     proxy: int
+    redis: int
 
 
 def router_command(ports: Ports, certificate: TlsFiles | None) -> list[str]:
