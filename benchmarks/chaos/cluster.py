@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -228,8 +229,9 @@ async def _open_proxies(cluster: Cluster, stack: AsyncExitStack) -> None:
         links = {name: Link()}
         cluster.links[name, REDIS] = links[name]
         its = cluster.ports[name]
-        proxy = proxy_before(cluster.index.port, links, lambda port, server_port, name=name: name, its.redis)
-        await stack.enter_async_context(proxy)
+        await stack.enter_async_context(
+            proxy_before(cluster.index.port, links, partial(_only_source, name), its.redis)
+        )
 
     def source_of(port: int, server_port: int) -> str:
         pids = {name: process.pid for name, process in cluster.processes.items()}
@@ -241,6 +243,10 @@ async def _open_proxies(cluster: Cluster, stack: AsyncExitStack) -> None:
         cluster.links |= {(source, worker): link for source, link in links.items()}
         its = cluster.ports[worker]
         await stack.enter_async_context(proxy_before(its.grpc, links, source_of, its.proxy))
+
+
+def _only_source(name: str, port: int, server_port: int) -> str:
+    return name
 
 
 def _prepare_processes(cluster: Cluster, folder: Path) -> None:

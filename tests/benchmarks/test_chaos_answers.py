@@ -31,7 +31,7 @@ def test_differences_are_named() -> None:
 
 def test_a_stream_adds_up_to_the_answer() -> None:
     whole = pb.GenerateResponse()
-    for token_id, text, reason in ((1, "a", 0), (2, "b", pb.FINISH_REASON_STOP)):
+    for token_id, text, reason in ((1, "a", None), (2, "b", pb.FINISH_REASON_STOP)):
         logprobs = [pb.TokenLogprobs(logprob=-0.5)]
         message = pb.GenerateStreamResponse(
             token_ids=[token_id], text=text, logprobs=logprobs, finish_reason=reason
