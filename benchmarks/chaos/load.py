@@ -20,7 +20,7 @@ from quire.benchmarks.chaos.requests import Template
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
-from quire.services.server.errors import DRAINING, SUSPECTED
+from quire.services.server.errors import SUSPECTED
 
 PATIENT_SECONDS = 120.0
 """Deadline of a request that must be answered; far more than any fault lasts."""
@@ -148,7 +148,7 @@ class Load:
                 self._cluster.processes[router].is_ending
                 or self._cluster.processes[router].num_starts != num_starts
             )
-            outcome, details = _outcome_of_error(error, sent, router_has_gone=has_gone)
+            outcome, details = outcome_of_error(error, sent, router_has_gone=has_gone)
         seconds = time.monotonic() - begin
         self.report.outcomes[template.kind, outcome] += 1
         if outcome == RIGHT and sent.manner in ("whole", "stream"):
@@ -219,13 +219,14 @@ class Load:
         return (RIGHT, "") if problem is None else (WRONG, problem)
 
 
-def _outcome_of_error(error: grpc.aio.AioRpcError, sent: Sent, *, router_has_gone: bool) -> tuple[str, str]:
+def outcome_of_error(error: grpc.aio.AioRpcError, sent: Sent, *, router_has_gone: bool) -> tuple[str, str]:
+    """Return the outcome of a request that ended with an error, and a description of the error."""
     reason = from_rpc_error(error).reason
     details = f"{error.code().name} {reason}: {error.details()}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return (DEADLINE if sent.manner == "hasty" else LATE), details
     if reason == SUSPECTED:
         return SUSPECT, details
-    if router_has_gone and (not reason or reason == DRAINING):
+    if router_has_gone and error.code() is grpc.StatusCode.UNAVAILABLE:
         return ROUTER_GONE, details
     return LOST, details

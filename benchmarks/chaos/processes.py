@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import sys
 from collections import Counter
@@ -19,7 +18,6 @@ from quire.benchmarks.chaos.watched_process import REPORT
 END_SECONDS = 60.0
 """Time after SIGTERM in which a process must have ended."""
 REPORT_SECONDS = 20.0
-_NOT_LOGGED = re.compile(r"level=info event=(request_finished|index_)")
 
 
 class TaskReport(NamedTuple):
@@ -118,7 +116,7 @@ class WatchedProcess:
             if line.startswith(REPORT):
                 report = json.loads(line.removeprefix(REPORT))
                 self._reports.put_nowait(TaskReport(Counter(report["tasks"]), report["channels"]))
-            elif not _NOT_LOGGED.search(line):
+            else:
                 self._journal.record("output", process=self.name, line=line)
         status = await process.wait()
         self._journal.record("end", process=self.name, status=status)

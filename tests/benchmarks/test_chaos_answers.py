@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import grpc
+import grpc.aio
+
 from quire.benchmarks.chaos.answers import add_message, difference
+from quire.benchmarks.chaos.load import (
+    DEADLINE,
+    LATE,
+    LOST,
+    ROUTER_GONE,
+    Sent,
+    draw_request,
+    outcome_of_error,
+)
 from quire.protos import inference_pb2 as pb
 
 
@@ -38,3 +50,21 @@ def test_a_stream_adds_up_to_the_answer() -> None:
         )
         add_message(whole, message)
     assert difference(whole, answer(1, 2)) is None
+
+
+def failed(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, nothing, nothing, "Socket closed", "")
+
+
+def test_errors_count_apart_only_where_a_fault_explains_them() -> None:
+    patient = draw_request(1, 0, 9)._replace(manner="whole")
+    hasty = patient._replace(manner="hasty")
+    late, gone = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE
+
+    def outcome(code: grpc.StatusCode, sent: Sent, *, router_has_gone: bool = False) -> str:
+        return outcome_of_error(failed(code), sent, router_has_gone=router_has_gone)[0]
+
+    assert (outcome(late, hasty), outcome(late, patient)) == (DEADLINE, LATE)
+    assert (outcome(gone, patient), outcome(gone, patient, router_has_gone=True)) == (LOST, ROUTER_GONE)
+    assert outcome(grpc.StatusCode.INTERNAL, patient, router_has_gone=True) == LOST
