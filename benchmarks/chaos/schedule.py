@@ -95,7 +95,7 @@ WEIGHTS: dict[Kind, _Weight] = {
     "link cut": _Weight(12, 0.2, 4.0),
     "link delay": _Weight(8, 0.5, 4.0),
     "link reset": _Weight(14, 0.0, 1.0),
-    "link corrupt": _Weight(8, 0.5, 2.0),
+    "link corrupt": _Weight(8, 1.0, 4.0),
 }
 LEAST_PAUSE, MOST_PAUSE = 0.2, 2.0
 
@@ -156,6 +156,9 @@ def _links(kind: Kind, shape: Shape) -> list[tuple[str, str]]:
     between_workers = [
         pair for one, other in combinations(shape.workers, 2) for pair in ((one, other), (other, one))
     ]
+    if kind == "link corrupt":
+        # Pushes carry most blocks.
+        between_workers += 3 * [(one, other) for one in shape.prefill for other in shape.decode]
     to_redis = [(name, REDIS) for name in (*shape.routers, *shape.workers)]
     from_routers = [(router, worker) for router in shape.routers for worker in shape.workers]
     # As many of one sort as of the others.
