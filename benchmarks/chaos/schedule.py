@@ -82,10 +82,10 @@ class _Weight(NamedTuple):
 
 WEIGHTS: dict[Kind, _Weight] = {
     # A restart takes much longer than any other fault lasts.
-    "kill": _Weight(4, 0.0, 2.0),
-    "kill decode": _Weight(2, 0.0, 1.0),
+    "kill": _Weight(2, 0.0, 2.0),
+    "kill decode": _Weight(1.5, 0.0, 1.0),
     "stop": _Weight(12, 0.2, 4.0),
-    "terminate": _Weight(2, 0.0, 1.0),
+    "terminate": _Weight(1.5, 0.0, 1.0),
     "disk full": _Weight(6, 1.0, 4.0),
     "redis kill": _Weight(5, 0.0, 3.0),
     "redis flush": _Weight(6),

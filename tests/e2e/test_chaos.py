@@ -10,7 +10,7 @@ from quire.benchmarks.chaos.journal import Journal
 from quire.benchmarks.chaos.load import RIGHT
 from quire.benchmarks.chaos.run import ChaosConfig, run_chaos
 
-SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 9, 12, 2, 4
+SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 45, 10, 2, 4
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
