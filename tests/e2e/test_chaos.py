@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from rich.console import Console
 
 from quire.benchmarks.chaos.cluster import ClusterConfig
@@ -13,7 +12,6 @@ from quire.benchmarks.chaos.run import ChaosConfig, run_chaos
 SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 45, 10, 2, 4
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_no_fault_makes_an_answer_wrong_or_leaves_anything_behind() -> None:
     config = ChaosConfig(
         seed=SEED,
