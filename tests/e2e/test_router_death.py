@@ -281,7 +281,8 @@ async def test_a_limit_holds_for_two_routers_and_a_killed_one_gives_its_places_b
 ) -> None:
     made = new_key(Tenant("single", max_requests=1))
     (tmp_path / "keys").write_text(made.line)
-    prompt, options = e2e.make_prompt(PROMPT_LENGTH), {"max_tokens": 450, "ignore_eos": True, "seed": 1}
+    prompt = e2e.make_prompt(PROMPT_LENGTH)
+    options: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True, "seed": 1}
     with ExitStack() as undo:
         pair = [RouterProcess(free_port(), redis.router_url, tmp_path / "keys") for _ in range(2)]
         for router in pair:
