@@ -381,7 +381,7 @@ class WorkerSet:
         last, worker.last_report = worker.last_report, report
         worker.load_of_others = report.load_of_others
         self._set_stalled(worker, report.is_stalled)
-        # Only a change counts: a report that was in flight while this router changed the state is out of date.
+        # Only a change counts: a report that was in flight while this router changed the state is outdated.
         if report.is_draining != last.is_draining:
             self._mark(worker, report.is_draining)
         if report.role != last.role:

@@ -1,4 +1,4 @@
-"""Tells routers at once what has changed on this worker: its engine, whether it drains, its role, its load."""
+"""Tells routers at once what has changed on this worker: engine, drain, role, load of other routers."""
 
 from __future__ import annotations
 

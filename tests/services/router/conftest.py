@@ -139,6 +139,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.copies.append(request)
         await self.may_copy.wait()
         return worker_pb2.CopyBlocksResponse(pulled=self.pulled)
+
     async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
         await self._before_token(0)
         self.role = request.role

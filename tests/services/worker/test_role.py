@@ -58,7 +58,7 @@ async def test_routers_that_watch_are_told_at_once(make_parts: Callable[..., Wor
     await servicer.SetRole(worker_pb2.SetRoleRequest(role="prefill"), Mock())
     async with asyncio.timeout(5):
         assert (await anext(watching)).role == "prefill"
-    reports.tell(True)
+    reports.tell_stalled(True)
     async with asyncio.timeout(5):
         report = await anext(watching)
     assert (report.role, report.is_stalled) == ("prefill", True)
