@@ -24,7 +24,13 @@ def check_received(
         FailedPrecondition: they come from another model, or from one that is computed in another way.
     """
     if not generation.received:
+        if generation.origin:
+            raise InvalidArgument("origin", "must be empty without received")
         return
+    if not generation.origin:
+        raise InvalidArgument(
+            "received", "must come with origin, from the first message of the broken stream"
+        )
     fields = {
         "sampling.beam": params.beam is not None,
         "sampling.best_of": num_best is not None,

@@ -20,7 +20,7 @@ from quire.services.worker.convert import sequence_from_proto
 # Messages whose fields are all parameters; the fields of other messages count as one value.
 PARTS = ("SamplingParams", "BeamParams", "StoppingParams", "ResponseOptions", "ResponseFormat")
 PROMPTS = {"text": "hello", "token_ids": pb.TokenIds(ids=[9]), "chat": pb.Chat()}
-VALUES = {**PROMPTS, "kv_budget_tokens": 16}
+VALUES = {**PROMPTS, "kv_budget_tokens": 16, "received": [pb.ReceivedAnswer(token_ids=[5])]}
 """Values of fields for which the value of their type would not do."""
 Path = tuple[str, ...]
 
