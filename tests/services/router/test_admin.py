@@ -82,7 +82,9 @@ async def test_beyond_the_loopback_it_asks_for_a_certificate_of_the_cluster(
     files.key.write_bytes(issued.private_key_pem.bytes())
     assert files.authority is not None
     files.authority.write_bytes(authority.cert_pem.bytes())
-    async with admin_server(pair.running.workers, Mock(), "127.0.0.1", 0, ClusterTls(files)) as server:
+    async with admin_server(
+        pair.running.workers, Mock(status=str), "127.0.0.1", 0, ClusterTls(files)
+    ) as server:
         tls = Tls(ca=files.authority, certificate=files.certificate, key=files.key)
         with AdminClient(server.address, tls=tls) as admin:
             assert len(await asyncio.to_thread(admin.workers)) == 4

@@ -14,6 +14,7 @@ from quire.protos import worker_pb2
 from quire.routing.elastic import REVERSAL_SECONDS, RoleChange
 from quire.routing.pressure import Pressure
 from quire.services.router import roles as roles_module
+from quire.services.router import worker_set as worker_set_module
 from quire.services.router.membership import Member
 from quire.services.server.errors import FailedPrecondition
 
@@ -168,3 +169,22 @@ async def test_a_role_in_the_membership_makes_the_router_ask(cluster: Any) -> No
     workers._membership = Records()
     await workers.refresh()
     assert ids(cluster, "prefill") == ["d1"]
+
+
+async def test_an_answer_that_is_older_than_the_role_does_not_undo_it(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pair.start(poll_seconds=3600)
+    workers = pair.running.workers
+    [worker] = [worker for worker in workers.live("decode") if worker.worker_id == "d1"]
+    probe_worker = worker_set_module.probe_worker
+
+    async def probe_late(*arguments: Any) -> Any:
+        probe = await probe_worker(*arguments)
+        workers.set_role(worker, "prefill")
+        return probe
+
+    monkeypatch.setattr(worker_set_module, "probe_worker", probe_late)
+    with workers.dispatched(worker):
+        await workers.ask_busy()
+    assert ids(pair, "prefill") == ["d1", "p1", "p2"]
