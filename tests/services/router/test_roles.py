@@ -13,6 +13,7 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.routing.elastic import REVERSAL_SECONDS, RoleChange
 from quire.routing.pressure import Pressure
+from quire.services.router import probe
 from quire.services.router import roles as roles_module
 from quire.services.router import worker_set as worker_set_module
 from quire.services.router.membership import Member
@@ -177,12 +178,12 @@ async def test_an_answer_that_is_older_than_the_role_does_not_undo_it(
     await pair.start(poll_seconds=3600)
     workers = pair.running.workers
     [worker] = [worker for worker in workers.live("decode") if worker.worker_id == "d1"]
-    probe_worker = worker_set_module.probe_worker
+    probe_worker = probe.probe_worker
 
     async def probe_late(*arguments: Any) -> Any:
-        probe = await probe_worker(*arguments)
+        answer = await probe_worker(*arguments)
         workers.set_role(worker, "prefill")
-        return probe
+        return answer
 
     monkeypatch.setattr(worker_set_module, "probe_worker", probe_late)
     with workers.dispatched(worker):
