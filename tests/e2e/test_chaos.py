@@ -9,7 +9,7 @@ from quire.benchmarks.chaos.journal import Journal
 from quire.benchmarks.chaos.load import RIGHT
 from quire.benchmarks.chaos.run import ChaosConfig, run_chaos
 
-SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 45, 10, 2, 4
+SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 45, 8, 2, 2
 
 
 async def test_no_fault_makes_an_answer_wrong_or_leaves_anything_behind() -> None:
