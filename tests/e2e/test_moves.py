@@ -19,6 +19,7 @@ from quire.client.admin import AdminClient
 from quire.models.random_model import make_random_model
 from quire.services.local.stack import RunningStack
 from quire.services.router.answer_copies import INTERVAL_TOKENS
+from quire.services.router.moves import MAX_MISSING_BLOCKS
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 WAIT_SECONDS = 120.0
@@ -153,7 +154,9 @@ async def test_a_move_or_a_copy_saves_what_was_computed(start_long: Callable[...
                 ]
                 # Each step but the first computes one token.
                 num_again = sum(grown[::2]) - sum(grown[1::2])
-                assert num_again < (4 * BLOCK_SIZE if how is signal.SIGTERM else num_tokens / 2)
+                assert num_again < (
+                    MAX_MISSING_BLOCKS * BLOCK_SIZE if how is signal.SIGTERM else num_tokens / 2
+                )
             await answer.stop()
             await answer.check()
             await e2e.quiet(workers)
