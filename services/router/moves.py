@@ -2,8 +2,8 @@
 
 A move is an attempt that follows another without a failure. While the worker generates on, another worker
 copies the full blocks of the answer. Then the attempt is interrupted, and the next one continues there from
-the prompt and the tokens already sent, with the same seed. It computes only the tokens of the last, open
-block, in one step: to copy them would take longer.
+the prompt and the tokens already sent, with the same seed. It computes only the tokens again that came after
+the copy, in one step: to copy their open block would take longer.
 """
 
 from __future__ import annotations
