@@ -87,6 +87,21 @@ def _odd_chat(random: Random) -> pb.Chat:
     )
 
 
+def _received(random: Random) -> list[pb.ReceivedAnswer]:
+    """Return what a client would send with the origin of another model: only a server knows its own."""
+    return [pb.ReceivedAnswer(token_ids=_ids(1, 20)(random), num_characters=random.randint(0, 40))]
+
+
+def _odd_received(random: Random) -> list[pb.ReceivedAnswer]:
+    odd = pb.ReceivedAnswer(
+        index=random.choice(_LIMITS_OF_INTEGERS),
+        token_ids=random.choice(_LIMITS_OF_TOKENS),
+        num_characters=random.choice(_LIMITS_OF_INTEGERS),
+        is_finished=random.random() < 0.5,
+    )
+    return [odd] * random.choice([1, 2, 2000])
+
+
 _LIMITS_OF_FLOATS = (-1.0, 0.0, 1e-30, 1e-6, 2000.0, 1e38, -1e38, NOT_A_NUMBER, INFINITE, -INFINITE)
 _LIMITS_OF_INTEGERS = (0, 1, 65, 2**31 - 1, 2**32 - 1)
 _LIMITS_OF_SIGNED = (0, -1, 4097, 2**31 - 1, -(2**31))
@@ -121,6 +136,8 @@ FIELDS: Mapping[str, Field] = _fields_of_floats() | {
     "Generation.chat": Field(1.0, _chat, _odd_chat),
     "Generation.request_id": field(0.1, lambda random: f"fuzz-{random.randrange(10)}", *_STRINGS),
     "Generation.cache_salt": field(0.2, lambda random: f"salt {random.randrange(3)}", *_STRINGS),
+    "Generation.received": Field(0.03, _received, _odd_received),
+    "Generation.origin": field(0.03, lambda _: "another model", *_STRINGS),
     "ResponseFormat.json_schema": Field(1.0, random_schema, random_schema),
     "ResponseFormat.regex": Field(1.0, random_regex, random_regex),
     "ResponseFormat.grammar": Field(1.0, random_grammar, random_grammar),
