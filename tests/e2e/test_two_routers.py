@@ -31,9 +31,9 @@ def loads(running: RunningRouter) -> dict[str, tuple[int, int]]:
     }
 
 
-async def send_until_cancelled(client: AsyncClient, prompt: list[int]) -> None:
+async def send_until_cancelled(client: AsyncClient, prompt: list[int], max_tokens: int) -> None:
     while True:
-        await client.generate(prompt, max_tokens=400, ignore_eos=True)
+        await client.generate(prompt, max_tokens=max_tokens, ignore_eos=True)
 
 
 async def test_the_load_of_one_router_leaves_the_other_worker_to_the_second(
@@ -57,11 +57,15 @@ async def test_the_load_of_one_router_leaves_the_other_worker_to_the_second(
                 await asyncio.wait_for(each.has_served.wait(), WAIT_SECONDS)
             await until(lambda: len(loads(second)) == 2)
             prompts = [e2e.make_prompt(40, seed=seed) for seed in range(NUM_BUSY)]
-            busy = [asyncio.create_task(send_until_cancelled(client, prompt)) for prompt in prompts]
-            await until(lambda: loads(second)["decode-0"][1] >= NUM_BUSY - 1)
+            # Of different lengths, so that they do not all end in the same step.
+            busy = [
+                asyncio.create_task(send_until_cancelled(client, prompt, 430 - 31 * index))
+                for index, prompt in enumerate(prompts)
+            ]
             # The same prompts: the prefix is cached on the busy worker and nowhere else.
             for seed in range(NUM_REQUESTS):
                 prompt = e2e.make_prompt(40, seed=seed)
+                await until(lambda: loads(second)["decode-0"][1] >= NUM_BUSY - 1)
                 async with aclosing(other_client.stream(prompt, max_tokens=8, ignore_eos=True)) as stream:
                     await anext(stream)
                     assert [loads(second)[f"decode-{i}"][0] for i in range(2)] == [0, 1]

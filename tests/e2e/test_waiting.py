@@ -16,7 +16,7 @@ from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 
 SECONDS = 300.0
-NUM_TOKENS, NUM_REQUESTS = 64, 3
+NUM_TOKENS, NUM_REQUESTS = 400, 3
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 
@@ -47,7 +47,7 @@ async def test_requests_outlast_the_restart_of_the_only_worker(
     """It is first stopped in order, and then killed in the middle of answers; then another one starts."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
     prompts = [e2e.make_prompt(60, seed) for seed in range(NUM_REQUESTS)]
-    answers = [expected("llama", prompt) for prompt in prompts]
+    beginnings = [expected("llama", prompt) for prompt in prompts]
     model = tiny_model("llama")
     with RedisProcess() as redis:
         config = RouterConfig(
@@ -70,7 +70,8 @@ async def test_requests_outlast_the_restart_of_the_only_worker(
             asked = ask()
             await until(lambda: num_waiting(running) == NUM_REQUESTS)
             with decode_worker(model, redis.worker_url) as first:
-                assert [list((await each).token_ids) for each in asked] == answers
+                answers = [list((await each).token_ids) for each in asked]
+                assert [each[: len(beginnings[0])] for each in answers] == beginnings
                 streams = [client.stream(prompt, **OPTIONS) for prompt in prompts]
                 tokens = [list((await anext(stream)).token_ids) for stream in streams]
                 first.terminate()
@@ -89,7 +90,8 @@ async def test_requests_outlast_the_restart_of_the_only_worker(
                 tokens = [list((await anext(stream)).token_ids) for stream in streams]
                 second.kill()
             rests = [asyncio.create_task(rest_of(stream)) for stream in streams]
-            await until(lambda: num_waiting(running) == NUM_REQUESTS)
+            # On a busy machine an answer may have come to its end before the kill.
+            await until(lambda: num_waiting(running) == sum(not rest.done() for rest in rests))
             with decode_worker(model, redis.worker_url):
                 for its_tokens, rest in zip(tokens, rests, strict=True):
                     its_tokens += await rest
