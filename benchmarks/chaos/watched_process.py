@@ -12,6 +12,8 @@ import signal
 from collections import Counter
 from typing import Any
 
+import grpc.aio
+
 REPORT = "chaos_report "
 """Beginning of the line on standard output that a report is."""
 
@@ -40,11 +42,8 @@ def _print_report(number: int, frame: object) -> None:
 
 
 def _is_open_channel(each: Any) -> bool:
-    return (
-        type(each).__module__ == "grpc.aio._channel"
-        and type(each).__name__ == "Channel"
-        and not each._channel.closed()
-    )
+    # Not isinstance, which asks an object of any kind for its __class__.
+    return issubclass(type(each), grpc.aio.Channel) and not each._channel.closed()
 
 
 if __name__ == "__main__":

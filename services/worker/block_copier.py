@@ -37,7 +37,7 @@ class BlockCopier:
             async with asyncio.timeout(request.pull_from.timeout_ms / 1000 or WAIT_SECONDS):
                 await self._one_at_a_time.acquire()
                 try:
-                    await self._until(_is_idle if request.time == worker_pb2.COPY_TIME_IDLE else _has_room)
+                    await self._until(_has_room if request.time == worker_pb2.COPY_TIME_ROOM else _is_idle)
                     return await self._puller.pull(sequence, request.pull_from)
                 finally:
                     self._one_at_a_time.release()

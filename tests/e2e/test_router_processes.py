@@ -95,7 +95,7 @@ def test_every_connection_is_served_also_after_a_process_was_killed(serve: Any) 
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0
-    assert not [pid for pid in everyone if is_alive(pid)]
+    until(lambda: not any(map(is_alive, everyone)), "all processes have ended")
 
 
 def test_no_process_outlives_a_killed_parent(serve: Any) -> None:

@@ -63,7 +63,7 @@ async def test_redis_tells_the_members_and_their_blocks(model: ServedModel, redi
     await lease.publish(hashes(model)[STRIDE - 1 : 4 : STRIDE])
     registry = CollectorRegistry()
     async with open_sources(redis.router_url, [], SECRET, registry) as sources:
-        assert await sources.membership.members() == [Member("w:1", "epoch", True, "print")]
+        assert await sources.membership.members() == [Member("w:1", "epoch", True, "print", "prefill")]
         known = await sources.prefixes(model).look_up(PROMPT, SCOPE)
         assert known.cached_by_worker == {"w": 4 * model.block_size}
         other = await sources.prefixes(model).look_up(PROMPT, CacheScope("other", "salt"))
