@@ -98,24 +98,20 @@ def test_every_connection_is_served_also_after_a_process_was_killed(serve: Any) 
     until(lambda: not any(map(is_alive, everyone)), "all processes have ended")
 
 
-def test_no_process_outlives_a_killed_parent(serve: Any) -> None:
+def test_a_taken_port_is_told_and_no_process_outlives_a_killed_parent(serve: Any) -> None:
     process, address, _ = serve
-    everyone = children_of(process.pid)
-    process.kill()
-    process.wait()
-    until(lambda: not any(map(is_alive, everyone)), "all processes have ended")
-    with Client(address, timeout=2) as client, pytest.raises(QuireError):
-        client.model_info()
-
-
-def test_a_taken_port_is_told(serve: Any) -> None:
-    _, address, _ = serve
     port = address.rpartition(":")[2]
     for number in ("1", "2"):
         command = [*QUIRE, "router", "--port", port, "--metrics-port", "0", "--router-processes", number]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 1
         assert "in use" in done.stderr
+    everyone = children_of(process.pid)
+    process.kill()
+    process.wait()
+    until(lambda: not any(map(is_alive, everyone)), "all processes have ended")
+    with Client(address, timeout=2) as client, pytest.raises(QuireError):
+        client.model_info()
 
 
 def listeners(parent: int, address: str) -> set[int]:
