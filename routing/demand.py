@@ -106,7 +106,7 @@ class StepTimes:
     products: float = 0.0
 
     def add(self, sequences: float, seconds: float, decay: float) -> None:
-        """Record the mean time of a step with so many sequences; older records keep the share ``decay``."""
+        """Record the mean time of a step with ``sequences``; older records keep the share ``decay``."""
         self.weight = decay * self.weight + 1
         self.sequences = decay * self.sequences + sequences
         self.seconds = decay * self.seconds + seconds

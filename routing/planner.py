@@ -253,7 +253,7 @@ class Planner:
         return Placement(decoder, remote, estimate, prompt, self._clock(), resident_tokens)
 
     def pending_seconds(self, worker_id: str, num_tokens: int) -> float:
-        """Return the expected time in which a worker computes so many prompt tokens."""
+        """Return the expected time in which a worker computes this number of prompt tokens."""
         return num_tokens / self._prefill_rates.get(worker_id)
 
     def record_answer(self, num_tokens: int) -> None:

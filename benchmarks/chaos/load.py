@@ -120,7 +120,7 @@ class Load:
         self._right = list(await asyncio.gather(*map(ask, self._templates)))
 
     async def run(self, concurrency: int, has_ended: Callable[[], bool]) -> None:
-        """Send requests, so many at a time, until the function returns true; then wait for the last ones."""
+        """Send requests, a fixed number at a time, until the function returns true; then await the rest."""
 
         async def client() -> None:
             while not has_ended():

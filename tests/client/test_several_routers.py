@@ -28,7 +28,7 @@ WORDS = ["a ", "b", " ccé", "🙂", ""]
 
 
 class SeededRouter(GenerationServiceServicer):
-    """Answers from the seed alone, and loses its connection where it is told to."""
+    """Answers only by the seed, and loses its connection where it is told to."""
 
     def __init__(self) -> None:
         self.breaks_after: list[int] = []

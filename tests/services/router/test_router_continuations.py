@@ -1,4 +1,4 @@
-"""A router continues answers of which its client has received a part elsewhere."""
+"""A router continues answers that its client has partly received from another one."""
 
 from __future__ import annotations
 
