@@ -33,6 +33,7 @@ from quire.services.router.instruments import Instruments
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics, Moves
 from quire.services.router.open_calls import OpenCalls
+from quire.services.router.request_memory import RequestMemory
 from quire.services.router.roles import RoleMetrics, Roles
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.sources import Sources, open_sources
@@ -170,13 +171,16 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         roles = _roles(config, workers, metrics, instruments.clock)
         spawn = await stack.enter_async_context(background())
         metrics_port = stack.enter_context(metrics_server(metrics.registry, config.host, config.metrics_port))
-        server = await stack.enter_async_context(_grpc_server(config, servicer, metrics, authenticator))
+        memory = RequestMemory(config.max_request_bytes, metrics.rejections)
+        server = await stack.enter_async_context(
+            _grpc_server(config, servicer, metrics, authenticator, memory)
+        )
         admin = await stack.enter_async_context(
             admin_server(workers, roles, config.admin_host, config.chosen_admin_port, tls)
         )
         http = None
         if config.http_port is not None:
-            http = await stack.enter_async_context(_http_server(config, servicer, metrics))
+            http = await stack.enter_async_context(_http_server(config, servicer, metrics, memory))
         running = RunningRouter(
             server, http, metrics_port, admin.address, workers, metrics, asyncio.Event(), servicer.calls
         )
@@ -309,7 +313,11 @@ def _open_sources(config: RouterConfig, metrics: RouterMetrics) -> AbstractAsync
 
 
 def _grpc_server(
-    config: RouterConfig, servicer: GenerationServicer, metrics: RouterMetrics, authenticator: Authenticator
+    config: RouterConfig,
+    servicer: GenerationServicer,
+    metrics: RouterMetrics,
+    authenticator: Authenticator,
+    memory: RequestMemory,
 ) -> AbstractAsyncContextManager[GrpcServer]:
     return grpc_server(
         [Service(pb_grpc.add_GenerationServiceServicer_to_server, servicer, SERVICE_NAME)],
@@ -321,13 +329,14 @@ def _grpc_server(
         credentials=None if config.public_tls is None else server_credentials(config.public_tls),
         interceptors=[RequireTenant(authenticator)],
         call_seconds=config.request_timeout_seconds + CALL_MARGIN_SECONDS,
+        memory=memory.request,
         checks_parts=True,
         shares_port=config.num_processes > 1,
     )
 
 
 def _http_server(
-    config: RouterConfig, servicer: GenerationServicer, metrics: RouterMetrics
+    config: RouterConfig, servicer: GenerationServicer, metrics: RouterMetrics, memory: RequestMemory
 ) -> AbstractAsyncContextManager[HttpServer]:
     if not has_http():
         raise OSError(
@@ -340,6 +349,7 @@ def _http_server(
     return http_server(
         servicer,
         metrics.registry,
+        memory,
         host=config.host,
         port=config.http_port or 0,
         tls=None if config.public_tls is None else server_context(config.public_tls),

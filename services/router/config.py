@@ -133,6 +133,14 @@ class RouterConfig(ServiceConfig):
         Panel.LIMITS,
         minimum=1,
     )
+    max_request_bytes: int = setting(
+        256 << 20,
+        "--max-request-bytes",
+        "Most bytes of the requests under way, as 256MiB; more are refused.",
+        Panel.LIMITS,
+        minimum=32 << 20,
+        is_size=True,
+    )
     request_timeout_seconds: float = setting(
         600.0,
         "--request-timeout",

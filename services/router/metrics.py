@@ -124,7 +124,7 @@ class RouterMetrics:
             self.success.labels(reason)
         for code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL", "CANCELLED"):
             self.failure.labels(code)
-        for reason in ("max_requests", "tenant_requests", "tenant_tokens", "too_late"):
+        for reason in ("max_requests", "tenant_requests", "tenant_tokens", "too_late", "max_request_bytes"):
             self.rejections.labels(reason)
         self.pulls.labels("ok")
         for role in ROLES:

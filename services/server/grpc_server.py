@@ -22,7 +22,7 @@ from quire.services.server.ended_calls import end_of
 from quire.services.server.errors import Internal, ServiceError, cannot_listen, to_status
 from quire.services.server.interceptors import OwnCalls, handler_kind
 from quire.services.server.log import get_logger
-from quire.services.server.request_intake import RequestIntake
+from quire.services.server.request_intake import Memory, RequestIntake, unbounded
 
 PUBLIC_MESSAGE_BYTES = 16 << 20
 MAX_CONCURRENT_STREAMS = 4096
@@ -169,6 +169,7 @@ async def grpc_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
     read_seconds: float = READ_SECONDS,
     call_seconds: float | None = None,
+    memory: Memory = unbounded,
     checks_parts: bool = False,
     min_ping_seconds: float = MIN_PING_SECONDS,
     shares_port: bool = False,
@@ -181,6 +182,7 @@ async def grpc_server(
         interceptors: run before requests are read; the errors that they raise become statuses.
         read_seconds: see ``CallLimits``.
         call_seconds: see ``CallLimits``.
+        memory: see ``RequestIntake``.
         checks_parts: see ``RequestIntake``.
         min_ping_seconds: see ``server_options``.
         shares_port: see ``server_options``.
@@ -194,7 +196,7 @@ async def grpc_server(
             ErrorInterceptor(GrpcMetrics(registry)),
             CallLimits(read_seconds, call_seconds),
             *interceptors,
-            RequestIntake(checks_parts=checks_parts),
+            RequestIntake(memory=memory, checks_parts=checks_parts),
         ],
         options=server_options(max_message_bytes, min_ping_seconds, shares_port=shares_port),
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -18,6 +18,16 @@ REQUEST_SECONDS = 30.0
 """Time from the start of a call within which its request, or the first message of a stream, must arrive."""
 
 Deserialize = Callable[[bytes], Any]
+AddBytes = Callable[[int], None]
+"""Counts further bytes of a request; raises an error if there is no room for them."""
+Memory = Callable[[], AbstractContextManager[AddBytes]]
+"""Opens the account of one request; its bytes count until the context ends."""
+
+
+@contextmanager
+def unbounded() -> Iterator[AddBytes]:
+    """Count nothing: any number of bytes has room."""
+    yield lambda num_bytes: None
 
 
 class RequestIntake(OwnCalls):
@@ -31,12 +41,20 @@ class RequestIntake(OwnCalls):
     the errors into statuses.
 
     Args:
+        memory: counts the bytes of each call's messages until the call ends.
         checks_parts: whether to refuse messages that would take long to parse; needed where untrusted clients
             can connect.
     """
 
-    def __init__(self, request_seconds: float = REQUEST_SECONDS, *, checks_parts: bool = False) -> None:
+    def __init__(
+        self,
+        request_seconds: float = REQUEST_SECONDS,
+        *,
+        memory: Memory = unbounded,
+        checks_parts: bool = False,
+    ) -> None:
         self._request_seconds = request_seconds
+        self._memory = memory
         self._checks_parts = checks_parts
 
     def change(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
@@ -67,9 +85,12 @@ class RequestIntake(OwnCalls):
                     ) from None
                 if first is None:
                     return
-                yield await self._decode(deserialize, first)
-                async for each in encoded:
-                    yield await self._decode(deserialize, each)
+                with self._memory() as add_bytes:
+                    add_bytes(len(first))
+                    yield await self._decode(deserialize, first)
+                    async for each in encoded:
+                        add_bytes(len(each))
+                        yield await self._decode(deserialize, each)
 
         return requests
 

@@ -13,9 +13,13 @@ from quire.services.requests.validation import check_request_id, is_request_id
 from quire.services.router.http.errors import invalid_body
 from quire.services.router.http.responses import to_json
 from quire.services.server.errors import InvalidArgument
+from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES
+from quire.services.server.request_intake import AddBytes
 
 REQUEST_ID = web.RequestKey("request_id", str)
 """Key under which a request keeps its id, for the answer's header and the log."""
+ADD_BYTES: web.RequestKey[AddBytes] = web.RequestKey("add_bytes")
+"""Key under which a request keeps the function that counts its bytes."""
 BODY_SECONDS = web.AppKey("body_seconds", float)
 """Key under which the application keeps the time limit for a request's body."""
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -34,6 +38,7 @@ async def read_body(request: web.Request, kind: type[T]) -> T:
         HTTPUnsupportedMediaType: the body is not JSON.
         HTTPRequestTimeout: the body did not arrive in time.
         HTTPRequestEntityTooLarge: the body is larger than the server allows.
+        ResourceExhausted: the requests under way leave no room for it.
     """
     # Without this rule, any page in a user's browser could post to a server on the user's machine.
     if request.content_type != "application/json":
@@ -86,7 +91,7 @@ async def _read(request: web.Request) -> bytes:
     seconds = request.app[BODY_SECONDS]
     try:
         async with asyncio.timeout(seconds):
-            return await request.read()
+            return await _read_all(request)
     except web.RequestPayloadError:
         raise InvalidArgument(
             "body", "is not what its content-encoding or transfer-encoding says", reason="MALFORMED_BODY"
@@ -95,6 +100,16 @@ async def _read(request: web.Request) -> bytes:
         raise web.HTTPRequestTimeout(
             text=f"the body did not arrive within {seconds:g} s of its headers"
         ) from None
+
+
+async def _read_all(request: web.Request) -> bytes:
+    body, add_bytes = bytearray(), request[ADD_BYTES]
+    while chunk := await request.content.readany():
+        add_bytes(len(chunk))
+        body += chunk
+        if len(body) > PUBLIC_MESSAGE_BYTES:
+            raise web.HTTPRequestEntityTooLarge(PUBLIC_MESSAGE_BYTES, len(body))
+    return bytes(body)
 
 
 def json_response(

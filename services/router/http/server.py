@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.services.router.http.authorization import authorized
 from quire.services.router.http.bodies import (
+    ADD_BYTES,
     BODY_SECONDS,
     REQUEST_ID,
     REQUEST_ID_HEADER,
@@ -33,10 +34,11 @@ from quire.services.router.http.openapi import openapi_document
 from quire.services.router.http.routes import Route, routes
 from quire.services.router.http.times import HttpTimes
 from quire.services.router.open_calls import OpenCalls
+from quire.services.router.request_memory import RequestMemory
 from quire.services.router.servicer import GenerationServicer
 from quire.services.server.call_limits import CALL_MARGIN_SECONDS
 from quire.services.server.errors import ServiceError, cannot_listen, shortened
-from quire.services.server.grpc_server import HANDSHAKE_SECONDS, PUBLIC_MESSAGE_BYTES
+from quire.services.server.grpc_server import HANDSHAKE_SECONDS
 from quire.services.server.log import get_logger
 
 CANCEL_SECONDS = 0.1
@@ -73,6 +75,7 @@ class HttpServer:
 async def http_server(
     servicer: GenerationServicer,
     registry: CollectorRegistry,
+    memory: RequestMemory,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -84,6 +87,7 @@ async def http_server(
     """Serve the HTTP API until the context ends.
 
     Args:
+        memory: bounds the bytes of the requests under way.
         port: 0 takes a free port, found in ``HttpServer.port``.
         tls: None: connections are plain.
         request_timeout_seconds: time limit of a request, as in the router.
@@ -94,7 +98,7 @@ async def http_server(
     """
     times = times or HttpTimes()
     count = HttpMetrics(registry).count
-    app = _application(routes(servicer, registry), servicer, count, request_timeout_seconds)
+    app = _application(routes(servicer, registry), servicer, memory, count, request_timeout_seconds)
     app[BODY_SECONDS] = times.body_seconds
     # When a client leaves, its handler is cancelled, which frees the request's blocks.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CANCEL_SECONDS)
@@ -121,7 +125,11 @@ async def http_server(
 
 
 def _application(
-    table: Sequence[Route], servicer: GenerationServicer, count: Count, request_timeout_seconds: float
+    table: Sequence[Route],
+    servicer: GenerationServicer,
+    memory: RequestMemory,
+    count: Count,
+    request_timeout_seconds: float,
 ) -> web.Application:
     """Return the application with all routes, and with the route that describes them."""
     open_paths = {route.path for route in table if route.is_open}
@@ -131,8 +139,8 @@ def _application(
             _deadline(request_timeout_seconds),
             authorized(servicer, open_paths),
             _counted(servicer.calls),
+            _bounded(memory),
         ],
-        client_max_size=PUBLIC_MESSAGE_BYTES,
     )
     for route in table:
         app.router.add_route(route.method, route.path, route.handler)
@@ -232,6 +240,17 @@ def _counted(calls: OpenCalls) -> Middleware:
         if request.method != "POST":
             return await handler(request)
         async with calls.entered():
+            return await handler(request)
+
+    return handle
+
+
+def _bounded(memory: RequestMemory) -> Middleware:
+    """Return middleware that lets the bytes of each request count until its answer has been sent."""
+
+    @web.middleware
+    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with memory.request() as request[ADD_BYTES]:
             return await handler(request)
 
     return handle

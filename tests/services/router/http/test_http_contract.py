@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from quire.services.router.http.errors import _STATUS
 from quire.services.router.http.server import http_server
 from quire.services.router.open_calls import OpenCalls
+from quire.services.router.request_memory import RequestMemory
 from quire.services.router.tenants.api_keys import new_key
 from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.errors import InvalidArgument
@@ -528,7 +529,8 @@ async def test_a_taken_port_is_an_error(pair: Any) -> None:
     await pair.start(http_port=0)
     with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
         servicer: Any = SimpleNamespace(calls=OpenCalls())
-        async with http_server(servicer, CollectorRegistry(), port=pair.running.http.port):
+        memory = RequestMemory(0, pair.running.metrics.rejections)
+        async with http_server(servicer, CollectorRegistry(), memory, port=pair.running.http.port):
             pass
 
 
