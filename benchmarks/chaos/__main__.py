@@ -1,6 +1,8 @@
 """Break a cluster in every way of a random schedule, under load: every answer must be right or a clear error.
 
 python -m quire.benchmarks.chaos --faults 300 --seed 1 --variant tiers --log chaos.jsonl
+python -m quire.benchmarks.chaos --rolling              # restarts every worker and then every router
+python -m quire.benchmarks.chaos --faults 120 --pause 60    # two hours
 
 The cluster has routers, two prefill and two decode workers and a private Redis, each a process. The schedule
 kills, stops and restarts processes, spoils Redis and disks, and cuts, delays, resets and damages connections.
@@ -27,6 +29,7 @@ from quire.benchmarks.chaos.cluster import ClusterConfig
 from quire.benchmarks.chaos.commands import VARIANTS
 from quire.benchmarks.chaos.journal import Journal
 from quire.benchmarks.chaos.run import ChaosConfig, ChaosReport, run_chaos
+from quire.benchmarks.chaos.schedule import MEAN_PAUSE
 
 
 def main() -> None:
@@ -36,6 +39,15 @@ def main() -> None:
     )
     parser.add_argument("--faults", type=int, default=100, help="number of faults (default 100)")
     parser.add_argument("--seed", type=int, default=1, help="of faults and requests (default 1)")
+    parser.add_argument(
+        "--rolling", action="store_true", help="restart all workers and then all routers, one after the other"
+    )
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=MEAN_PAUSE,
+        help="mean seconds between two faults (default %(default)s)",
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no fault after this time")
     parser.add_argument("--variant", choices=VARIANTS, default="plain", help="of the workers (default plain)")
     parser.add_argument("--routers", type=int, default=2, help="number of routers (default 2)")
@@ -45,6 +57,8 @@ def main() -> None:
     config = ChaosConfig(
         seed=arguments.seed,
         num_faults=arguments.faults,
+        is_rolling=arguments.rolling,
+        mean_pause_seconds=arguments.pause,
         minutes=arguments.minutes,
         concurrency=arguments.concurrency,
         cluster=ClusterConfig(variant=arguments.variant, num_routers=arguments.routers),

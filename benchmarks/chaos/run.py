@@ -17,7 +17,7 @@ from quire.benchmarks.chaos.journal import Journal
 from quire.benchmarks.chaos.load import Load, LoadReport
 from quire.benchmarks.chaos.requests import draw_templates
 from quire.benchmarks.chaos.rest import Size, check_rest, growth, measure
-from quire.benchmarks.chaos.schedule import Fault, draw_schedule, num_first
+from quire.benchmarks.chaos.schedule import MEAN_PAUSE, Fault, draw_schedule, num_first, rolling_restart
 
 NOTE_SECONDS = 10.0
 
@@ -27,6 +27,8 @@ class ChaosConfig:
     """What to run.
 
     Attributes:
+        is_rolling: whether all processes are restarted in turn, instead of a random schedule of faults.
+        mean_pause_seconds: mean time between the beginnings of two faults.
         minutes: time after which no fault begins.
         num_of_each: different requests of each kind.
         concurrency: requests in flight.
@@ -34,10 +36,20 @@ class ChaosConfig:
 
     seed: int = 1
     num_faults: int = 100
+    is_rolling: bool = False
+    mean_pause_seconds: float = MEAN_PAUSE
     minutes: float = math.inf
     num_of_each: int = 12
     concurrency: int = 8
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def faults(self) -> list[Fault]:
+        """The schedule."""
+        shape = self.cluster.shape
+        if self.is_rolling:
+            return rolling_restart(shape)
+        return draw_schedule(self.seed, self.num_faults, shape, self.mean_pause_seconds)
 
 
 @dataclass
@@ -72,7 +84,7 @@ async def run_chaos(config: ChaosConfig, journal: Journal, console: Console) -> 
         console.print(f"{journal.seconds:4.0f} s: the right answers are known")
         runner = FaultRunner(cluster)
         report.faults = runner.counts
-        faults = draw_schedule(config.seed, config.num_faults, config.cluster.shape)
+        faults = config.faults
         num = num_first(len(faults))
         phases = _Phases(config, cluster, load, runner, console)
         before = await phases.run(faults[:num])
@@ -114,7 +126,7 @@ class _Phases:
             for (_, outcome), count in self.load.report.outcomes.items():
                 outcomes[outcome] += count
             counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-            faults = f"{self.runner.counts.total()} of {self.config.num_faults} faults"
+            faults = f"{self.runner.counts.total()} of {len(self.config.faults)} faults"
             self.console.print(f"{journal.seconds:4.0f} s: {faults}; {counts}")
 
 

@@ -97,10 +97,21 @@ WEIGHTS: dict[Kind, _Weight] = {
     "link reset": _Weight(14, 0.0, 1.0),
     "link corrupt": _Weight(8, 1.0, 4.0),
 }
-LEAST_PAUSE, MOST_PAUSE = 0.2, 2.0
+MEAN_PAUSE = 1.1
+LEAST_PAUSE_SHARE, MOST_PAUSE_SHARE = 0.2, 1.8
 
 
-def draw_schedule(seed: int, num_faults: int, shape: Shape) -> list[Fault]:
+def rolling_restart(shape: Shape) -> list[Fault]:
+    """Return faults that restart all workers and then all routers, one by one, as an upgrade does."""
+    return [
+        Fault(number, 0.0, "terminate", (name,), 0.0, 0.0)
+        for number, name in enumerate((*shape.workers, *shape.routers))
+    ]
+
+
+def draw_schedule(
+    seed: int, num_faults: int, shape: Shape, mean_pause_seconds: float = MEAN_PAUSE
+) -> list[Fault]:
     """Return faults in their order; the same arguments give the same faults.
 
     After the first tenth, one process of each role is spared from faults that end it, so that what faults
@@ -117,7 +128,7 @@ def draw_schedule(seed: int, num_faults: int, shape: Shape) -> list[Fault]:
         targets = _targets(kind, shape, () if is_first else spared, random)
         weight = WEIGHTS[kind]
         lasts = random.uniform(weight.least, weight.most)
-        pause = random.uniform(LEAST_PAUSE, MOST_PAUSE)
+        pause = mean_pause_seconds * random.uniform(LEAST_PAUSE_SHARE, MOST_PAUSE_SHARE)
         faults.append(Fault(number, pause, kind, targets, lasts, random.random()))
     return faults
 

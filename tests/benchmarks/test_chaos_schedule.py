@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from quire.benchmarks.chaos.load import draw_request
 from quire.benchmarks.chaos.requests import KINDS, draw_templates
 from quire.benchmarks.chaos.schedule import (
@@ -11,6 +13,7 @@ from quire.benchmarks.chaos.schedule import (
     Shape,
     draw_schedule,
     num_first,
+    rolling_restart,
     spared_processes,
 )
 
@@ -68,3 +71,15 @@ def test_a_number_names_the_same_request_in_every_run() -> None:
     assert drawn == [draw_request(1, number, 30) for number in range(200)]
     assert len({sent.manner for sent in drawn}) == 6
     assert drawn != [draw_request(2, number, 30) for number in range(200)]
+
+
+def test_a_rolling_restart_ends_each_process_once_and_routers_last() -> None:
+    faults = rolling_restart(SHAPE)
+    assert [fault.targets for fault in faults] == [(name,) for name in (*SHAPE.workers, *SHAPE.routers)]
+    assert {fault.kind for fault in faults} == {"terminate"}
+
+
+def test_longer_pauses_change_nothing_else() -> None:
+    usual, slow = draw_schedule(3, NUM, SHAPE), draw_schedule(3, NUM, SHAPE, mean_pause_seconds=11.0)
+    assert [fault._replace(pause=0.0) for fault in slow] == [fault._replace(pause=0.0) for fault in usual]
+    assert [fault.pause for fault in slow] == pytest.approx([10 * fault.pause for fault in usual])
