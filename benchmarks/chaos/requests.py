@@ -118,7 +118,7 @@ def _penalties(random: Random) -> pb.Generation:
         presence_penalty=random.uniform(-1, 1),
         frequency_penalty=random.uniform(0, 1),
         repetition_penalty=random.uniform(0.9, 1.3),
-        logit_bias={random.randrange(2, 2000): random.uniform(-5, 5) for _ in range(8)},
+        logit_bias={random.randrange(2, 1900): random.uniform(-5, 5) for _ in range(8)},
         bad_words=["the code", "palace"],
     )
     return pb.Generation(sampling=sampling, stopping=_stopping(random, 8, 120))
