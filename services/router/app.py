@@ -171,7 +171,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         roles = _roles(config, workers, metrics, instruments.clock)
         spawn = await stack.enter_async_context(background())
         metrics_port = stack.enter_context(metrics_server(metrics.registry, config.host, config.metrics_port))
-        memory = RequestMemory(config.max_request_bytes, metrics.rejections)
+        memory = RequestMemory(config.max_request_bytes, metrics)
         server = await stack.enter_async_context(
             _grpc_server(config, servicer, metrics, authenticator, memory)
         )

@@ -58,6 +58,11 @@ class RouterMetrics:
         self.requests_waiting = Gauge(
             "quire_router_requests_waiting", "Requests that wait for a worker.", registry=registry
         )
+        self.request_bytes = Gauge(
+            "quire_router_request_bytes",
+            "Bytes of the requests under way, without the first 64 KiB of each.",
+            registry=registry,
+        )
         self.workers = Gauge("quire_workers", "Live workers.", ["role"], registry=registry)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of accepted requests.")
         self.prompt_tokens_cached = _counter(

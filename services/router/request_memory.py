@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prometheus_client import Counter
-
+from quire.services.router.metrics import RouterMetrics
 from quire.services.server.errors import RETRY_AFTER_SECONDS, ResourceExhausted
 from quire.services.server.request_intake import AddBytes
 
@@ -27,13 +26,13 @@ class RequestMemory:
 
     Args:
         max_bytes: its maximum.
-        rejections: counts refused requests by reason.
+        metrics: show the sum, and count refused requests.
     """
 
-    def __init__(self, max_bytes: int, rejections: Counter) -> None:
+    def __init__(self, max_bytes: int, metrics: RouterMetrics) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._rejections = rejections
+        self._metrics = metrics
 
     @contextmanager
     def request(self) -> Iterator[AddBytes]:
@@ -50,15 +49,19 @@ class RequestMemory:
             if self.num_bytes + num_more > self._max_bytes:
                 raise self._refusal()
             num_counted += num_more
-            self.num_bytes += num_more
+            self._change(num_more)
 
         try:
             yield add
         finally:
-            self.num_bytes -= num_counted
+            self._change(-num_counted)
+
+    def _change(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._metrics.request_bytes.set(self.num_bytes)
 
     def _refusal(self) -> ResourceExhausted:
-        self._rejections.labels("max_request_bytes").inc()
+        self._metrics.rejections.labels("max_request_bytes").inc()
         return ResourceExhausted(
             f"the requests under way hold {self.num_bytes} bytes of the {self._max_bytes} that this router "
             "takes; try again",

@@ -529,7 +529,7 @@ async def test_a_taken_port_is_an_error(pair: Any) -> None:
     await pair.start(http_port=0)
     with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
         servicer: Any = SimpleNamespace(calls=OpenCalls())
-        memory = RequestMemory(0, pair.running.metrics.rejections)
+        memory = RequestMemory(0, pair.running.metrics)
         async with http_server(servicer, CollectorRegistry(), memory, port=pair.running.http.port):
             pass
 
