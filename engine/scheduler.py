@@ -42,6 +42,10 @@ from quire.engine.sequence import Sequence, SequenceStatus
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.swapping import Swapping
 
+MAX_SCORED_TOKENS = 64
+"""Most tokens that a step computes of a prompt whose logprobs are asked for. Each needs logits for the whole
+vocabulary, so that a chunk of the usual size would hold up all other sequences for a second or more."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -191,6 +195,8 @@ class Scheduler:
         chosen = []
         for sequence in started:
             num_tokens = min(sequence.max_step_tokens(self.config.block_size), num_tokens_left)
+            if sequence.positions_to_score(num_tokens):
+                num_tokens = min(num_tokens, MAX_SCORED_TOKENS)
             if num_kept_back:
                 num_tokens = min(num_tokens, sequence.num_tokens - sequence.num_computed_tokens - 1)
             if sequence.draft_token_ids:

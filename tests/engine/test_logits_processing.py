@@ -23,6 +23,7 @@ from transformers import (
 from quire.engine.logits_processing import process_logits
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.sampler import sample
+from quire.engine.scheduler import MAX_SCORED_TOKENS
 from quire.engine.sequence import Sequence
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.engine.tiny_engine import CPU, make_engine, make_prompt, run
@@ -295,6 +296,16 @@ def test_prompt_logprobs_are_the_models_whole_and_in_chunks(
         assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-3)
     run(engine, again := make_request("again", prompt))
     assert again.num_cached_tokens == 69
+
+
+def test_a_prompt_that_is_scored_leaves_room_in_each_step(model: LoadedModel) -> None:
+    engine = make_engine(model, max_num_batched_tokens=256)
+    engine.add_request(scored := make_request("r", make_prompt(150), num_prompt_logprobs=1, max_tokens=1))
+    num_computed = []
+    while not engine.is_idle:
+        engine.step()
+        num_computed.append(scored.num_computed_tokens)
+    assert num_computed == [MAX_SCORED_TOKENS, 2 * MAX_SCORED_TOKENS, 150]
 
 
 def test_a_preempted_prompt_is_scored_once(model: LoadedModel) -> None:
