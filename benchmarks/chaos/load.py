@@ -20,7 +20,7 @@ from quire.benchmarks.chaos.requests import Template
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
-from quire.services.server.errors import SUSPECTED
+from quire.services.server.errors import SUSPECTED, TOO_LATE
 
 PATIENT_SECONDS = 120.0
 """Deadline of a request that must be answered; far more than any fault lasts."""
@@ -223,7 +223,7 @@ def outcome_of_error(error: grpc.aio.AioRpcError, sent: Sent, *, router_has_gone
     """Return the outcome of a request that ended with an error, and a description of the error."""
     reason = from_rpc_error(error).reason
     details = f"{error.code().name} {reason}: {error.details()}"
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or reason == TOO_LATE:
         return (DEADLINE if sent.manner == "hasty" else LATE), details
     if reason == SUSPECTED:
         return SUSPECT, details
