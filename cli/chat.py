@@ -44,7 +44,7 @@ def chat(
     chosen: GenerationOptions = {**sampling.given(), "model": model}
     is_interactive = sys.stdin.isatty()
     tls = encryption.files()
-    with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
+    with Client(address.split(","), timeout=timeout, api_key=api_key, tls=tls) as client:
         conversation = Conversation(client, chosen, address, system, with_stats=stats)
         if is_interactive:
             # Importing readline gives input() a line editor with history.

@@ -63,7 +63,11 @@ def writable(path: Path | None) -> Path | None:
 
 
 def describe(error: QuireError, address: str) -> str:
-    """Return a message that says what went wrong and what to do about it."""
+    """Return a message that says what went wrong and what to do about it.
+
+    Args:
+        address: that of the server, or several separated by commas.
+    """
     from quire.client import DeadlineExceeded, Unavailable, Unsupported
 
     if isinstance(error, DeadlineExceeded):
@@ -83,7 +87,7 @@ def describe(error: QuireError, address: str) -> str:
 
 def connection_problem(problem: str, address: str) -> str | None:
     """Return why no gRPC call reaches an address, by gRPC's message; None if nothing listens there."""
-    if not is_address(address) or "errors resolving" in problem:
+    if not all(map(is_address, address.split(","))) or "errors resolving" in problem:
         return f"{address} cannot be found: give host:port, as 127.0.0.1:8500"
     if "WRONG_VERSION_NUMBER" in problem:
         return f"{address} speaks no TLS: leave out --tls-ca, or name a port that is encrypted"

@@ -57,7 +57,7 @@ def generate(
     }
     answers = Answers() if beam_width or (n or 1) > 1 else None
     tls = encryption.files()
-    with Client(address, timeout=timeout, api_key=api_key, tls=tls) as client:
+    with Client(address.split(","), timeout=timeout, api_key=api_key, tls=tls) as client:
         try:
             show = answers.take if answers else lambda delta: _write(delta.text)
             answer = stream_answer(client, _to_prompt(text, chat, system), chosen, show)

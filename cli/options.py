@@ -31,7 +31,23 @@ def _path(name: str | None) -> Path | None:
     return None if name is None else Path(name)
 
 
-Address = Annotated[str, option("--address", "host:port of the router's public gRPC.", CONNECTION)]
+def _several(text: str) -> str:
+    """Check addresses that are separated by commas."""
+    addresses = text.split(",")
+    if not all(addresses) or len(set(addresses)) < len(addresses):
+        raise typer.BadParameter(f"must name routers once each, as a:8500,b:8500; got {text!r}")
+    return text
+
+
+Address = Annotated[
+    str,
+    option(
+        "--address",
+        "host:port of the router's public gRPC; of several, separated by commas, so that one may fail.",
+        CONNECTION,
+        callback=_several,
+    ),
+]
 Timeout = Annotated[float, option("--timeout", "Deadline of an answer, in seconds.", CONNECTION, min=0.001)]
 ApiKey = Annotated[
     str | None,

@@ -39,7 +39,7 @@ def serve(
 
     try:
         tls = encryption.files()
-        connect = partial(AsyncClient, address, timeout=timeout, api_key=api_key, tls=tls)
+        connect = partial(AsyncClient, address.split(","), timeout=timeout, api_key=api_key, tls=tls)
         summary = asyncio.run(run_bench(config, connect))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

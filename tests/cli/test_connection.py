@@ -229,3 +229,16 @@ def test_grpc_itself_says_nothing(command: list[str], http_address: str) -> None
         [*command, "health", http_address, "--timeout", "5"], capture_output=True, text=True, timeout=30
     )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "bench"])
+def test_another_router_answers_for_one_that_is_gone(quire: Quire, fake_generation: Any, verb: str) -> None:
+    result = quire(*arguments(verb, f"127.0.0.1:1,{fake_generation.address}"), stdin="Hi\n")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("addresses", ["a:1,a:1", "a:1,", ""])
+def test_routers_are_named_once_each(quire: Quire, addresses: str) -> None:
+    result = quire("chat", "--address", addresses)
+    assert result.exit_code == 2
+    assert "a:8500,b:8500" in result.stderr
