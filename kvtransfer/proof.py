@@ -36,7 +36,7 @@ _ANSWERED = frozenset(
         "/quire.v1.WorkerService/Decode",
         "/quire.v1.WorkerService/StreamOutputs",
         "/quire.v1.WorkerService/Prefill",
-        "/quire.v1.WorkerService/WatchEngine",
+        "/quire.v1.WorkerService/WatchWorker",
         "/quire.v1.KvTransferService/Push",
         "/quire.v1.KvPullService/Pin",
         "/quire.v1.KvPullService/Pull",

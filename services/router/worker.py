@@ -84,7 +84,7 @@ class Worker:
     role: str = field(init=False)
     """Present role, by which it gets new requests; ``info`` has the one that it had when it joined."""
     is_draining: bool = False
-    last_report: worker_pb2.WatchEngineResponse = field(default_factory=worker_pb2.WatchEngineResponse)
+    last_report: worker_pb2.WatchWorkerResponse = field(default_factory=worker_pb2.WatchWorkerResponse)
     """What it said last about itself."""
     has_left: bool = False
     is_lost: bool = False

@@ -377,7 +377,7 @@ class WorkerSet:
             for notice in self._on_drain if is_draining else ():
                 notice(worker)
 
-    def _hear(self, worker: Worker, report: worker_pb2.WatchEngineResponse) -> None:
+    def _hear(self, worker: Worker, report: worker_pb2.WatchWorkerResponse) -> None:
         last, worker.last_report = worker.last_report, report
         worker.load_of_others = report.load_of_others
         self._set_stalled(worker, report.is_stalled)

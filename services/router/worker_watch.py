@@ -18,7 +18,7 @@ REOPEN_SECONDS = 0.2
 async def watch_worker(
     worker: Worker,
     router_id: str,
-    hear: Callable[[Worker, worker_pb2.WatchEngineResponse], None],
+    hear: Callable[[Worker, worker_pb2.WatchWorkerResponse], None],
     until_answered: Callable[[Worker], Awaitable[None]],
 ) -> None:
     """Pass on what a worker says about itself, and notice when its connection breaks, until cancelled.
@@ -35,7 +35,7 @@ async def watch_worker(
         connection = worker.connection
         try:
             with closed_channel_errors():
-                call = connection.stub.WatchEngine(worker_pb2.WatchEngineRequest(router_id=router_id))
+                call = connection.stub.WatchWorker(worker_pb2.WatchWorkerRequest(router_id=router_id))
                 await connection.check(call)
                 async for report in call:
                     hear(worker, report)

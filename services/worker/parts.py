@@ -10,7 +10,6 @@ from quire.engine.kv_memory import KvMemory
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.services.worker.drain import Drain
-from quire.services.worker.engine_reports import EngineReports
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.metrics import PromptMetrics
 from quire.services.worker.output_streams import OutputStreams
@@ -18,6 +17,7 @@ from quire.services.worker.prefix_pull import PrefixPuller
 from quire.services.worker.role import WorkerRole
 from quire.services.worker.running_requests import RunningRequests
 from quire.services.worker.sequence_reader import SequenceReader
+from quire.services.worker.worker_reports import WorkerReports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class WorkerParts:
     requests: RunningRequests
     drain: Drain
     role: WorkerRole
-    reports: EngineReports
+    reports: WorkerReports
     outputs: OutputStreams
     channels: ChannelPool
     puller: PrefixPuller

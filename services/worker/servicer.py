@@ -105,9 +105,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         info.is_stalled = self._parts.engine.is_stalled
         return info
 
-    async def WatchEngine(
-        self, request: worker_pb2.WatchEngineRequest, context: Any
-    ) -> AsyncGenerator[worker_pb2.WatchEngineResponse, None]:
+    async def WatchWorker(
+        self, request: worker_pb2.WatchWorkerRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.WatchWorkerResponse, None]:
         """Tell what has changed on this worker, until it ends."""
         async with aclosing(self._parts.reports.follow(request.router_id)) as reports:
             async for report in reports:

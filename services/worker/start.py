@@ -41,7 +41,6 @@ from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.worker.build import Models, build_engine, known_step_seconds, open_disk_cache
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.drain import Drain
-from quire.services.worker.engine_reports import EngineReports
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.metrics import (
     CacheInfo,
@@ -58,6 +57,7 @@ from quire.services.worker.prefix_pull import PrefixPuller
 from quire.services.worker.role import WorkerRole
 from quire.services.worker.running_requests import RunningRequests
 from quire.services.worker.sequence_reader import SequenceReader
+from quire.services.worker.worker_reports import WorkerReports
 from quire.tokenization.tokenizer import load_model_files
 
 PULL_SERVICE = "quire.v1.KvPullService"
@@ -93,7 +93,7 @@ class Start:
     tls: ClusterTls | None
     address: asyncio.Future[str]
     failure: asyncio.Future[EngineStoppedError]
-    reports: EngineReports
+    reports: WorkerReports
     stack: AsyncExitStack
 
 
@@ -109,7 +109,7 @@ def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack:
         tls=None if config.cluster_tls is None else ClusterTls(config.cluster_tls),
         address=loop.create_future(),
         failure=loop.create_future(),
-        reports=EngineReports(config.role),
+        reports=WorkerReports(config.role),
         stack=stack,
     )
 

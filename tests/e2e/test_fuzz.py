@@ -41,7 +41,7 @@ _REFUSALS = {
     "Tokenize": (grpc.StatusCode.INVALID_ARGUMENT,),
     **dict.fromkeys(("Embed", "StartProfile", "StopProfile"), (grpc.StatusCode.UNIMPLEMENTED,)),
 }
-_ENDLESS = ("SubscribeKvEvents", "StreamOutputs", "WatchEngine")
+_ENDLESS = ("SubscribeKvEvents", "StreamOutputs", "WatchWorker")
 """Streams that end with their caller: one message is enough."""
 # What the client's own library says when a call ended while it was still writing; the server did not.
 _WRITE_FAILED = "Internal error from Core"

@@ -171,10 +171,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self.ended.set()
 
-    async def WatchEngine(
-        self, request: worker_pb2.WatchEngineRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.WatchEngineResponse]:
-        yield worker_pb2.WatchEngineResponse(
+    async def WatchWorker(
+        self, request: worker_pb2.WatchWorkerRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.WatchWorkerResponse]:
+        yield worker_pb2.WatchWorkerResponse(
             is_stalled=self.is_stalled,
             is_draining=self.is_draining,
             role=self.role,

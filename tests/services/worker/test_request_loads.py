@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos import worker_pb2
-from quire.services.worker import engine_reports
-from quire.services.worker.engine_reports import LOAD_SECONDS, EngineReports
+from quire.services.worker import worker_reports
 from quire.services.worker.request_loads import RequestLoads
+from quire.services.worker.worker_reports import LOAD_SECONDS, WorkerReports
 
 ROUTERS = ("a", "b", "")
 
@@ -60,13 +60,13 @@ def test_each_router_is_told_the_sum_of_the_others_requests(
     assert not loads.of_others("").num_requests
 
 
-async def reported(reports: AsyncGenerator[worker_pb2.WatchEngineResponse, None]) -> tuple[bool, int]:
+async def reported(reports: AsyncGenerator[worker_pb2.WatchWorkerResponse, None]) -> tuple[bool, int]:
     report = await asyncio.wait_for(anext(reports), 5)
     return report.is_stalled, report.load_of_others.num_requests
 
 
 async def test_load_is_told_in_time_and_a_stall_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reports = EngineReports("decode")
+    reports = WorkerReports("decode")
     async with aclosing(reports.follow("a")) as told:
         assert await reported(told) == (False, 0)
         with ExitStack() as stack:
@@ -76,7 +76,7 @@ async def test_load_is_told_in_time_and_a_stall_at_once(monkeypatch: pytest.Monk
                 )
                 stack.enter_context(counted)
             assert await reported(told) == (False, 3)
-            monkeypatch.setattr(engine_reports, "LOAD_SECONDS", 3600.0)
+            monkeypatch.setattr(worker_reports, "LOAD_SECONDS", 3600.0)
             stack.enter_context(
                 reports.loads.counted("4", load_of("b"), is_resident=True, computes_prompt=False)
             )
@@ -85,7 +85,7 @@ async def test_load_is_told_in_time_and_a_stall_at_once(monkeypatch: pytest.Monk
 
 
 async def test_a_routers_own_requests_cause_no_report() -> None:
-    reports = EngineReports("decode")
+    reports = WorkerReports("decode")
     async with aclosing(reports.follow("a")) as told:
         assert await reported(told) == (False, 0)
         waiting = asyncio.create_task(anext(told))

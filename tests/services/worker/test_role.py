@@ -10,10 +10,10 @@ import pytest
 
 from quire.protos import worker_pb2
 from quire.services.server.errors import FailedPrecondition, InvalidArgument
-from quire.services.worker.engine_reports import EngineReports
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.role import WorkerRole
 from quire.services.worker.servicer import WorkerServicer
+from quire.services.worker.worker_reports import WorkerReports
 
 
 def test_each_change_is_announced_once() -> None:
@@ -49,11 +49,11 @@ def test_there_are_two_roles() -> None:
 
 
 async def test_routers_that_watch_are_told_at_once(make_parts: Callable[..., WorkerParts]) -> None:
-    reports = EngineReports("decode")
+    reports = WorkerReports("decode")
     role = WorkerRole("decode", lambda: reports.tell_role(role.present))
     parts = make_parts(role=role, reports=reports)
     servicer = WorkerServicer(parts, Mock(), Mock())
-    watching = servicer.WatchEngine(worker_pb2.WatchEngineRequest(), Mock())
+    watching = servicer.WatchWorker(worker_pb2.WatchWorkerRequest(), Mock())
     assert (await anext(watching)).role == "decode"
     await servicer.SetRole(worker_pb2.SetRoleRequest(role="prefill"), Mock())
     async with asyncio.timeout(5):

@@ -108,7 +108,7 @@ def test_a_worker_whose_engine_hangs_says_so_and_ends_on_sigterm() -> None:
         address = json.loads(process.stdout.readline())
         with grpc.insecure_channel(address) as channel:
             stub = WorkerServiceStub(channel)
-            reports = stub.WatchEngine(worker_pb2.WatchEngineRequest(), timeout=SECONDS)
+            reports = stub.WatchWorker(worker_pb2.WatchWorkerRequest(), timeout=SECONDS)
             assert not next(reports).is_stalled
             call = stub.Decode(request(4), timeout=SECONDS)
             # The load of the request is told first.

@@ -14,14 +14,14 @@ LOAD_SECONDS = 0.1
 
 
 class _State(NamedTuple):
-    """The present state of a worker; the names are those of ``WatchEngineResponse``."""
+    """The present state of a worker; the names are those of ``WatchWorkerResponse``."""
 
     role: str
     is_stalled: bool = False
     is_draining: bool = False
 
 
-class EngineReports:
+class WorkerReports:
     """What routers have to know about this worker, for any number of them.
 
     Attributes:
@@ -56,7 +56,7 @@ class EngineReports:
         self._is_closed = True
         self._wake()
 
-    async def follow(self, router_id: str) -> AsyncGenerator[worker_pb2.WatchEngineResponse, None]:
+    async def follow(self, router_id: str) -> AsyncGenerator[worker_pb2.WatchWorkerResponse, None]:
         """Yield the present state, and then each new one, until the worker ends.
 
         Args:
@@ -66,7 +66,7 @@ class EngineReports:
         while not self._is_closed:
             # Taken before the report is made: a change from then on wakes this reader.
             has_changed = self._has_changed
-            report = worker_pb2.WatchEngineResponse(
+            report = worker_pb2.WatchWorkerResponse(
                 **self._now._asdict(), load_of_others=self.loads.of_others(router_id)
             )
             if report != told:
