@@ -4,6 +4,9 @@ Numba's own cache can give a process the wrong kernel in two ways. It looks only
 kernel, so that a change of a function in another file goes unnoticed. And two processes that store different
 kernels at the same time may take the same file name. Here all kernels are compiled again when one of the
 source files changes, and a lock is held while a kernel is stored, under a name of its own.
+
+Compiling takes seconds, and the workers of a machine need the same kernels. So another lock is held while a
+kernel is compiled, and processes that wait for it then read the kernel from the disk.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
 import llvmlite
@@ -55,6 +58,19 @@ class _KernelCache(FunctionCache):
         self._cache_file = _KernelFiles(  # type: ignore[no-untyped-call]
             self._cache_path, self._impl.filename_base, _digest_of_sources()
         )
+        self._turn: IO[str] | None = None
+        """The locked file, while this process compiles the function."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return a stored kernel; None: there is none, and no other process is compiling the function."""
+        found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        if found is not None:
+            return found
+        self._turn = self._wait_for_turn()
+        found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        if found is not None:
+            self._end_turn()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Store a kernel; if that fails, the next process compiles it again."""
@@ -62,6 +78,24 @@ class _KernelCache(FunctionCache):
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
         except OSError as error:
             logger.warning("a compiled kernel cannot be stored in %s: %s", self._cache_path, error)
+        finally:
+            self._end_turn()
+
+    def _wait_for_turn(self) -> IO[str] | None:
+        """Lock the function for other processes; return None where no file can be written."""
+        path = Path(self._cache_path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            turn = (path / f"{self._impl.filename_base}.compiling").open("w")
+        except OSError:
+            return None
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        return turn
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.close()
+            self._turn = None
 
 
 class _KernelFiles(IndexDataCacheFile):

@@ -41,6 +41,31 @@ def test_linear_layers_from_the_cache_are_right(tmp_path: Path, weight_dtype: st
         assert list(tmp_path.rglob("linear*.nbc")), "the kernel was not stored"
 
 
+KERNEL = """
+from numba import types
+from quire.kernels.cpu.kernel_cache import compile_kernel
+
+def square(number):
+    return number * number
+
+compiled = compile_kernel(types.int64(types.int64), square)
+assert compiled.ctypes(7) == 49
+print(compiled.cache_hits)
+"""
+
+
+def test_only_one_of_several_processes_compiles_a_kernel(tmp_path: Path) -> None:
+    program = tmp_path / "kernel.py"
+    program.write_text(KERNEL)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(program)]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    assert sorted(outputs) == ["0\n", "1\n"]
+
+
 def files(folder: Path, stamp: str = "sources") -> Any:
     return _KernelFiles(str(folder), "kernel", stamp)  # type: ignore[no-untyped-call]
 
