@@ -55,7 +55,9 @@ ROOMS: Mapping[str, set[str]] = {
 SERVICES = "quire.services"
 # Modules, and what nothing that they reach may import.
 BANNED: Mapping[str, set[str]] = {
-    "quire.kvindex": {"torch", "transformers", "numba"},
+    # The fork server of `quire serve` imports these two, and gRPC does not survive a fork.
+    "quire.engine": {"grpc"},
+    "quire.kvindex": {"torch", "transformers", "numba", "grpc"},
     "quire.kvtransfer": {"torch", "transformers", "numba"},
     "quire.client": {"torch", "transformers", "numba", "numpy"},
     "quire.tokenization": {"torch", "transformers", "numba", "grpc"},

@@ -1,21 +1,29 @@
-"""Starts processes that end with this one, stops them in order, and starts them again."""
+"""Starts processes that end with this one, stops them in order, and starts them again.
+
+A process is started from scratch, or forked from multiprocessing's fork server, which has imported the large
+libraries that several processes need. The modules of the fork server must not start threads or import gRPC,
+which does not survive a fork. OpenBLAS may have threads, since it ends them before a fork.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from quire.services.local.redis_process import end_with_parent
 from quire.services.server.errors import BadFileError, ServiceError
 from quire.services.server.grpc_server import STOP_SIGNALS, Draining
 from quire.services.server.log import get_logger
@@ -26,6 +34,8 @@ RESTART_SECONDS = 1.0
 """Time between the end of a process and its next start."""
 
 Target = Callable[..., None]
+Context = ForkServerContext | SpawnContext
+FROM_SCRATCH = multiprocessing.get_context("spawn")
 _log = get_logger("stack")
 
 
@@ -33,39 +43,70 @@ class Child(NamedTuple):
     """A started process and the pipe on which it reports that it is ready."""
 
     name: str
-    process: SpawnProcess
+    process: BaseProcess
     pipe: Connection
 
 
-@contextmanager
-def children(
+def fork_server(modules: Sequence[str]) -> Context:
+    """Start the fork server, which imports ``modules``, and return the context of processes forked from it.
+
+    The first of these processes has to wait for the imports. Processes start from scratch where libraries may
+    not survive a fork: on systems other than Linux, and where there is a GPU's driver, which torch calls.
+    """
+    if sys.platform != "linux" or _has_gpu_driver():
+        return FROM_SCRATCH
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(modules))
+    # The server keeps these signals blocked, so that one sent to the whole process group does not end it.
+    with _signals_held_back():
+        forkserver.ensure_running()
+    return context
+
+
+def _has_gpu_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def start_children(
+    running: dict[str, Child],
     target: Target,
     arguments: Mapping[str, object],
-    stop_seconds: float,
-    show: Callable[[Draining], None],
-) -> Iterator[dict[str, Child]]:
-    """Run ``target(argument, report)`` in processes; on exit stop them.
+    context: Context = FROM_SCRATCH,
+) -> None:
+    """Run ``target(argument, report)`` in processes and add them to ``running``.
 
     Args:
         arguments: the argument for each process, by the process's name.
+    """
+    for name, argument in arguments.items():
+        with _signals_held_back():
+            running[name] = start_child(name, target, argument, context)
+
+
+@contextmanager
+def stopped_at_end(stop_seconds: float, show: Callable[[Draining], None]) -> Iterator[dict[str, Child]]:
+    """Yield an empty dictionary; on exit, stop the processes that it then holds.
+
+    Args:
         stop_seconds: time for the processes to stop before they are killed.
         show: called with the reports of a stopping process about the requests that it waits for.
     """
-    children: dict[str, Child] = {}
+    running: dict[str, Child] = {}
     try:
-        for name, argument in arguments.items():
-            with _signals_held_back():
-                children[name] = start_child(name, target, argument)
-        yield children
+        yield running
     finally:
-        for child in children.values():
+        for child in running.values():
             child.process.terminate()
         deadline = time.monotonic() + stop_seconds
         try:
-            for child in children.values():
+            for child in running.values():
                 _await_end(child, deadline, show)
         finally:
-            for child in children.values():
+            for child in running.values():
                 child.process.kill()
                 child.process.join()
                 child.pipe.close()
@@ -87,8 +128,7 @@ def _await_end(child: Child, deadline: float, show: Callable[[Draining], None]) 
             show(report)
 
 
-def start_child(name: str, target: Callable[..., None], argument: object) -> Child:
-    context = multiprocessing.get_context("spawn")
+def start_child(name: str, target: Target, argument: object, context: Context = FROM_SCRATCH) -> Child:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child_main, args=(target, argument, sender), name=name)
     process.start()
@@ -113,12 +153,14 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def _child_main(target: Callable[..., None], argument: object, pipe: Connection) -> None:
+    # What the fork server has imported stays for good, and the garbage collector need not visit it.
+    gc.freeze()
     # Ctrl-C reaches all processes in the terminal's group, but the stack has to end its processes in order.
     os.setsid()
     # Ignore a SIGINT that was blocked during the start; the stack sends its own SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    end_with_parent()
+    _end_with_parent()
     try:
         target(argument, partial(_report, pipe))
     except (ServiceError, OSError, ValueError, RuntimeError) as error:
@@ -127,13 +169,28 @@ def _child_main(target: Callable[..., None], argument: object, pipe: Connection)
         sys.exit(1)
 
 
+def _end_with_parent() -> None:
+    """Send SIGTERM to this process when the process that asked for its start has ended for any reason.
+
+    Linux's own signal comes when the fork server ends, and that server waits for the end of its processes.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
 def _report(pipe: Connection, report: object) -> None:
-    # If the parent has died, the report is lost, and the death signal ends this process.
+    # If the parent has died, the report is lost, and SIGTERM ends this process.
     with suppress(OSError):
         pipe.send(report)
 
 
-def end_of(process: SpawnProcess) -> str:
+def end_of(process: BaseProcess) -> str:
     """Return a description of how a process ended."""
     # The process's sentinel, a pipe, closes shortly before its exit status is available.
     process.join()

@@ -13,9 +13,10 @@ from quire.services.local.child_processes import (
     KILL_SECONDS,
     Child,
     Restarts,
-    children,
     end_of,
+    start_children,
     stop_on_signals,
+    stopped_at_end,
 )
 from quire.services.router.app import run_router
 from quire.services.router.config import PORT_STEP, RouterConfig
@@ -40,7 +41,8 @@ def run_router_processes(config: RouterConfig) -> None:
     try:
         with shared_ports(config) as shared:
             arguments = {name: (each, each.log_level) for name, each in router_configs(shared).items()}
-            with children(run_router_process, arguments, patience, tell_log) as running:
+            with stopped_at_end(patience, tell_log) as running:
+                start_children(running, run_router_process, arguments)
                 _watch(running, Restarts(running, run_router_process, arguments))
     except KeyboardInterrupt:
         if len(received) > 1:

@@ -24,9 +24,11 @@ from quire.services.local.child_processes import (
     KILL_SECONDS,
     Child,
     Restarts,
-    children,
     end_of,
+    fork_server,
+    start_children,
     stop_on_signals,
+    stopped_at_end,
 )
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess
@@ -40,6 +42,15 @@ from quire.services.worker_process import run_worker
 
 JOIN_SECONDS = 30.0
 JOIN_POLL_SECONDS = 0.05
+
+WORKER_MODULES = (
+    "quire.engine.engine_thread",
+    "quire.engine.decode_graphs",
+    "quire.engine.speculators",
+    "quire.kvindex.redis_index",
+    "quire.tokenization.tokenizer",
+)
+"""Modules that import torch, transformers and Numba, which takes seconds, but not gRPC."""
 
 _log = get_logger("stack")
 
@@ -103,21 +114,22 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
     Raises:
         StackFailedError: a process ended before it was ready.
     """
+    from_image = fork_server(WORKER_MODULES)
     with ExitStack() as stack:
         router_redis = worker_redis = config.redis_url
         if config.redis_url is None:
             redis = stack.enter_context(RedisProcess())
             router_redis, worker_redis = redis.router_url, redis.worker_url
         secret = os.environ.get("QUIRE_CLUSTER_SECRET", "").encode() or secrets.token_bytes(32)
-        configs = worker_configs(config, worker_redis, secret)
         show = partial(_show_drain, console)
-        patience = config.worker.grace_seconds + KILL_SECONDS
-        workers = stack.enter_context(children(run_worker, configs, patience, show))
+        workers = stack.enter_context(stopped_at_end(config.worker.grace_seconds + KILL_SECONDS, show))
         router_config = replace(config.router, redis_url=router_redis, cluster_secret=secret)
         router_config = stack.enter_context(shared_ports(router_config))
         arguments = {name: (each, config.log_level) for name, each in router_configs(router_config).items()}
-        patience = config.router.grace_seconds + KILL_SECONDS
-        routers = stack.enter_context(children(run_router_process, arguments, patience, show))
+        routers = stack.enter_context(stopped_at_end(config.router.grace_seconds + KILL_SECONDS, show))
+        start_children(routers, run_router_process, arguments)
+        # The routers come first, since the first worker waits for the imports of the fork server.
+        start_children(workers, run_worker, worker_configs(config, worker_redis, secret), from_image)
         # Start the progress bar only now: its thread would receive the signals that are blocked while
         # processes start.
         progress = stack.enter_context(_progress(console))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from quire.client import Client, QuireError
@@ -26,7 +27,8 @@ LISTENING = "0A"
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Return the processes that a process has started, and those that these have started."""
+    return [each.pid for each in psutil.Process(pid).children(recursive=True)]
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
