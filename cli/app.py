@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import Annotated
 
 import typer
@@ -19,10 +17,6 @@ SERVE, OPERATE, USE, MEASURE = "Serve", "Operate", "Use", "Measure"
 SETTINGS = (
     "Settings come from the flag, then from the QUIRE_ variable shown beside it, then from the default."
 )
-
-
-MIN_HELP_COLUMNS = 100
-"""Fewest columns of help texts; with fewer, names of options and variables would be truncated."""
 
 
 def version() -> None:
@@ -74,12 +68,3 @@ def make_app() -> typer.Typer:
     app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
     app.command(rich_help_panel=MEASURE)(version)
     return app
-
-
-def main() -> None:
-    """Run the command."""
-    # Without this, gRPC prints lines to stderr that repeat the errors of the commands.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    if shutil.get_terminal_size().columns < MIN_HELP_COLUMNS:
-        os.environ.setdefault("TERMINAL_WIDTH", str(MIN_HELP_COLUMNS))
-    make_app()()

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner, Result
 
-from quire.cli.main import make_app
+from quire.cli.app import make_app
 
 COMMAND = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import pytest
 import typer
 
-from quire.cli.main import make_app
+from quire.cli.app import make_app
 from quire.cli.sizes import exact_size, parse_size
 from quire.services.local.config import LocalStackConfig
 from quire.services.router.config import RouterConfig, SloTargets

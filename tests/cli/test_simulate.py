@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli.main import make_app
+from quire.cli.app import make_app
 
 SMALL = ("--num-requests", "60", "--workload", "shared", "--trace-block", "16", "--rate", "4")
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 import yaml
 
-from quire.cli.main import make_app
+from quire.cli.app import make_app
 from quire.services.worker.config import WorkerConfig
 
 ROOT = Path(__file__).parents[2]

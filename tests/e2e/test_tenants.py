@@ -16,7 +16,7 @@ import redis
 import trustme
 from typer.testing import CliRunner
 
-from quire.cli.main import make_app
+from quire.cli.app import make_app
 from quire.client import AsyncClient, GenerationOptions, Tls, Unavailable
 from quire.client.admin import AdminClient
 from quire.kvindex.block_hash import CacheScope, block_hashes, root_hash

@@ -1,0 +1,23 @@
+"""The entry point of the command ``quire``; ``app.py`` has its verbs.
+
+Each process that ``quire serve`` starts imports this module again, so it imports little before ``main`` runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+MIN_HELP_COLUMNS = 100
+"""Fewest columns of help texts; with fewer, names of options and variables would be truncated."""
+
+
+def main() -> None:
+    """Run the command."""
+    # Without this, gRPC prints lines to stderr that repeat the errors of the commands.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if shutil.get_terminal_size().columns < MIN_HELP_COLUMNS:
+        os.environ.setdefault("TERMINAL_WIDTH", str(MIN_HELP_COLUMNS))
+    from quire.cli.app import make_app
+
+    make_app()()
