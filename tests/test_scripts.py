@@ -28,7 +28,7 @@ def prepare(folder: Path, failing: str) -> None:
     shutil.copy(ROOT / "test", folder)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
-    stages = [programs / name for name in ("ruff", "mypy", "pytest", "slipcover")]
+    stages = [programs / name for name in ("ruff", "mypy", "python", "slipcover")]
     for path in (*stages, folder / "scripts" / "coverage"):
         path.write_text(PROGRAM.format(failing=failing))
         path.chmod(0o755)
@@ -46,12 +46,12 @@ ALL_STAGES = [
     "ruff format --check",
     "mypy ",
     "slipcover -m pytest tests --ignore tests/e2e",
-    "pytest tests/e2e",
+    "python -P -m pytest tests/e2e",
     "coverage ",
 ]
 
 
-@pytest.mark.parametrize("failing", ["slipcover*", "ruff*", "mypy*", "pytest*"])
+@pytest.mark.parametrize("failing", ["slipcover*", "ruff*", "mypy*", "python*"])
 def test_a_stage_that_fails_hides_no_other(tmp_path: Path, failing: str) -> None:
     status, ran, said = run_stages(tmp_path, failing)
     assert status == 1
@@ -66,7 +66,7 @@ def test_all_stages_passed(tmp_path: Path) -> None:
     assert status == 0
     assert sorted(ran) == sorted(ALL_STAGES)
     # Two stages run side by side.
-    apart = ALL_STAGES.index("pytest tests/e2e")
+    apart = ALL_STAGES.index("python -P -m pytest tests/e2e")
     assert [each for each in ran if each != ALL_STAGES[apart]] == ALL_STAGES[:apart] + ALL_STAGES[apart + 1 :]
     assert [line.split()[-3] for line in said[-6:]] == ["passed"] * 6
 
@@ -84,19 +84,19 @@ except KeyboardInterrupt:
     sys.exit(2)
 """
     prepare(tmp_path, "none")
-    for name in ("pytest", "slipcover"):
+    for name in ("python", "slipcover"):
         (tmp_path / ".venv" / "bin" / name).write_text(endless)
     # A terminal sends the signal to the whole group of processes.
     process = subprocess.Popen(
         [tmp_path / "test"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     until = time.monotonic() + 30
-    while not all((tmp_path / f"{name}.began").exists() for name in ("pytest", "slipcover")):
+    while not all((tmp_path / f"{name}.began").exists() for name in ("python", "slipcover")):
         assert time.monotonic() < until
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(30) == 130
-    assert all((tmp_path / f"{name}.ended").exists() for name in ("pytest", "slipcover"))
+    assert all((tmp_path / f"{name}.ended").exists() for name in ("python", "slipcover"))
 
 
 def test_the_folders_are_those_of_the_package() -> None:
