@@ -97,9 +97,12 @@ def _of(names: set[str], settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in names}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stack(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> Iterator[RunningStack]:
-    """Run one prefill and one decode worker of the tiny Llama."""
+    """Run one prefill and one decode worker of the tiny Llama, for all tests that leave it as it was.
+
+    A test that stops or kills a process, or that needs other settings, starts a stack of its own.
+    """
     with start_stack("llama") as running:
         yield running
 
