@@ -10,12 +10,10 @@ import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
-from math import inf
 
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.routing.planner import PlannedPrompt, TooLateError, WorkerState
 from quire.sampling.messages import to_proto
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.answer_group import AnswerGroup
@@ -29,24 +27,19 @@ from quire.services.router.failures import (
     no_decode_worker,
     suspected,
     to_service_error,
-    too_late,
 )
 from quire.services.router.merge import merged
 from quire.services.router.output import OutputAssembler
-from quire.services.router.prefix_lookup import KnownPrefix
-from quire.services.router.pulls import pull_source
 from quire.services.router.request_account import RequestAccount
 from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Death
-from quire.services.router.worker import Worker
 from quire.services.router.worker_calls import AttemptInterrupted, WorkerCalls
+from quire.services.router.worker_choice import WorkerChoice
 from quire.services.server.errors import InvalidArgument
 from quire.services.server.log import get_logger
-from quire.services.server.phases import Phase, RequestPhases
+from quire.services.server.phases import RequestPhases
 
 MAX_RETRIES = 3
 RETRY_BACKOFF_SECONDS = 0.05
-LATE_FACTOR = 2.0
-"""A new request is refused if its first token is expected after this many times the time that it has."""
 
 _log = get_logger("router")
 
@@ -95,11 +88,13 @@ class GenerationRun:
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
         num_answers = request.params.num_sequences
         self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
-        self._unhealthy: set[str] = set()
         self._is_first_message = True
         self._plan: Plan | None = None
         self._account = RequestAccount(
             cluster.metrics, cluster.planner, cluster.clock, request.request_id, len(request.prompt_token_ids)
+        )
+        self._choice = WorkerChoice(
+            cluster, request.params, scope, phases, self._account, self._remaining_seconds
         )
 
     @property
@@ -228,7 +223,7 @@ class GenerationRun:
         while True:
             await self._wait_for_worker()
             # While the prefix is looked up, the last worker may go.
-            if (plan := await self._choose_now(group)) is not None:
+            if (plan := await self._choice.choose(group)) is not None:
                 return plan
 
     async def _wait_for_worker(self) -> None:
@@ -244,78 +239,6 @@ class GenerationRun:
         except TimeoutError:
             self._remaining_seconds()
             raise no_decode_worker(cluster.workers, {"tokens_emitted": str(self._num_emitted)}) from None
-
-    async def _choose_now(self, group: AnswerGroup) -> Plan | None:
-        """Return the workers of the next attempt, or None if no decode worker takes requests any more."""
-        cluster = self._cluster
-        start = cluster.clock()
-        only, group.next_worker = group.next_worker, None
-        if only is None or not only.worker.can_serve:
-            only = None
-            prefix = await cluster.prefixes.look_up(group.token_ids, self._scope)
-        else:
-            prefix = KnownPrefix((), {only.worker.worker_id: only.num_cached_tokens})
-        looked_up = cluster.clock()
-        self._phases.record(Phase.LOOKUP, start, looked_up)
-        if group.deaths:
-            await cluster.suspects.turn(self._healthy_decode_workers)
-        # With several answers P does not compute the prompt's last token, and its logprob would be lost.
-        is_scored = not group.is_single and self._request.params.num_prompt_logprobs is not None
-        must_be_local = is_scored or group.num_prefilled_tokens == 0
-        prompt = PlannedPrompt(
-            len(group.token_ids),
-            prefix.block_hashes,
-            prefix.cached_by_worker,
-            must_be_local,
-            max_output_tokens=self._request.params.max_tokens - len(group.output_token_ids),
-            num_answers=len(group.answers),
-            # What has begun is tried to the end; and estimates are not exact.
-            max_seconds=inf if group.attempt else LATE_FACTOR * self._remaining_seconds(),
-        )
-        try:
-            placement = cluster.planner.place(
-                prompt,
-                self._states("prefill", group) if only is None else [],
-                self._states("decode", group, only.worker if only else None),
-            )
-        except TooLateError as error:
-            cluster.metrics.rejections.labels("too_late").inc()
-            raise too_late(error.seconds, self._remaining_seconds()) from None
-        if placement is None:
-            return None
-        self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
-        self._account.record_placement(group, placement)
-        workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.serving(role)}
-        return Plan(
-            workers[placement.decode.worker_id],
-            workers[placement.prefill.worker_id] if placement.prefill else None,
-            placement,
-            pull_source(placement.pull, workers[placement.pull.worker_id]) if placement.pull else None,
-        )
-
-    def _is_unhealthy(self, worker: Worker) -> bool:
-        return self._cluster.workers.is_unhealthy(worker) or worker.worker_id in self._unhealthy
-
-    def _healthy_decode_workers(self) -> list[str]:
-        serving = self._cluster.workers.serving("decode")
-        return [worker.worker_id for worker in serving if not self._is_unhealthy(worker)]
-
-    def _states(self, role: str, group: AnswerGroup, only: Worker | None = None) -> list[WorkerState]:
-        """Return the states of the workers of a role that take requests, or of only one of them."""
-        suspects = self._cluster.suspects
-        return [
-            WorkerState(
-                worker.worker_id,
-                worker.info.num_blocks,
-                pending_tokens=worker.pending_tokens + worker.load_of_others.pending_tokens,
-                resident_tokens=worker.resident_tokens + worker.load_of_others.resident_tokens,
-                num_requests=worker.num_requests + worker.load_of_others.num_requests,
-                is_unhealthy=self._is_unhealthy(worker)
-                or bool(group.deaths and suspects.is_near(worker.worker_id)),
-            )
-            for worker in self._cluster.workers.serving(role)
-            if only is None or worker is only
-        ]
 
     def _sequence(self, group: AnswerGroup, plan: Plan) -> worker_pb2.Sequence:
         params = group.params
@@ -374,7 +297,7 @@ class GenerationRun:
                 # Workers always get token ids: name the field in which the client sent the prompt.
                 error = error.renamed({"token_ids": self._request.prompt_field})
             raise error from failure
-        self._unhealthy.add(failure.worker.worker_id)
+        self._choice.avoid(failure.worker)
         group.attempt += 1
 
     @property

@@ -1,0 +1,128 @@
+"""Chooses the workers of one request's attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from quire.kvindex.block_hash import CacheScope
+from quire.routing.planner import PlannedPrompt, TooLateError, WorkerState
+from quire.sampling.params import SamplingParams
+from quire.services.router.answer_group import AnswerGroup
+from quire.services.router.attempt import Plan
+from quire.services.router.cluster import Cluster
+from quire.services.router.failures import too_late
+from quire.services.router.prefix_lookup import KnownPrefix
+from quire.services.router.pulls import pull_source
+from quire.services.router.request_account import RequestAccount
+from quire.services.router.worker import Worker
+from quire.services.server.phases import Phase, RequestPhases
+
+LATE_FACTOR = 2.0
+"""A new request is refused if its first token is expected after this many times the time that it has."""
+
+
+class WorkerChoice:
+    """Chooses by what the workers have cached and what they have to do, and avoids those that have failed.
+
+    Args:
+        remaining_seconds: returns the time until the request's deadline, or raises DeadlineExceeded.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        params: SamplingParams,
+        scope: CacheScope,
+        phases: RequestPhases,
+        account: RequestAccount,
+        remaining_seconds: Callable[[], float],
+    ) -> None:
+        self._cluster = cluster
+        self._params = params
+        self._scope = scope
+        self._phases = phases
+        self._account = account
+        self._remaining_seconds = remaining_seconds
+        self._avoided: set[str] = set()
+
+    def avoid(self, worker: Worker) -> None:
+        """Prefer other workers from now on, since a call to this one has failed."""
+        self._avoided.add(worker.worker_id)
+
+    async def choose(self, group: AnswerGroup) -> Plan | None:
+        """Return the workers of a group's next attempt, or None if no decode worker takes requests any more.
+
+        Raises:
+            ResourceExhausted: the first token is expected long after the deadline.
+            DeadlineExceeded: the deadline has passed.
+        """
+        cluster = self._cluster
+        start = cluster.clock()
+        only, group.next_worker = group.next_worker, None
+        if only is None or not only.worker.can_serve:
+            only = None
+            prefix = await cluster.prefixes.look_up(group.token_ids, self._scope)
+        else:
+            prefix = KnownPrefix((), {only.worker.worker_id: only.num_cached_tokens})
+        looked_up = cluster.clock()
+        self._phases.record(Phase.LOOKUP, start, looked_up)
+        if group.deaths:
+            await cluster.suspects.turn(self._healthy_decode_workers)
+        # With several answers P does not compute the prompt's last token, and its logprob would be lost.
+        is_scored = not group.is_single and self._params.num_prompt_logprobs is not None
+        must_be_local = is_scored or group.num_prefilled_tokens == 0
+        prompt = PlannedPrompt(
+            len(group.token_ids),
+            prefix.block_hashes,
+            prefix.cached_by_worker,
+            must_be_local,
+            max_output_tokens=self._params.max_tokens - len(group.output_token_ids),
+            num_answers=len(group.answers),
+            # What has begun is tried to the end; and estimates are not exact.
+            max_seconds=inf if group.attempt else LATE_FACTOR * self._remaining_seconds(),
+        )
+        try:
+            placement = cluster.planner.place(
+                prompt,
+                self._states("prefill", group) if only is None else [],
+                self._states("decode", group, only.worker if only else None),
+            )
+        except TooLateError as error:
+            cluster.metrics.rejections.labels("too_late").inc()
+            raise too_late(error.seconds, self._remaining_seconds()) from None
+        if placement is None:
+            return None
+        self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
+        self._account.record_placement(group, placement)
+        workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.serving(role)}
+        return Plan(
+            workers[placement.decode.worker_id],
+            workers[placement.prefill.worker_id] if placement.prefill else None,
+            placement,
+            pull_source(placement.pull, workers[placement.pull.worker_id]) if placement.pull else None,
+        )
+
+    def _is_unhealthy(self, worker: Worker) -> bool:
+        return self._cluster.workers.is_unhealthy(worker) or worker.worker_id in self._avoided
+
+    def _healthy_decode_workers(self) -> list[str]:
+        serving = self._cluster.workers.serving("decode")
+        return [worker.worker_id for worker in serving if not self._is_unhealthy(worker)]
+
+    def _states(self, role: str, group: AnswerGroup, only: Worker | None = None) -> list[WorkerState]:
+        """Return the states of the workers of a role that take requests, or of only one of them."""
+        suspects = self._cluster.suspects
+        return [
+            WorkerState(
+                worker.worker_id,
+                worker.info.num_blocks,
+                pending_tokens=worker.pending_tokens + worker.load_of_others.pending_tokens,
+                resident_tokens=worker.resident_tokens + worker.load_of_others.resident_tokens,
+                num_requests=worker.num_requests + worker.load_of_others.num_requests,
+                is_unhealthy=self._is_unhealthy(worker)
+                or bool(group.deaths and suspects.is_near(worker.worker_id)),
+            )
+            for worker in self._cluster.workers.serving(role)
+            if only is None or worker is only
+        ]
