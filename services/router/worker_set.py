@@ -14,6 +14,7 @@ import grpc
 from quire.kvindex.membership import ROLES
 from quire.kvtransfer.proof import Caller
 from quire.protos import worker_pb2
+from quire.services.router.acceptance import Acceptance
 from quire.services.router.config import SILENT_SECONDS
 from quire.services.router.membership import Member, Membership, MembershipLost
 from quire.services.router.probe import Probe, StrangerError, probe_worker
@@ -28,7 +29,6 @@ PROBE_SECONDS = 2.0
 PENALTY_SECONDS = 2.0
 ASK_AGAIN_SECONDS = 0.2
 """Pause between two probes of a worker that is set aside."""
-_MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor", "index_stride")
 
 _log = get_logger("router")
 
@@ -56,7 +56,6 @@ class WorkerSet:
         self.router_id = secrets.token_hex(8)
         """Names this router's requests, so that workers can report the load of all others."""
         self._membership = membership
-        self._expected_fingerprint = expected_fingerprint
         self._connect = connect
         self._silent_seconds = silent_seconds
         self._probe_seconds = min(PROBE_SECONDS, silent_seconds / 3)
@@ -64,8 +63,7 @@ class WorkerSet:
         self._caller = Caller(self._trust.secret)
         self._clock = clock
         self._workers: dict[str, Worker] = {}
-        self._refused: dict[str, str] = {}
-        """Last logged reason for refusing the worker at each address."""
+        self._acceptance = Acceptance(self._trust, expected_fingerprint)
         self._is_membership_lost = False
         self._on_leave: list[Callable[[str], None]] = []
         self._on_return: list[Callable[[], None]] = []
@@ -75,8 +73,6 @@ class WorkerSet:
         """Probes of the workers that are set aside."""
         self._closing: set[asyncio.Task[None]] = set()
         self._refreshing = asyncio.Lock()
-        self.reference: worker_pb2.GetWorkerInfoResponse | None = None
-        """Description of the first worker that joined; None until one has joined."""
 
     def call_on_leave(self, forget: Callable[[str], None]) -> None:
         """Call a function with the id of each worker that leaves from now on."""
@@ -89,6 +85,11 @@ class WorkerSet:
     def call_on_drain(self, notice: Callable[[Worker], None]) -> None:
         """Call a function with each worker that begins to drain."""
         self._on_drain.append(notice)
+
+    @property
+    def reference(self) -> worker_pb2.GetWorkerInfoResponse | None:
+        """Description of the first worker that joined; None until one has joined."""
+        return self._acceptance.reference
 
     def all(self) -> list[Worker]:
         """Return every worker, including those that drain."""
@@ -152,7 +153,7 @@ class WorkerSet:
             records: dict[str, list[Member]] = {}
             for member in await self._members():
                 records.setdefault(member.address, []).append(member)
-            self._refused = {at: problem for at, problem in self._refused.items() if at in records}
+            self._acceptance.forget_all_but(records.keys())
             addresses = records.keys() | self._workers.keys()
             await asyncio.gather(*(self._update(address, records.get(address, [])) for address in addresses))
 
@@ -252,7 +253,7 @@ class WorkerSet:
             probe = None
         if probe is not None and probe.is_serving:
             member = next((record for record in records if record.epoch == probe.info.epoch), records[0])
-            if self._accepts(member, probe):
+            if self._acceptance.accepts(member, probe):
                 connection.sign_as(self._caller, probe.info)
                 self._join(Worker(address, probe.info, connection, is_draining=probe.is_draining))
                 return
@@ -320,38 +321,8 @@ class WorkerSet:
             for notice in self._on_return:
                 notice()
 
-    def _accepts(self, member: Member, probe: Probe) -> bool:
-        info = probe.info
-        # First check the proof: the description of an unproven worker cannot be trusted.
-        is_named_by_operator = member.fingerprint is None
-        problem = self._trust.problem(
-            member.address, probe.nonce, info, is_named_by_operator=is_named_by_operator
-        ) or self._mismatch(member, info)
-        if problem is None:
-            self._refused.pop(member.address, None)
-            return True
-        if self._refused.get(member.address) != problem:
-            self._refused[member.address] = problem
-            _log.error("worker_refused", worker=info.worker_id, address=member.address, problem=problem)
-        return False
-
-    def _mismatch(self, member: Member, info: worker_pb2.GetWorkerInfoResponse) -> str | None:
-        if info.role not in ROLES:
-            return f"its role is {info.role!r}, neither prefill nor decode"
-        if self.reference is not None:
-            for name in _MUST_BE_EQUAL:
-                ours, its = getattr(self.reference, name), getattr(info, name)
-                if ours != its:
-                    return f"its {name} is {its!r}, the first worker's is {ours!r}"
-        if self._expected_fingerprint is not None and member.fingerprint is not None:
-            expected = self._expected_fingerprint(info.cache_descriptor)
-            if member.fingerprint != expected:
-                return "its block hashes differ from ours: give all services the same cluster secret"
-        return None
-
     def _join(self, worker: Worker) -> None:
-        if self.reference is None:
-            self.reference = worker.info
+        self._acceptance.joined(worker.info)
         self._workers[worker.address] = worker
         _log.info("worker_joined", worker=worker.worker_id, role=worker.role, address=worker.address)
         watch = watch_worker(worker, self.router_id, self._hear, self._until_answered)

@@ -140,7 +140,7 @@ async def test_the_log_does_not_grow_with_what_an_intruder_writes(
     assert list(refusals(caplog)) == [server.address]
     memberships.current = []
     await workers.refresh()
-    assert workers._refused == {}
+    assert workers._acceptance._refused == {}
 
 
 async def test_an_operator_may_name_a_worker_otherwise_than_it_does_itself(
