@@ -55,7 +55,7 @@ def serve(
 ) -> None:
     """Serve a model on this machine, with a router, prefill and decode workers, and their own Redis."""
     from quire.services.local.stack import run
-    from quire.services.router.app import has_http
+    from quire.services.router.public_servers import has_http
 
     if router.http_port is None and has_http():
         router = replace(router, http_port=DEFAULT_HTTP_PORT)

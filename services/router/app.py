@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +16,6 @@ import grpc.aio
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from quire.kvtransfer.layout import layout_from_proto
-from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
 from quire.routing.elastic import ElasticRoles
 from quire.routing.planner import Planner
@@ -27,32 +25,29 @@ from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
 from quire.services.router.answer_copies import AnswerCopies, AnswerCopyMetrics
+from quire.services.router.background import background, cancel
 from quire.services.router.cluster import Cluster
 from quire.services.router.config import RouterConfig
 from quire.services.router.instruments import Instruments
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics, Moves
 from quire.services.router.open_calls import OpenCalls
+from quire.services.router.public_servers import public_grpc_server, public_http_server
 from quire.services.router.request_memory import RequestMemory
 from quire.services.router.roles import RoleMetrics, Roles
-from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
+from quire.services.router.servicer import GenerationServicer
 from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
-from quire.services.router.tenants.authentication import RequireTenant
 from quire.services.router.worker_calls import Spawn
 from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
 from quire.services.router.write_back import WriteBackCalls, WriteBackMetrics
-from quire.services.server.call_limits import CALL_MARGIN_SECONDS
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.grpc_server import (
-    PUBLIC_MESSAGE_BYTES,
     Draining,
     GrpcServer,
-    Service,
     Stop,
     end_on_signals,
-    grpc_server,
     serve_until_signal,
     tell_log,
 )
@@ -61,22 +56,15 @@ from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import metrics_server
 from quire.services.server.open_files import raise_open_file_limit
 from quire.services.server.open_tracer import open_tracer
-from quire.services.server.tls import ClusterTls, server_context, server_credentials
+from quire.services.server.tls import ClusterTls
 
 if TYPE_CHECKING:
     from quire.services.router.http.server import HttpServer
 
 STARTUP_POLL_SECONDS = 0.1
 """Interval of the search for workers until the router can serve."""
-CANCEL_SECONDS = 0.1
-"""Time that a cancelled task may take to end before it is cancelled again."""
 
 _log = get_logger("router")
-
-
-def has_http() -> bool:
-    """Return whether the extra ``http``, which the HTTP API needs, is installed."""
-    return all(map(find_spec, ("aiohttp", "pydantic")))
 
 
 class RouterAddresses(NamedTuple):
@@ -173,14 +161,14 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         metrics_port = stack.enter_context(metrics_server(metrics.registry, config.host, config.metrics_port))
         memory = RequestMemory(config.max_request_bytes, metrics)
         server = await stack.enter_async_context(
-            _grpc_server(config, servicer, metrics, authenticator, memory)
+            public_grpc_server(config, servicer, metrics, memory, authenticator)
         )
         admin = await stack.enter_async_context(
             admin_server(workers, roles, config.admin_host, config.chosen_admin_port, tls)
         )
         http = None
         if config.http_port is not None:
-            http = await stack.enter_async_context(_http_server(config, servicer, metrics, memory))
+            http = await stack.enter_async_context(public_http_server(config, servicer, metrics, memory))
         running = RunningRouter(
             server, http, metrics_port, admin.address, workers, metrics, asyncio.Event(), servicer.calls
         )
@@ -189,12 +177,12 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             cluster.set_result(await _cluster(config, info, workers, sources, metrics, spawn))
 
         following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))
-        stack.push_async_callback(_cancel, following)
+        stack.push_async_callback(cancel, following)
         asking = asyncio.create_task(_ask_busy_workers(workers, config.poll_seconds))
-        stack.push_async_callback(_cancel, asking)
+        stack.push_async_callback(cancel, asking)
         if config.elastic_roles:
             deciding = asyncio.create_task(roles.decide_forever(cluster))
-            stack.push_async_callback(_cancel, deciding)
+            stack.push_async_callback(cancel, deciding)
         _log_start(config, running)
         yield running
 
@@ -299,7 +287,7 @@ async def _authenticator(api_keys_file: Path | None) -> AsyncIterator[Authentica
     try:
         yield keys
     finally:
-        await _cancel(following)
+        await cancel(following)
 
 
 def _open_sources(config: RouterConfig, metrics: RouterMetrics) -> AbstractAsyncContextManager[Sources]:
@@ -309,53 +297,6 @@ def _open_sources(config: RouterConfig, metrics: RouterMetrics) -> AbstractAsync
         config.cluster_secret,
         metrics.registry,
         asks_index=config.placing.policy is not Policy.APPROX,
-    )
-
-
-def _grpc_server(
-    config: RouterConfig,
-    servicer: GenerationServicer,
-    metrics: RouterMetrics,
-    authenticator: Authenticator,
-    memory: RequestMemory,
-) -> AbstractAsyncContextManager[GrpcServer]:
-    return grpc_server(
-        [Service(pb_grpc.add_GenerationServiceServicer_to_server, servicer, SERVICE_NAME)],
-        host=config.host,
-        port=config.port,
-        max_message_bytes=PUBLIC_MESSAGE_BYTES,
-        registry=metrics.registry,
-        grace_seconds=config.grace_seconds,
-        credentials=None if config.public_tls is None else server_credentials(config.public_tls),
-        interceptors=[RequireTenant(authenticator)],
-        call_seconds=config.request_timeout_seconds + CALL_MARGIN_SECONDS,
-        memory=memory.request,
-        checks_parts=True,
-        shares_port=config.num_processes > 1,
-    )
-
-
-def _http_server(
-    config: RouterConfig, servicer: GenerationServicer, metrics: RouterMetrics, memory: RequestMemory
-) -> AbstractAsyncContextManager[HttpServer]:
-    if not has_http():
-        raise OSError(
-            "the HTTP API needs the extra 'http': pip install 'quire-llm[http]', or in a clone "
-            ".venv/bin/pip install -e '.[http]'"
-        )
-    # Imported late, because a router that serves only gRPC does not need the extra.
-    from quire.services.router.http.server import http_server
-
-    return http_server(
-        servicer,
-        metrics.registry,
-        memory,
-        host=config.host,
-        port=config.http_port or 0,
-        tls=None if config.public_tls is None else server_context(config.public_tls),
-        times=config.http_times,
-        request_timeout_seconds=config.request_timeout_seconds,
-        shares_port=config.num_processes > 1,
     )
 
 
@@ -394,33 +335,3 @@ async def _ask_busy_workers(workers: WorkerSet, poll_seconds: float) -> None:
             await workers.ask_busy()
         except Exception:
             _log.exception("ask_failed")
-
-
-@asynccontextmanager
-async def background() -> AsyncIterator[Spawn]:
-    """Yield a function that runs short coroutines which may outlive their caller; await them at the end.
-
-    Failures are logged here, because no caller sees them.
-    """
-    tasks: set[asyncio.Task[None]] = set()
-
-    def spawn(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        tasks.add(task)
-        task.add_done_callback(ended)
-        return task
-
-    def ended(task: asyncio.Task[None]) -> None:
-        tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("background_failed", error=repr(error))
-
-    yield spawn
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    """Cancel a task again and again until it ends: redis-py may take a cancellation for a lost connection."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=CANCEL_SECONDS)

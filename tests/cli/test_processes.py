@@ -20,7 +20,7 @@ from quire.services import worker_process
 from quire.services.local import stack as local_stack
 from quire.services.local.child_processes import end_of
 from quire.services.local.config import LocalStackConfig
-from quire.services.router import app
+from quire.services.router import app, public_servers
 from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
 
@@ -211,7 +211,7 @@ def test_serve_has_http_where_its_packages_are(quire: Quire, monkeypatch: pytest
     monkeypatch.setattr(local_stack, "run", lambda config, on_ready: ports.append(config.router.http_port))
     quire("serve")
     quire("serve", "--http-port", "0")
-    monkeypatch.setattr(app, "has_http", lambda: False)
+    monkeypatch.setattr(public_servers, "has_http", lambda: False)
     quire("serve")
     assert ports == [8502, 0, None]
 
@@ -235,7 +235,7 @@ def test_a_routers_default_ports_differ(quire: Quire, router_configs: list[Route
 def test_a_router_without_the_packages_says_what_to_install(
     quire: Quire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "has_http", lambda: False)
+    monkeypatch.setattr(public_servers, "has_http", lambda: False)
     result = quire("router", "--port", "0", "--metrics-port", "0", "--http-port", "0")
     assert result.exit_code == 1
     assert "pip install 'quire-llm[http]'" in result.stderr

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import admin_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.services.router.admin import AdminServicer
-from quire.services.router.app import background
+from quire.services.router.background import background
 from quire.services.router.membership import StaticMembership
 from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.worker_calls import WorkerCalls

@@ -20,7 +20,7 @@ from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.router.app import background
+from quire.services.router.background import background
 from quire.services.router.membership import Member, MembershipLost, StaticMembership
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.worker_calls import WorkerCalls
