@@ -50,8 +50,8 @@ class Child(NamedTuple):
 def fork_server(modules: Sequence[str]) -> Context:
     """Start the fork server, which imports ``modules``, and return the context of processes forked from it.
 
-    The first of these processes has to wait for the imports. Processes start from scratch where libraries may
-    not survive a fork: on systems other than Linux, and where there is a GPU's driver, which torch calls.
+    Processes start from scratch where libraries may not survive a fork: on systems other than Linux, and
+    where there is a GPU's driver, which torch calls.
     """
     if sys.platform != "linux" or _has_gpu_driver():
         return FROM_SCRATCH
@@ -61,6 +61,18 @@ def fork_server(modules: Sequence[str]) -> Context:
     with _signals_held_back():
         forkserver.ensure_running()
     return context
+
+
+def wait_for_imports(context: Context) -> None:
+    """Return when the fork server has imported its modules; a signal may interrupt this, unlike a start."""
+    if context is not FROM_SCRATCH:
+        process = context.Process(target=_do_nothing)
+        process.start()
+        process.join()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _has_gpu_driver() -> bool:

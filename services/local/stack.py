@@ -29,6 +29,7 @@ from quire.services.local.child_processes import (
     start_children,
     stop_on_signals,
     stopped_at_end,
+    wait_for_imports,
 )
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess
@@ -128,7 +129,7 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
         arguments = {name: (each, config.log_level) for name, each in router_configs(router_config).items()}
         routers = stack.enter_context(stopped_at_end(config.router.grace_seconds + KILL_SECONDS, show))
         start_children(routers, run_router_process, arguments)
-        # The routers come first, since the first worker waits for the imports of the fork server.
+        wait_for_imports(from_image)
         start_children(workers, run_worker, worker_configs(config, worker_redis, secret), from_image)
         # Start the progress bar only now: its thread would receive the signals that are blocked while
         # processes start.
