@@ -6,6 +6,7 @@ Importing this loads neither torch nor the model.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -29,8 +30,12 @@ def run_worker(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] |
     end_on_signals()
     _limit_processors(config)
     raise_open_file_limit()
+    # What is imported stays, and the garbage collector would visit it six times meanwhile.
+    gc.disable()
     from quire.services.worker.main import serve
 
+    gc.freeze()
+    gc.enable()
     try:
         asyncio.run(serve(config, _services, on_ready))
     finally:
