@@ -71,6 +71,7 @@ class BlockPool:
         self._listener = listener
         self._lower = lower
         self._ref_cnt = [0] * num_blocks
+        self._generation = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._parent_of: dict[bytes, bytes] = {}
@@ -114,6 +115,7 @@ class BlockPool:
                 evicted += self._forget(block_hash)
         for block_id in block_ids:
             self._ref_cnt[block_id] = 1
+            self._generation[block_id] += 1
         if evicted and self._lower:
             self._lower.on_blocks_evicted(evicted)
         elif evicted and self._listener:
@@ -197,6 +199,10 @@ class BlockPool:
     def hash_of(self, block_id: int) -> bytes | None:
         """Return the hash of a block; None if it is not full, or if its parent has left the pool."""
         return self._hash_of[block_id]
+
+    def generation(self, block_id: int) -> int:
+        """Return how often the block was allocated; while this stays, a sealed block has the same bytes."""
+        return self._generation[block_id]
 
     def look_up(self, block_hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest prefix in the pool.

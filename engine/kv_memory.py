@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
+from quire.engine.shared_memory import allocate_shared
 from quire.kernels import ops
 from quire.kvindex.kv_layout import KvShape
 
 Pairs = Sequence[tuple[int, int]]
+Buffer = bytes | memoryview
 
 
 class KvMemory:
@@ -23,17 +25,28 @@ class KvMemory:
     Attributes:
         layers: for each layer, its part of all blocks.
         scales: for each layer, float32 ``[num_blocks, 2, num_kv_heads]``; None if blocks have no scales.
+        descriptor: file descriptor by which other processes map the blocks; None if they cannot.
     """
 
     def __init__(
-        self, shape: KvShape, num_blocks: int, device: torch.device, *, is_pinned: bool = False
+        self,
+        shape: KvShape,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        is_pinned: bool = False,
+        is_shared: bool = False,
     ) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
         self.device = device
-        self._bytes = torch.zeros(
-            (num_blocks, shape.block_bytes), dtype=torch.uint8, device=device, pin_memory=is_pinned
-        )
+        self.descriptor: int | None = None
+        size = (num_blocks, shape.block_bytes)
+        if is_shared:
+            memory, self.descriptor = allocate_shared(num_blocks * shape.block_bytes)
+            self._bytes = memory.view(size)
+        else:
+            self._bytes = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.blocks = (
             self._bytes[:, : shape.vector_bytes]
             .view(getattr(torch, shape.dtype))
@@ -64,8 +77,11 @@ class KvMemory:
         with self._beside_the_step():
             return self._bytes[block_id].cpu().numpy().tobytes()
 
-    def write(self, block_id: int, payload: bytes) -> None:
+    def write(self, block_id: int, payload: Buffer) -> Buffer:
         """Overwrite a block's bytes. This is safe during a step if no sequence in the batch reads the block.
+
+        The copy releases the GIL. On the CPU the result is the block's bytes as they are now, on a GPU the
+        payload.
 
         Raises:
             ValueError: the payload is not one block long, or a scale in it is not a positive number.
@@ -75,13 +91,15 @@ class KvMemory:
         if self.shape.is_quantized:
             self._check_scales(payload)
         if self._stream is None:
-            self._bytes[block_id].numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
-            return
+            copied = self._bytes[block_id].numpy()
+            copied[:] = np.frombuffer(payload, dtype=np.uint8)
+            return copied.data
         with self._beside_the_step():
             self._bytes[block_id].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
             self._stream.synchronize()
+        return payload
 
-    def _check_scales(self, payload: bytes) -> None:
+    def _check_scales(self, payload: Buffer) -> None:
         """Raise ValueError unless each scale of a block is a positive normal number, to divide tokens by."""
         scales = np.frombuffer(payload[self.shape.scales], np.float32)
         if not (np.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)).all():
@@ -90,6 +108,10 @@ class KvMemory:
     def payload(self, block_id: int) -> memoryview:
         """Return the bytes of a block, not a copy of them; only for memory on the CPU."""
         return self._bytes[block_id].numpy().data
+
+    def payload_or_copy(self, block_id: int) -> Buffer:
+        """Return the bytes of a block: themselves on the CPU, a copy on a GPU. See ``read`` for safety."""
+        return self.payload(block_id) if self._stream is None else self.read(block_id)
 
     def copies_event(self) -> torch.cuda.Event | None:
         """Return an event that occurs when all copies to and from the host so far are made.

@@ -17,6 +17,8 @@ def allocate_pool(
     draft: LoadedModel | None,
     device: torch.device,
     num_sharing_gpu: int = 1,
+    *,
+    is_shared: bool = False,
 ) -> KvMemory:
     """Return the memory of the block pool.
 
@@ -24,9 +26,11 @@ def allocate_pool(
 
     Args:
         num_sharing_gpu: number of processes that share the GPU in equal parts.
+        is_shared: whether other processes can map a pool on the CPU.
 
     Raises:
         SettingError: the memory holds fewer than two blocks.
+        OSError: the pool is to be shared, and the system has no such memory.
     """
     shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
     if config.num_blocks is not None:
@@ -41,7 +45,7 @@ def allocate_pool(
             f"the pool must hold at least two blocks of {shape.block_bytes} bytes: "
             f"raise {config.name_of('kv_memory_bytes')}"
         )
-    return KvMemory(shape, num_blocks, device)
+    return KvMemory(shape, num_blocks, device, is_shared=is_shared and device.type == "cpu")
 
 
 def allocate_swap_space(config: EngineConfig, memory: KvMemory) -> KvMemory | None:

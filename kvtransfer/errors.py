@@ -26,6 +26,13 @@ class LayoutMismatchError(TransferError):
     reason = "layout_mismatch"
 
 
+class NotSharedError(TransferError):
+    """The blocks of the other worker cannot be mapped here, for the reason that the message says."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "not_shared"
+
+
 class UnknownTicketError(TransferError):
     """The ticket was never issued, was used, or its request has ended."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -20,6 +20,14 @@ MESSAGE_BYTES = 2 << 20
 Below 1 MiB the cost of each message shows; above 4 MiB is no faster.
 """
 
+SHARED_MESSAGE_BYTES = 16 << 20
+"""Size of the blocks that one message names, if the receiver copies them out of the sender's pool.
+
+Smaller messages cost more each; with larger ones the receiver copies later than it could.
+"""
+
+Buffer = bytes | memoryview
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -29,42 +37,70 @@ class Frame:
         index: position in the sequence's block table.
         block_hash: identity of a full block; empty for the last block if it is partial.
         payload: the block's bytes.
+        digest: at the sender, the digest of the payload if it is known. At the receiver, the digest that a
+            copy of the payload must have, if the payload is still the sender's memory.
+        block_id: at the sender, the block's place in a pool that the receiver may map.
     """
 
     index: int
     block_hash: bytes
-    payload: bytes
+    payload: Buffer
+    digest: int | None = field(default=None, compare=False)
+    block_id: int | None = field(default=None, compare=False)
+
+    def check_copy(self, copied: Buffer) -> None:
+        """Check a copy of the payload, if the payload could not be checked before it was copied.
+
+        Raises:
+            DigestMismatchError: the copy differs from the bytes that the sender computed the digest of.
+        """
+        if self.digest is not None:
+            check(self, copied, self.digest)
 
 
-def digest(block_hash: bytes, payload: bytes) -> int:
+def digest(block_hash: bytes, payload: Buffer) -> int:
     """Return XXH3-64 of the payload, seeded with the hash, so that a wrong hash also fails the check."""
     return xxh3_64_intdigest(payload, seed=int.from_bytes(block_hash[:8], "little"))
 
 
-def blocks_per_message(block_bytes: int) -> int:
-    """Return how many blocks fill a message of about ``MESSAGE_BYTES``; at least 1."""
-    return max(1, MESSAGE_BYTES // block_bytes)
+def check(frame: Frame, payload: Buffer, expected: int) -> None:
+    """Raise DigestMismatchError unless the payload has the expected digest."""
+    if digest(frame.block_hash, payload) != expected:
+        raise DigestMismatchError(f"block {frame.index} arrived with bytes that do not match its digest")
 
 
-def to_proto(frames: Iterable[Frame]) -> kvtransfer_pb2.PushRequest:
+def blocks_per_message(block_bytes: int, *, is_shared: bool = False) -> int:
+    """Return how many blocks fill a message, or are named by it; at least 1."""
+    return max(1, (SHARED_MESSAGE_BYTES if is_shared else MESSAGE_BYTES) // block_bytes)
+
+
+def to_proto(frames: Iterable[Frame], *, is_shared: bool = False) -> kvtransfer_pb2.PushRequest:
     """Return the message that carries the frames, with their digests."""
     request = kvtransfer_pb2.PushRequest()
-    add_to(request.frames.frames, frames)
+    add_to(request.frames.frames, frames, is_shared=is_shared)
     return request
 
 
 def add_to(
-    field: RepeatedCompositeFieldContainer[kvtransfer_pb2.BlockFrame], frames: Iterable[Frame]
+    message: RepeatedCompositeFieldContainer[kvtransfer_pb2.BlockFrame],
+    frames: Iterable[Frame],
+    *,
+    is_shared: bool = False,
 ) -> None:
-    """Append the frames to a message's field, with their digests."""
+    """Append the frames to a message's field, with their digests.
+
+    Args:
+        is_shared: whether to name the blocks' places in the sender's pool instead of copying their bytes.
+    """
     # Frames are built in place: protobuf copies a message, with its payload, when it is put into another.
     for frame in frames:
-        field.add(
-            index=frame.index,
-            block_hash=frame.block_hash,
-            digest=digest(frame.block_hash, frame.payload),
-            payload=frame.payload,
-        )
+        known = frame.digest if frame.digest is not None else digest(frame.block_hash, frame.payload)
+        if is_shared:
+            message.add(index=frame.index, block_hash=frame.block_hash, digest=known, block_id=frame.block_id)
+        else:
+            message.add(
+                index=frame.index, block_hash=frame.block_hash, digest=known, payload=bytes(frame.payload)
+            )
 
 
 def from_proto(message: kvtransfer_pb2.BlockFrame) -> Frame:
@@ -75,6 +111,5 @@ def from_proto(message: kvtransfer_pb2.BlockFrame) -> Frame:
     """
     # Each access to a bytes field copies it, so each is read once.
     frame = Frame(message.index, message.block_hash, message.payload)
-    if digest(frame.block_hash, frame.payload) != message.digest:
-        raise DigestMismatchError(f"block {frame.index} arrived with bytes that do not match its digest")
+    check(frame, frame.payload, message.digest)
     return frame

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import UnknownLeaseError
+from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.pull_metrics import PullMetrics
 
 LEASE_SECONDS = 5.0
@@ -37,8 +38,8 @@ class BlockSource(Protocol):
     def unpin(self, lease_id: str) -> None:
         """Unpin the blocks of a lease, after a ``pin`` that still runs; an unknown lease is no error."""
 
-    def read(self, block_id: int) -> bytes:
-        """Return a copy of a pinned block's bytes; called in a thread."""
+    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
+        """Return the frame of a pinned block; called in a thread."""
 
 
 @dataclass(eq=False, slots=True)

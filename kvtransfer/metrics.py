@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from quire.kvtransfer.errors import (
@@ -9,6 +11,7 @@ from quire.kvtransfer.errors import (
     DigestMismatchError,
     LayoutMismatchError,
     NoBlocksError,
+    NotSharedError,
     ProtocolError,
     SenderGoneError,
     StaleAttemptError,
@@ -17,12 +20,14 @@ from quire.kvtransfer.errors import (
     UnknownTicketError,
 )
 from quire.kvtransfer.push_sender import PushSummary
+from quire.kvtransfer.transports import Transport
 
 RECEIVER_ERRORS = (
     BadBlockError,
     DigestMismatchError,
     LayoutMismatchError,
     NoBlocksError,
+    NotSharedError,
     ProtocolError,
     SenderGoneError,
     StaleAttemptError,
@@ -42,9 +47,16 @@ class TransferMetrics:
         blocks = Counter(
             "quire_kv_blocks_transferred_total", "KV blocks moved.", ["direction"], registry=registry
         )
-        size = Counter("quire_kv_transfer_bytes_total", "KV bytes moved.", ["direction"], registry=registry)
-        self._received_blocks, self._received_bytes = blocks.labels("received"), size.labels("received")
-        self._sent_blocks, self._sent_bytes = blocks.labels("sent"), size.labels("sent")
+        self._bytes = Counter(
+            "quire_kv_transfer_bytes_total",
+            "KV bytes moved by pushes.",
+            ["direction", "transport"],
+            registry=registry,
+        )
+        self._received_blocks, self._sent_blocks = blocks.labels("received"), blocks.labels("sent")
+        for direction in ("received", "sent"):
+            for transport in get_args(Transport):
+                self._bytes.labels(direction, transport)
         self._seconds = Histogram(
             "quire_kv_transfer_seconds", "Push, from open to commit.", buckets=_SECONDS, registry=registry
         )
@@ -71,15 +83,15 @@ class TransferMetrics:
     def record_push(self, summary: PushSummary) -> None:
         """Count a sent push that was committed."""
         self._sent_blocks.inc(summary.num_blocks)
-        self._sent_bytes.inc(summary.num_bytes)
+        self._bytes.labels("sent", summary.transport).inc(summary.num_bytes)
         self._saved_bytes.inc(summary.num_saved_bytes)
         self._seconds.observe(summary.seconds)
         self._credit_wait.observe(summary.credit_wait_seconds)
 
-    def record_received(self, num_bytes: int) -> None:
+    def record_received(self, num_bytes: int, transport: Transport) -> None:
         """Count a received block that was checked and written."""
         self._received_blocks.inc()
-        self._received_bytes.inc(num_bytes)
+        self._bytes.labels("received", transport).inc(num_bytes)
 
     def record_failure(self, reason: str) -> None:
         """Count a received push that ended without a commit."""

@@ -12,11 +12,11 @@ import grpc
 import grpc.aio
 
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvtransfer import frame as frames
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFailedError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
+from quire.kvtransfer.transports import MESSAGES, MESSAGES_ONLY, Intake, Transport, Transports
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -37,8 +37,8 @@ class BlockPull:
     ::
 
         async with BlockPull(channels, holder, block_hashes=hashes, ...) as pull:
-            async for frames in pull.frames():    # the first pull.num_blocks of the hashes, checked, in order
-                ...
+            async for frames in pull.frames():    # the first pull.num_blocks of the hashes, in order
+                ...                               # copy each payload, then frame.check_copy(the copy)
     """
 
     def __init__(
@@ -50,8 +50,11 @@ class BlockPull:
         layout: KvLayout,
         block_hashes: Sequence[bytes],
         timeout: float,
+        transports: Transports = MESSAGES_ONLY,
     ) -> None:
         self._channels = channels
+        self._transports = transports
+        self._intake: Intake = MESSAGES
         self._holder = holder
         self._block_hashes = block_hashes
         self._block_bytes = layout.block_bytes
@@ -72,6 +75,7 @@ class BlockPull:
 
         Raises:
             PullFailedError: the holder refused, has restarted, vanished or ran out of time.
+            NotSharedError: the holder's pool cannot be mapped, and no other transport is allowed.
         """
         with ExitStack() as undo:
             self._peer = undo.enter_context(self._channels.peer(*self._holder))
@@ -85,7 +89,17 @@ class BlockPull:
             self._lease_id = pinned.lease_id
             self.num_blocks = min(pinned.num_blocks, len(self._block_hashes))
             self._renewing = asyncio.create_task(self._renew(pinned.expires_in_ms / 3000))
+            try:
+                self._intake = await self._transports.choose(pinned.shared_pool)
+            except BaseException as error:
+                await self.__aexit__(type(error), error, error.__traceback__)
+                raise
         return self
+
+    @property
+    def transport(self) -> Transport:
+        """How the blocks come; known when the context is entered."""
+        return self._intake.transport
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -98,7 +112,10 @@ class BlockPull:
                 await self._stub.Release(pb.ReleaseRequest(lease_id=self._lease_id), timeout=RELEASE_SECONDS)
 
     async def frames(self, first_block: int = 0) -> AsyncGenerator[list[Frame]]:
-        """Yield the pinned blocks from ``first_block`` on, checked, one list for each message.
+        """Yield the pinned blocks from ``first_block`` on, one list for each message.
+
+        They stay as they are while the context is open. ``Frame.check_copy`` must accept a copy of a payload
+        before anything uses the copy.
 
         Raises:
             DigestMismatchError: a block is not the one that was asked for, or its bytes changed on the way.
@@ -108,7 +125,10 @@ class BlockPull:
         due = first_block
         call = self._stub.Pull(
             pb.PullRequest(
-                lease_id=self._lease_id, first_block=due, num_blocks=self.num_blocks - first_block
+                lease_id=self._lease_id,
+                first_block=due,
+                num_blocks=self.num_blocks - first_block,
+                is_shared=self.transport == "shared",
             ),
             timeout=self._timeout,
         )
@@ -127,13 +147,12 @@ class BlockPull:
 
     def _check(self, message: pb.PullResponse, due: int) -> list[Frame]:
         checked = []
-        for frame in map(frames.from_proto, message.frames):
+        for each in message.frames:
+            frame = self._intake.frame(each, self._block_bytes)
             if frame.index != due or due >= self.num_blocks:
                 raise ProtocolError(f"block {frame.index} came where block {due} was due")
             if frame.block_hash != self._block_hashes[due]:
                 raise DigestMismatchError(f"block {due} is not the block that was asked for")
-            if len(frame.payload) != self._block_bytes:
-                raise ProtocolError(f"block {due} has {len(frame.payload)} bytes, not {self._block_bytes}")
             checked.append(frame)
             due += 1
         return checked

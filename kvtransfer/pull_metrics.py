@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire.kvtransfer.errors import BadBlockError, DigestMismatchError
+from quire.kvtransfer.transports import Transport
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -14,9 +17,16 @@ class PullMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         blocks = Counter("quire_kv_pull_blocks_total", "KV blocks pulled.", ["direction"], registry=registry)
-        size = Counter("quire_kv_pull_bytes_total", "KV bytes pulled.", ["direction"], registry=registry)
-        self._lent_blocks, self._lent_bytes = blocks.labels("lent"), size.labels("lent")
-        self._pulled_blocks, self._pulled_bytes = blocks.labels("pulled"), size.labels("pulled")
+        self._bytes = Counter(
+            "quire_kv_pull_bytes_total",
+            "KV bytes pulled.",
+            ["direction", "transport"],
+            registry=registry,
+        )
+        self._lent_blocks, self._pulled_blocks = blocks.labels("lent"), blocks.labels("pulled")
+        for direction in ("lent", "pulled"):
+            for transport in get_args(Transport):
+                self._bytes.labels(direction, transport)
         self._seconds = Histogram(
             "quire_kv_pull_seconds", "Pull, from pin to release.", buckets=_SECONDS, registry=registry
         )
@@ -33,15 +43,15 @@ class PullMetrics:
             "quire_kv_pull_leases_expired_total", "Leases that ended without a release.", registry=registry
         )
 
-    def lent(self, num_blocks: int, num_bytes: int) -> None:
+    def lent(self, num_blocks: int, num_bytes: int, transport: Transport) -> None:
         """Count blocks that are being sent to another worker."""
         self._lent_blocks.inc(num_blocks)
-        self._lent_bytes.inc(num_bytes)
+        self._bytes.labels("lent", transport).inc(num_bytes)
 
-    def record_pull(self, num_blocks: int, num_bytes: int, seconds: float) -> None:
+    def record_pull(self, num_blocks: int, num_bytes: int, seconds: float, transport: Transport) -> None:
         """Count the blocks of one pull that were checked and written."""
         self._pulled_blocks.inc(num_blocks)
-        self._pulled_bytes.inc(num_bytes)
+        self._bytes.labels("pulled", transport).inc(num_bytes)
         self._seconds.observe(seconds)
 
     def record_failure(self, reason: str) -> None:

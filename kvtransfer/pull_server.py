@@ -10,10 +10,10 @@ import grpc
 
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferError, UnknownLeaseError
-from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_from_proto, require_equal
 from quire.kvtransfer.leases import BlockLeases, Lease
 from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.kvtransfer.transports import MESSAGES_ONLY, Transport, Transports
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -21,11 +21,13 @@ from quire.protos import kvtransfer_pb2_grpc
 class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
     """Serves pins and pulls of one worker's blocks."""
 
-    def __init__(self, leases: BlockLeases, metrics: PullMetrics) -> None:
+    def __init__(
+        self, leases: BlockLeases, metrics: PullMetrics, transports: Transports = MESSAGES_ONLY
+    ) -> None:
         self._leases = leases
         self._source = leases.source
         self._metrics = metrics
-        self._blocks_per_message = frames.blocks_per_message(leases.source.layout.block_bytes)
+        self._transports = transports
         self._lease_ms = int(leases.lease_seconds * 1000)
 
     async def Pin(
@@ -42,7 +44,10 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         if lease is None:
             return pb.PinResponse()
         return pb.PinResponse(
-            lease_id=lease.lease_id, num_blocks=len(lease.block_ids), expires_in_ms=self._lease_ms
+            lease_id=lease.lease_id,
+            num_blocks=len(lease.block_ids),
+            expires_in_ms=self._lease_ms,
+            shared_pool=self._transports.offer,
         )
 
     async def Pull(
@@ -80,20 +85,25 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         end = request.first_block + request.num_blocks
         if end > len(lease.block_ids):
             raise ProtocolError(f"{len(lease.block_ids)} blocks are pinned, block {end - 1} was asked for")
-        for start in range(request.first_block, end, self._blocks_per_message):
-            indices = range(start, min(end, start + self._blocks_per_message))
-            message = await asyncio.to_thread(self._copy, lease, indices)
-            # A copy is whole only if its block stayed pinned while it was copied. After the lease has ended,
-            # the block may have been overwritten meanwhile.
+        transport: Transport = "shared" if request.is_shared else "grpc"
+        self._transports.require(transport)
+        block_bytes = self._source.layout.block_bytes
+        num_per_message = frames.blocks_per_message(block_bytes, is_shared=request.is_shared)
+        for start in range(request.first_block, end, num_per_message):
+            indices = range(start, min(end, start + num_per_message))
+            message = await asyncio.to_thread(self._message, lease, indices, request.is_shared)
+            # A copy or a digest is right only if its block stayed pinned meanwhile. After the lease has
+            # ended, the block may have been overwritten.
             if lease.is_closed:
                 raise UnknownLeaseError("the lease ended while its blocks were copied: pin them again")
-            self._metrics.lent(len(indices), len(indices) * self._source.layout.block_bytes)
+            self._metrics.lent(len(indices), len(indices) * block_bytes, transport)
             yield message
 
-    def _copy(self, lease: Lease, indices: range) -> pb.PullResponse:
+    def _message(self, lease: Lease, indices: range, is_shared: bool) -> pb.PullResponse:
         message = pb.PullResponse()
         frames.add_to(
             message.frames,
-            (Frame(i, lease.block_hashes[i], self._source.read(lease.block_ids[i])) for i in indices),
+            (self._source.frame(i, lease.block_hashes[i], lease.block_ids[i]) for i in indices),
+            is_shared=is_shared,
         )
         return message

@@ -10,12 +10,12 @@ from typing import Protocol
 import grpc
 
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvtransfer import frame as frames
 from quire.kvtransfer.credit import CreditWindow
 from quire.kvtransfer.errors import ProtocolError, SenderGoneError, StaleEpochError, TransferError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_from_proto, require_equal
 from quire.kvtransfer.metrics import TransferMetrics
+from quire.kvtransfer.transports import MESSAGES_ONLY, Intake, Transports
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -27,7 +27,14 @@ class Reservation(Protocol):
     """Blocks that one push may fill."""
 
     def write(self, frame: Frame) -> None:
-        """Write a checked block; raise TransferError if it is not the block that belongs there."""
+        """Write a block and let the frame check the copy; called in a thread.
+
+        After ``abort`` has led to the end of the request, it writes nothing.
+
+        Raises:
+            TransferError: it is not the block that belongs there, its copy is damaged, or the request has
+                ended.
+        """
 
     async def commit(self, first_token_id: int | None) -> None:
         """Admit the sequence, now that every block is written; without a first token, sample it here."""
@@ -54,10 +61,16 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
     """Serves pushes into one sink."""
 
     def __init__(
-        self, sink: BlockSink, metrics: TransferMetrics, *, window_bytes: int = WINDOW_BYTES
+        self,
+        sink: BlockSink,
+        metrics: TransferMetrics,
+        transports: Transports = MESSAGES_ONLY,
+        *,
+        window_bytes: int = WINDOW_BYTES,
     ) -> None:
         self._sink = sink
         self._metrics = metrics
+        self._transports = transports
         self._window_blocks = window_bytes // sink.layout.block_bytes
 
     async def Push(
@@ -85,16 +98,19 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
     async def _receive(self, requests: AsyncIterator[pb.PushRequest]) -> AsyncGenerator[pb.PushResponse]:
         """Grant credit, write the blocks that arrive, and admit the sequence once it is complete."""
         opening = await self._accept(requests)
+        intake = await self._transports.choose(opening.shared_pool)
         reservation = await self._sink.open(opening)
         try:
             window = CreditWindow(opening.first_block, opening.num_blocks, self._window_blocks)
             while True:
                 if credit := window.grant():
-                    yield pb.PushResponse(credit=pb.PushCredit(num_blocks=credit))
+                    is_shared = intake.transport == "shared"
+                    yield pb.PushResponse(credit=pb.PushCredit(num_blocks=credit, is_shared=is_shared))
                 request = await _next(requests)
                 if request.WhichOneof("message") == "commit":
                     break
-                self._write(request, window, reservation)
+                # Copying and digesting megabytes would block the event loop.
+                await asyncio.to_thread(self._write, request, window, intake, reservation)
             if window.num_missing:
                 raise ProtocolError(
                     f"{window.num_missing} of {opening.num_blocks} blocks were missing at commit"
@@ -116,19 +132,17 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
         require_equal(self._sink.layout, layout_from_proto(request.open.layout))
         return request.open
 
-    def _write(self, request: pb.PushRequest, window: CreditWindow, reservation: Reservation) -> None:
+    def _write(
+        self, request: pb.PushRequest, window: CreditWindow, intake: Intake, reservation: Reservation
+    ) -> None:
         if request.WhichOneof("message") != "frames":
             raise ProtocolError("after open come frames and one commit")
         for message in request.frames.frames:
             if not window.take(message.index):
                 continue
-            frame = frames.from_proto(message)
-            if len(frame.payload) != self._sink.layout.block_bytes:
-                raise ProtocolError(
-                    f"block {frame.index} has {len(frame.payload)} bytes, not {self._sink.layout.block_bytes}"
-                )
+            frame = intake.frame(message, self._sink.layout.block_bytes)
             reservation.write(frame)
-            self._metrics.record_received(len(frame.payload))
+            self._metrics.record_received(len(frame.payload), intake.transport)
 
 
 async def _next(requests: AsyncIterator[pb.PushRequest]) -> pb.PushRequest:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
-from itertools import islice
+from itertools import chain, islice
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -19,6 +19,7 @@ from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import ProtocolError, PushFailedError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
+from quire.kvtransfer.transports import MESSAGES_ONLY, Transport, Transports
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -33,6 +34,7 @@ class PushSummary(NamedTuple):
         seconds: time from open to the receiver's acknowledgement.
         credit_wait_seconds: the part of that time in which blocks were ready but there was no credit.
         send_seconds: the part of that time in which a message was being handed to the network.
+        transport: how the receiver took the blocks.
     """
 
     num_blocks: int
@@ -41,6 +43,7 @@ class PushSummary(NamedTuple):
     seconds: float
     credit_wait_seconds: float
     send_seconds: float
+    transport: Transport
 
 
 class PromptBlocks(NamedTuple):
@@ -69,13 +72,15 @@ class BlockPush:
         attempt: int,
         blocks: PromptBlocks,
         timeout: float | None,
+        transports: Transports = MESSAGES_ONLY,
     ) -> None:
         self._channels = channels
+        self._transports = transports
+        self._is_shared: bool | None = None
         self._address = ticket.address
         self._in_use = ExitStack()
         self._timeout = timeout
         self._block_bytes = blocks.layout.block_bytes
-        self._blocks_per_message = frames.blocks_per_message(self._block_bytes)
         self._open = pb.PushOpen(
             ticket_id=ticket.ticket_id,
             receiver_epoch=ticket.receiver_epoch,
@@ -84,6 +89,7 @@ class BlockPush:
             layout=layout_to_proto(blocks.layout),
             first_block=ticket.first_block,
             num_blocks=blocks.number,
+            shared_pool=transports.offer,
         )
         self._responses: asyncio.Queue[pb.PushResponse | None] = asyncio.Queue()
         self._refused: pb.PushRefused | None = None
@@ -116,18 +122,21 @@ class BlockPush:
     async def send(self, blocks: Iterable[Frame]) -> None:
         """Send blocks in order, within the credit; return when the last message is on its way.
 
-        ``blocks`` may be lazy. It is read in a thread, at most one block ahead of the credit.
+        ``blocks`` may be lazy. It is read in a thread, at most one block ahead of the credit. Blocks of a
+        shared pool must stay as they are until ``commit`` has returned: the receiver copies them.
 
         Raises:
             ProtocolError: there are more blocks than the push was opened for.
             PushFailedError: the receiver refused, vanished or ran out of time.
         """
-        pending = iter(blocks)
+        pending = await self._settled(iter(blocks))
+        is_shared = bool(self._is_shared)
         while True:
-            count = min(self._blocks_per_message, max(1, self._credit))
+            limit = frames.blocks_per_message(self._block_bytes, is_shared=is_shared)
+            count = min(limit, max(1, self._credit))
             # Copying and digesting megabytes would block the event loop. The message before is sent
             # meanwhile.
-            message = await asyncio.to_thread(frames.to_proto, islice(pending, count))
+            message = await asyncio.to_thread(frames.to_proto, islice(pending, count), is_shared=is_shared)
             num_blocks = len(message.frames.frames)
             if not num_blocks:
                 return
@@ -139,6 +148,20 @@ class BlockPush:
             self._credit -= num_blocks
             self._num_left -= num_blocks
             self._num_sent += num_blocks
+
+    async def _settled(self, blocks: Iterator[Frame]) -> Iterator[Frame]:
+        """Return the blocks, once it is settled whether the receiver copies them out of this worker's pool.
+
+        The first credit says so. Without a shared pool there is nothing to settle.
+        """
+        if self._is_shared is not None or not self._open.shared_pool.boot_id or not self._num_left:
+            return blocks
+        first = await asyncio.to_thread(next, blocks, None)
+        if first is None:
+            return iter(())
+        await self._wait_for_credit()
+        self._transports.require("shared" if self._is_shared else "grpc")
+        return chain([first], blocks)
 
     async def commit(self, first_token_id: int | None) -> PushSummary:
         """End the push and wait until the receiver has admitted the sequence.
@@ -159,6 +182,7 @@ class BlockPush:
             seconds=perf_counter() - self._start,
             credit_wait_seconds=self._credit_wait_seconds,
             send_seconds=self._send_seconds,
+            transport="shared" if self._is_shared else "grpc",
         )
 
     @property
@@ -170,7 +194,9 @@ class BlockPush:
     async def _wait_for_credit(self) -> None:
         self._waiting_since = perf_counter()
         while not self._credit:
-            self._credit += (await self._response()).credit.num_blocks
+            credit = (await self._response()).credit
+            self._credit += credit.num_blocks
+            self._is_shared = credit.is_shared
         self._credit_wait_seconds, self._waiting_since = self.credit_wait_seconds, None
 
     def _start_write(self, message: pb.PushRequest) -> asyncio.Task[None]:

@@ -55,7 +55,7 @@ async def _services(config: WorkerConfig, parts: WorkerParts) -> list[Service]:
 
     tickets = Tickets(parts.engine, parts.memory, parts.identity.layout, parts.identity.epoch)
     worker = WorkerServicer(parts, PrefillCalls(parts), DecodeCalls(parts, tickets))
-    receiver = KvTransferServicer(tickets, parts.transfers)
+    receiver = KvTransferServicer(tickets, parts.transfers, parts.transports)
     services = [
         Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, WORKER_SERVICE),
         Service(kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server, receiver, KV_SERVICE),

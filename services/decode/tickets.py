@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
@@ -30,7 +31,11 @@ from quire.services.worker.updates import Updates
 
 @dataclass(eq=False, slots=True)
 class Promise:
-    """A ticket's counterpart: the sequence that waits for blocks, and where to report its fate."""
+    """A ticket's counterpart: the sequence that waits for blocks, and where to report its fate.
+
+    Attributes:
+        writing: held while a block is written, which a thread does, and while the promise is closed.
+    """
 
     ticket_id: str
     sequence: Sequence
@@ -40,6 +45,7 @@ class Promise:
     updates: Updates
     is_claimed: bool = False
     is_closed: bool = False
+    writing: threading.Lock = field(default_factory=threading.Lock)
 
     def require_open(self) -> None:
         """Raise UnknownTicketError if the request has ended."""
@@ -56,8 +62,8 @@ class Promise:
 class Tickets:
     """Promises to take blocks; the ``BlockSink`` of pushes.
 
-    Everything here runs on the event loop, so closing a promise and writing a block never overlap: after
-    ``close`` no byte reaches the sequence's blocks, and the engine may give them to others.
+    Threads write the blocks. Closing a promise waits for the block that is being written: after ``close`` no
+    byte reaches the sequence's blocks, and the engine may give them to others.
     """
 
     def __init__(self, engine: EngineThread, memory: KvMemory, layout: KvLayout, epoch: str) -> None:
@@ -76,7 +82,8 @@ class Tickets:
 
     def close(self, promise: Promise) -> None:
         """Take the promise back; a push that is using it writes no more."""
-        promise.is_closed = True
+        with promise.writing:
+            promise.is_closed = True
         self._promises.pop(promise.ticket_id, None)
 
     async def open(self, request: pb.PushOpen) -> PromisedBlocks:
@@ -123,16 +130,18 @@ class PromisedBlocks:
         self._admission: Future[None] | None = None
 
     def write(self, frame: Frame) -> None:
-        """Write a block into its place, if it is the one that belongs there."""
-        self._promise.require_open()
+        """Write a block into its place, if it is the one that belongs there, and check the copy."""
         sequence = self._promise.sequence
         is_full = frame.index < num_transferred_tokens(sequence) // self._memory.shape.block_size
         if frame.block_hash != (sequence.block_hashes[frame.index] if is_full else b""):
             raise DigestMismatchError(f"block {frame.index} is not the block of these tokens")
         try:
-            self._memory.write(sequence.block_table[frame.index], frame.payload)
+            with self._promise.writing:
+                self._promise.require_open()
+                copied = self._memory.write(sequence.block_table[frame.index], frame.payload)
         except ValueError as error:
             raise BadBlockError(f"block {frame.index}: {error}") from error
+        frame.check_copy(copied)
 
     async def commit(self, first_token_id: int | None) -> None:
         """Let the engine decode from the first token on; without one it draws that too."""

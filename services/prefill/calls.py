@@ -44,7 +44,7 @@ class PrefillCalls:
                 computed.pulled.CopyFrom(pulled)
                 yield computed
                 return
-            push = PrefillPush(sequence, parts.memory, self._open_push(request, num_blocks, context))
+            push = PrefillPush(sequence, parts.blocks, self._open_push(request, num_blocks, context))
             pushing = asyncio.create_task(push.run(request.ticket.first_block))
             pushing.add_done_callback(lambda task: _report_failure(task, updates))
             try:
@@ -73,6 +73,7 @@ class PrefillCalls:
             blocks=PromptBlocks(identity.layout, num_blocks),
             # Without a deadline, the push ends at the latest with the call.
             timeout=context.time_remaining(),
+            transports=self._parts.transports,
         )
 
     def _account_push(self, pushed: PushedPrompt, phases: RequestPhases) -> None:

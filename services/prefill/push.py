@@ -5,11 +5,11 @@ from __future__ import annotations
 from time import perf_counter
 from typing import NamedTuple
 
-from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import NO_BLOCK, Sequence, SequenceUpdate
 from quire.kvtransfer.errors import ProtocolError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.push_sender import BlockPush, PushSummary
+from quire.services.worker.block_reader import BlockReader
 from quire.services.worker.updates import Updates
 
 
@@ -35,9 +35,9 @@ class PrefillPush:
     while the first token is already with the client.
     """
 
-    def __init__(self, sequence: Sequence, memory: KvMemory, push: BlockPush) -> None:
+    def __init__(self, sequence: Sequence, reader: BlockReader, push: BlockPush) -> None:
         self._sequence = sequence
-        self._memory = memory
+        self._reader = reader
         self._push = push
         self._progress = Updates()
         self._computed_at = 0.0
@@ -56,7 +56,7 @@ class PrefillPush:
         Raises:
             PushFailedError: the decode worker refused or vanished.
         """
-        block_size = self._memory.shape.block_size
+        block_size = self._reader.block_size
         next_block = first_block
         async with self._push as push:
             while True:
@@ -73,9 +73,9 @@ class PrefillPush:
                     return PushedPrompt(summary, self._computed_at, waited_seconds, perf_counter())
 
     def _frame(self, index: int) -> Frame:
-        is_full = (index + 1) * self._memory.shape.block_size <= self._sequence.num_computed_tokens
+        is_full = (index + 1) * self._reader.block_size <= self._sequence.num_computed_tokens
         block_hash = self._sequence.block_hashes[index] if is_full else b""
         block_id = self._sequence.block_table[index]
         if block_id == NO_BLOCK:
             raise ProtocolError(f"block {index} was asked for and has been given back: no token sees it")
-        return Frame(index, block_hash, self._memory.read(block_id))
+        return self._reader.frame(index, block_hash, block_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from quire.services.server.errors import BadFileError
 from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
+from quire.settings.setting import SettingError
 
 _log = get_logger("worker")
 
@@ -57,7 +59,25 @@ def load_models(config: WorkerConfig) -> Models:
         raise BadFileError(f"cannot load the model {config.model_path}: {error}") from error
     # A prefill worker samples one token of each request, so it needs no draft tokens.
     draft = load_draft_model(config, model, device) if config.role == "decode" else None
-    return Models(model, draft, allocate_pool(config, model, draft, device, config.num_sharing_gpu))
+    return Models(model, draft, _allocate_pool(config, model, draft, device))
+
+
+def _allocate_pool(
+    config: WorkerConfig, model: LoadedModel, draft: LoadedModel | None, device: torch.device
+) -> KvMemory:
+    """Allocate the block pool, so that other workers can map it if the system and the settings allow."""
+    allocate = partial(allocate_pool, config, model, draft, device, config.num_sharing_gpu)
+    if config.transport == "grpc":
+        return allocate()
+    try:
+        return allocate(is_shared=True)
+    except OSError as error:
+        if config.transport == "shared":
+            raise SettingError(
+                f"--transport shared needs memory that processes can share: {error}"
+            ) from error
+        _log.warning("pool_not_shared", reason=str(error), details="other workers get its blocks in messages")
+        return allocate()
 
 
 def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIdentity:

@@ -63,6 +63,20 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         "Workers serve vllm.grpc.engine.VllmEngine too, for gateways of vLLM (extra vllm-grpc).",
         Panel.NETWORK,
     )
+    transport: Literal["auto", "grpc", "shared"] = setting(
+        "auto",
+        "--transport",
+        "How workers take KV blocks from each other: auto copies them out of the other's memory on one host, "
+        "and sends messages (grpc) elsewhere; shared refuses what auto would send in messages.",
+        Panel.NETWORK,
+    )
+    transport_dir: str | None = setting(
+        None,
+        "--transport-dir",
+        "Directory of this user, mode 0700, in which workers of one host find each other's memory.",
+        Panel.NETWORK,
+        shown_default="quire-<user id> in the directory for temporary files",
+    )
     host_cache_bytes: int = setting(
         0,
         "--host-cache",

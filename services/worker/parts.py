@@ -9,6 +9,8 @@ from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_memory import KvMemory
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.metrics import TransferMetrics
+from quire.kvtransfer.transports import Transports
+from quire.services.worker.block_reader import BlockReader
 from quire.services.worker.drain import Drain
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.metrics import PromptMetrics
@@ -27,7 +29,9 @@ class WorkerParts:
     Attributes:
         address: returns the host:port at which others reach this worker; known once the server is bound.
         reader: turns the router's sequences into the engine's.
+        blocks: reads the blocks that are sent to other workers.
         channels: the connections to other workers.
+        transports: how blocks come from other workers and go to them.
         role: the present role, by which routers send requests.
         reports: tells routers what has changed on this worker.
         outputs: the streams in which routers get the outputs of their decodes.
@@ -44,7 +48,9 @@ class WorkerParts:
     role: WorkerRole
     reports: WorkerReports
     outputs: OutputStreams
+    blocks: BlockReader
     channels: ChannelPool
+    transports: Transports
     puller: PrefixPuller
     transfers: TransferMetrics
     prompts: PromptMetrics

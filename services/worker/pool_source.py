@@ -7,19 +7,20 @@ from contextlib import suppress
 
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.kv_memory import KvMemory
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import TransferError
+from quire.kvtransfer.frame import Frame
+from quire.services.worker.block_reader import BlockReader
 
 
 class PoolSource:
     """The engine's blocks as a ``BlockSource``."""
 
-    def __init__(self, engine: EngineThread, memory: KvMemory, layout: KvLayout, epoch: str) -> None:
+    def __init__(self, engine: EngineThread, reader: BlockReader, layout: KvLayout, epoch: str) -> None:
         self.layout = layout
         self.epoch = epoch
         self._engine = engine
-        self._memory = memory
+        self._reader = reader
 
     async def pin(self, lease_id: str, block_hashes: Sequence[bytes]) -> Sequence[int]:
         """Hold the leading blocks that are present; see ``BlockSource``."""
@@ -38,6 +39,6 @@ class PoolSource:
         with suppress(EngineStoppedError):
             self._engine.post(lambda e: e.unpin(lease_id))
 
-    def read(self, block_id: int) -> bytes:
-        """Copy a block."""
-        return self._memory.read(block_id)
+    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
+        """Return the frame of a pinned block."""
+        return self._reader.frame(index, block_hash, block_id)

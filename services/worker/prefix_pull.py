@@ -7,6 +7,7 @@ the prompt is computed here.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from time import perf_counter
@@ -22,6 +23,7 @@ from quire.kvtransfer.errors import BadBlockError, PullFailedError, TransferErro
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.pull_client import BlockPull, Holder
 from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.kvtransfer.transports import Transport, Transports
 from quire.protos import worker_pb2
 from quire.services.server.log import get_logger
 
@@ -42,7 +44,9 @@ class PrefixPuller:
         hash_block: HashBlock,
         channels: ChannelPool,
         metrics: PullMetrics,
+        transports: Transports,
     ) -> None:
+        self._transports = transports
         self._engine = engine
         self._memory = memory
         self._layout = layout
@@ -82,7 +86,7 @@ class PrefixPuller:
             arrivals.close()
         seconds = perf_counter() - start
         num_bytes = arrivals.num_written * self._layout.block_bytes
-        self._metrics.record_pull(arrivals.num_written, num_bytes, seconds)
+        self._metrics.record_pull(arrivals.num_written, num_bytes, seconds, arrivals.transport)
         return worker_pb2.PullSummary(
             num_blocks=arrivals.num_written,
             num_bytes=num_bytes,
@@ -102,22 +106,24 @@ class PrefixPuller:
             layout=self._layout,
             block_hashes=missing,
             timeout=source.timeout_ms / 1000 or PULL_SECONDS,
+            transports=self._transports,
         )
         async with pull:
+            arrivals.transport = pull.transport
             if pull.num_blocks < len(missing):
                 # The index was ahead of an eviction; what is still there is taken.
                 self._metrics.record_failure("evicted")
             if pull.num_blocks:
                 await arrivals.reserve(pull.num_blocks)
                 async for frames in pull.frames():
-                    arrivals.write(frames)
+                    await asyncio.to_thread(arrivals.write, frames)
 
 
 class _Arrivals:
     """Blocks of this worker that one pull fills.
 
-    Held under a name in the engine, so that ``close`` undoes whatever a cancelled pull has begun. Writing and
-    closing happen on the event loop: after ``close`` no byte reaches the blocks.
+    Held under a name in the engine, so that ``close`` undoes whatever a cancelled pull has begun. Threads
+    write the blocks. ``close`` waits for the block that is being written: after it no byte reaches them.
     """
 
     def __init__(self, name: str, engine: EngineThread, memory: KvMemory, wanted: Items[bytes]) -> None:
@@ -127,7 +133,10 @@ class _Arrivals:
         self._wanted = wanted
         self.num_held = 0
         self._block_ids: list[int] = []
+        self._writing = threading.Lock()
+        self._is_closed = False
         self.num_written = 0
+        self.transport: Transport = "grpc"
 
     async def open(self) -> Items[bytes]:
         """Hold what is here already, so that it stays; return the hashes of the rest."""
@@ -140,16 +149,21 @@ class _Arrivals:
         self._block_ids = await self._engine.call(lambda e: e.pins.reserve(self._name, num_blocks))
 
     def write(self, frames: Items[Frame]) -> None:
-        """Write checked blocks in order."""
+        """Write blocks in order, and count each whose copy is right, until ``close``."""
         for frame in frames:
-            try:
-                self._memory.write(self._block_ids[frame.index], frame.payload)
-            except ValueError as error:
-                raise BadBlockError(f"block {frame.index}: {error}") from error
-            self.num_written += 1
+            with self._writing:
+                if self._is_closed:
+                    return
+                try:
+                    frame.check_copy(self._memory.write(self._block_ids[frame.index], frame.payload))
+                except ValueError as error:
+                    raise BadBlockError(f"block {frame.index}: {error}") from error
+                self.num_written += 1
 
     def close(self) -> None:
         """Put what was written into the prefix cache and hold nothing any longer."""
+        with self._writing:
+            self._is_closed = True
         with suppress(EngineStoppedError):
             self._engine.post(self._seal)
 

@@ -27,9 +27,11 @@ from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.metrics import TransferMetrics
+from quire.kvtransfer.pool_socket import default_directory
 from quire.kvtransfer.proof import Caller
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
+from quire.kvtransfer.transports import Transport, Transports
 from quire.protos import kvtransfer_pb2_grpc
 from quire.services.server.call_limits import READ_SECONDS
 from quire.services.server.cluster_proof import RequireProof
@@ -38,6 +40,7 @@ from quire.services.server.log import get_logger
 from quire.services.server.open_tracer import open_tracer
 from quire.services.server.tls import ClusterTls
 from quire.services.worker.address import WILDCARDS, address_towards
+from quire.services.worker.block_reader import BlockReader
 from quire.services.worker.build import Models, build_engine, known_step_seconds, open_disk_cache
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.drain import Drain
@@ -58,6 +61,7 @@ from quire.services.worker.role import WorkerRole
 from quire.services.worker.running_requests import RunningRequests
 from quire.services.worker.sequence_reader import SequenceReader
 from quire.services.worker.worker_reports import WorkerReports
+from quire.settings.setting import SettingError
 from quire.tokenization.tokenizer import load_model_files
 
 PULL_SERVICE = "quire.v1.KvPullService"
@@ -191,6 +195,8 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
     connect = grpc.aio.insecure_channel if start.tls is None else start.tls.connect
     channels = ChannelPool(connect, Caller(config.cluster_secret))
     stack.push_async_callback(channels.close)
+    transports = open_transports(config, identity.epoch, memory)
+    stack.callback(transports.close)
     closing_channels = asyncio.create_task(channels.close_unused_forever())
     stack.callback(closing_channels.cancel)
     model = start.models.model
@@ -213,11 +219,38 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
         role=role,
         reports=start.reports,
         outputs=OutputStreams(config.stream_interval),
+        blocks=BlockReader(memory, await engine.call(lambda e: e.pool)),
         channels=channels,
-        puller=PrefixPuller(engine, memory, identity.layout, block_hash, channels, pulls),
+        transports=transports,
+        puller=PrefixPuller(engine, memory, identity.layout, block_hash, channels, pulls, transports),
         transfers=TransferMetrics(start.registry),
         prompts=prompts,
     )
+
+
+def open_transports(config: WorkerConfig, epoch: str, memory: KvMemory) -> Transports:
+    """Offer the worker's pool to the other workers of its host, if the settings and the pool allow.
+
+    Raises:
+        SettingError: only shared pools are allowed, and this one cannot be shared.
+    """
+    directory = Path(config.transport_dir) if config.transport_dir else default_directory()
+    transports = Transports(config.transport, directory, _tell_transport)
+    if config.transport == "grpc":
+        return transports
+    try:
+        if memory.descriptor is None:
+            raise OSError("the pool is not in memory that processes can share")
+        transports.share(epoch, memory.descriptor)
+    except OSError as error:
+        if config.transport == "shared":
+            raise SettingError(f"--transport shared is not possible: {error}") from error
+        _log.info("kv_transport", transport="grpc", reason=f"this worker shares no pool: {error}")
+    return transports
+
+
+def _tell_transport(peer_epoch: str, transport: Transport, reason: str) -> None:
+    _log.info("kv_transport", peer_epoch=peer_epoch, transport=transport, reason=reason)
 
 
 def _read_tokenizer(folder: Path) -> str:
@@ -237,14 +270,16 @@ def pull_service(parts: WorkerParts, pulls: PullMetrics, stack: AsyncExitStack) 
     """Return the service that lends this worker's blocks to others."""
     identity, memory = parts.identity, parts.memory
     leases = BlockLeases(
-        PoolSource(parts.engine, memory, identity.layout, identity.epoch),
+        PoolSource(parts.engine, parts.blocks, identity.layout, identity.epoch),
         pulls,
         max_blocks=max(1, int(LENT_SHARE * memory.num_blocks)),
     )
     sweeping = asyncio.create_task(leases.sweep_forever())
     stack.callback(sweeping.cancel)
     return Service(
-        kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server, KvPullServicer(leases, pulls), PULL_SERVICE
+        kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server,
+        KvPullServicer(leases, pulls, parts.transports),
+        PULL_SERVICE,
     )
 
 

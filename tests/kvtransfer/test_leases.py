@@ -47,7 +47,7 @@ class Pool:
         self.pins.pop(lease_id, None)
         self.is_unpinned.set()
 
-    def read(self, block_id: int) -> bytes:
+    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
         return bytes(LAYOUT.block_bytes)
 
 

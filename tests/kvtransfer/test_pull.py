@@ -70,10 +70,10 @@ class Blocks:
     def unpin(self, lease_id: str) -> None:
         self.pins.pop(lease_id, None)
 
-    def read(self, block_id: int) -> bytes:
+    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
         self.is_reading.set()
         self.may_read.wait(WAIT_SECONDS)
-        return payload_of(block_id)
+        return Frame(index, block_hash, payload_of(block_id))
 
 
 class Clock:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import NoBlocksError, TransferError
+from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.pull_metrics import PullMetrics
@@ -42,9 +43,9 @@ class Pool:
     def unpin(self, lease_id: str) -> None:
         pass
 
-    def read(self, block_id: int) -> bytes:
+    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
         self.on_read()
-        return bytes([block_id]) * LAYOUT.block_bytes
+        return Frame(index, block_hash, bytes([block_id]) * LAYOUT.block_bytes)
 
 
 class Setup:
@@ -71,8 +72,8 @@ class Setup:
     def num_lent(self) -> tuple[float | None, float | None]:
         """Return how many blocks and bytes the metrics say were lent."""
         blocks, size = (
-            self.registry.get_sample_value(f"quire_kv_pull_{unit}_total", {"direction": "lent"})
-            for unit in ("blocks", "bytes")
+            self.registry.get_sample_value(f"quire_kv_pull_{unit}_total", {"direction": "lent"} | labels)
+            for unit, labels in (("blocks", {}), ("bytes", {"transport": "grpc"}))
         )
         return blocks, size
 

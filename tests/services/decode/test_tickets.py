@@ -112,6 +112,7 @@ async def test_a_block_that_would_end_the_engine_is_the_senders_fault() -> None:
     memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "int8"), 8, torch.device("cpu"))
     promise: Any = SimpleNamespace(sequence=Sequence("r", [2] * 3, 3, SamplingParams(), b""))
     promise.require_open = lambda: None
+    promise.writing = threading.Lock()
     promise.sequence.block_table = [1]
     blocks = PromisedBlocks(promise, cast("EngineThread", None), memory)
     with pytest.raises(BadBlockError, match="block 0: a stored scale"):

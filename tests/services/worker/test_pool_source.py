@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.kv_memory import KvMemory
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import TransferError
+from quire.kvtransfer.frame import Frame
+from quire.services.worker.block_reader import BlockReader
 from quire.services.worker.pool_source import PoolSource
 
 LAYOUT = KvLayout(1, 1, 4, 8, "float16", "digest", "float16", "cpu")
@@ -59,17 +60,17 @@ class Thread:
         return future
 
 
-class Memory:
+class Reader:
     """Blocks of their own number."""
 
-    def read(self, block_id: int) -> bytes:
-        return bytes([block_id]) * LAYOUT.block_bytes
+    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
+        return Frame(index, block_hash, bytes([block_id]) * LAYOUT.block_bytes)
 
 
 def source() -> tuple[PoolSource, Thread, Engine]:
     engine = Engine()
     thread = Thread(engine)
-    made = PoolSource(cast(EngineThread, thread), cast(KvMemory, Memory()), LAYOUT, "epoch")
+    made = PoolSource(cast(EngineThread, thread), cast(BlockReader, Reader()), LAYOUT, "epoch")
     return made, thread, engine
 
 
@@ -78,7 +79,7 @@ async def test_blocks_of_lower_tiers_are_fetched_before_the_pin() -> None:
     assert list(await pool.pin("lease", HASHES)) == [4, 5]
     pool.unpin("lease")
     assert engine.events == ["prefetch", ("pin", "lease", 3), ("unpin", "lease")]
-    assert pool.read(4) == bytes([4]) * LAYOUT.block_bytes
+    assert pool.frame(0, HASHES[0], 4) == Frame(0, HASHES[0], bytes([4]) * LAYOUT.block_bytes)
 
 
 async def test_a_worker_that_stops_refuses_a_pin_and_needs_no_unpin() -> None:

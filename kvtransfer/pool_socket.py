@@ -1,0 +1,199 @@
+"""Hands the descriptor of a worker's pool to other processes of the same user, over a Unix socket.
+
+::
+
+    holder of the pool                              other worker
+    serve_pool: <directory>/<epoch>.sock  ◄──────── fetch_pool: connects
+    checks the user id (SO_PEERCRED)
+    sends its epoch and the descriptor    ────────► checks user id, epoch, seals and size; maps it read-only
+    keeps the connection open             ◄───────► keeps the connection open
+
+The connection is the sign of life: the kernel closes it when either process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+import re
+import socket
+import stat
+import struct
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from quire.kvtransfer.errors import NotSharedError
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+FETCH_SECONDS = 2.0
+"""Time limit for the answer of a process that holds a pool."""
+_EPOCH = re.compile(r"[0-9A-Za-z-]{1,64}")
+_MAX_EPOCH_BYTES = 64
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
+
+
+def boot_id() -> str:
+    """Return what names this start of the host's kernel; empty where the system has no such name."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def default_directory() -> Path:
+    """Return the directory of the sockets of this user's workers."""
+    return Path(tempfile.gettempdir(), f"quire-{os.geteuid()}")
+
+
+def open_directory(path: Path) -> Path:
+    """Create a directory that only this user may enter, or check that it is one.
+
+    Raises:
+        OSError: it cannot be created, is another user's, or others may enter it.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise OSError(f"{path} must be a directory of this user with mode 0700")
+    return path
+
+
+class PoolSocket:
+    """A socket at which other workers get the descriptor of this worker's pool.
+
+    Args:
+        user_id: the user whose processes get it.
+    """
+
+    def __init__(self, directory: Path, epoch: str, descriptor: int, user_id: int | None = None) -> None:
+        self._epoch = epoch
+        self._descriptor = descriptor
+        self._user_id = os.geteuid() if user_id is None else user_id
+        self._connections: set[socket.socket] = set()
+        remove_dead_sockets(directory)
+        self._path = socket_path(directory, epoch)
+        self._listener = _listen(self._path)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """End all connections, so that the others unmap the pool, and remove the socket."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener)
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+        for connection in list(self._connections):
+            self._drop(connection)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the other side may have left again
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._connections.add(connection)
+            asyncio.get_running_loop().add_reader(connection, self._drop, connection)
+            if peer_user(connection) != self._user_id:
+                self._drop(connection)
+                return
+            try:
+                socket.send_fds(connection, [self._epoch.encode()], [self._descriptor])
+            except OSError:
+                self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        """End a connection. The other side sends nothing, so one that can be read has ended."""
+        asyncio.get_running_loop().remove_reader(connection)
+        self._connections.discard(connection)
+        connection.close()
+
+
+def fetch_pool(directory: Path, epoch: str) -> tuple[mmap.mmap, socket.socket]:
+    """Map the pool of the worker with this epoch, read-only; return it and the open connection.
+
+    It may wait for ``FETCH_SECONDS``.
+
+    Raises:
+        NotSharedError: the worker is not reachable, is another user's, or its memory is not as it should be.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(FETCH_SECONDS)
+        connection.connect(str(socket_path(directory, epoch)))
+        if (user := peer_user(connection)) != os.geteuid():
+            raise NotSharedError(f"its process belongs to user {user}, this one to user {os.geteuid()}")
+        mapping = _map(*_receive(connection), epoch)
+        connection.setblocking(False)
+    except OSError as error:
+        connection.close()
+        raise NotSharedError(f"its socket in {directory} cannot be used: {error}") from error
+    except BaseException:
+        connection.close()
+        raise
+    return mapping, connection
+
+
+def _receive(connection: socket.socket) -> tuple[int, str]:
+    message, descriptors, _, _ = socket.recv_fds(connection, _MAX_EPOCH_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        raise NotSharedError("its process refused to share its pool with this user")
+    return descriptors[0], message.decode("ascii", "replace")
+
+
+def _map(descriptor: int, actual_epoch: str, epoch: str) -> mmap.mmap:
+    try:
+        if actual_epoch != epoch:
+            raise NotSharedError("its socket is that of another start of the worker")
+        # Without this seal the memory could shrink, and reading it would end this process by SIGBUS.
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise NotSharedError("its pool may shrink")
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=mmap.PROT_READ)
+    except ValueError as error:
+        raise NotSharedError(f"its pool cannot be mapped: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def peer_user(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end of a Unix socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user_id: int = _CREDENTIALS.unpack(credentials)[1]
+    return user_id
+
+
+def socket_path(directory: Path, epoch: str) -> Path:
+    """Return the path of a worker's socket.
+
+    Raises:
+        NotSharedError: the epoch, which another process may have sent, is no name of a file.
+    """
+    if not _EPOCH.fullmatch(epoch):
+        raise NotSharedError("its epoch is not made of letters, digits and hyphens")
+    return directory / f"{epoch}.sock"
+
+
+def remove_dead_sockets(directory: Path) -> None:
+    """Remove the sockets of processes that were killed."""
+    for path in directory.glob("*.sock"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setblocking(False)
+            try:
+                connection.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+
+
+def _listen(path: Path) -> socket.socket:
+    """Return a socket that listens at a path. It gets this name only when it listens."""
+    unfinished = path.with_suffix(".new")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(str(unfinished))
+        listener.listen(128)
+        unfinished.rename(path)
+    except BaseException:
+        listener.close()
+        unfinished.unlink(missing_ok=True)
+        raise
+    return listener
