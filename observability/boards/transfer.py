@@ -34,9 +34,10 @@ def _push_panels() -> Sequence[Panel]:
     return [
         line(
             "Bytes",
-            "KV bytes sent and received.",
-            rate(SIZE, by="direction"),
-            "{{direction}}",
+            "KV bytes sent and received. On one host the receiver copies them out of the sender's"
+            " memory (shared), elsewhere they come in messages (grpc).",
+            rate(SIZE, by="direction, transport"),
+            "{{direction}} {{transport}}",
             "Bps",
         ),
         chart(
@@ -71,8 +72,8 @@ def _pull_panels() -> Sequence[Panel]:
         line(
             "Bytes of pulls",
             "KV bytes lent to peers and pulled from them.",
-            rate("quire_kv_pull_bytes_total", by="direction"),
-            "{{direction}}",
+            rate("quire_kv_pull_bytes_total", by="direction, transport"),
+            "{{direction}} {{transport}}",
             "Bps",
         ),
         latency("Pull", "quire_kv_pull_seconds", "From pin to release."),

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer import leases as leases_module
 from quire.kvtransfer.errors import NoBlocksError, UnknownLeaseError
+from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases, Lease
 from quire.kvtransfer.pull_metrics import PullMetrics
 
@@ -48,7 +49,7 @@ class Pool:
         self.is_unpinned.set()
 
     def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
-        return bytes(LAYOUT.block_bytes)
+        return Frame(index, block_hash, bytes(LAYOUT.block_bytes))
 
 
 class Setup:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
+from quire.kvtransfer.transports import MESSAGES_ONLY
 from quire.protos import inference_pb2 as pb
 from quire.protos import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2
 from quire.services.prefill.calls import PrefillCalls
@@ -63,6 +64,8 @@ async def pushed(make_parts: Callable[..., WorkerParts], seconds: float | None) 
             identity=Mock(vocab_size=100, layout=LAYOUT, root_hash=lambda scope: bytes(16)),
             engine=QuickEngine(),
             memory=Mock(shape=LAYOUT),
+            blocks=Mock(block_size=LAYOUT.block_size),
+            transports=MESSAGES_ONLY,
             channels=channels,
             drain=Drain(Mock()),
         )

@@ -1,0 +1,328 @@
+"""Which pools are mapped, what is said of those that are not, and when a mapping ends."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.engine.shared_memory import allocate_shared
+from quire.kvtransfer import pool_socket, transports
+from quire.kvtransfer.errors import NotSharedError, PushFailedError, SenderGoneError
+from quire.kvtransfer.pool_socket import PoolSocket, fetch_pool, open_directory, remove_dead_sockets
+from quire.kvtransfer.transports import MESSAGES, Transport, Transports
+from quire.protos import kvtransfer_pb2 as pb
+from tests.kvtransfer.transport_pair import (
+    SENDER_EPOCH,
+    WAIT_SECONDS,
+    Pair,
+    running_pair,
+)
+
+FIRST_TOKEN = 42
+NUM_BYTES = 1 << 16
+
+HOLDER = """
+import asyncio, fcntl, mmap, os, sys
+from pathlib import Path
+from quire.kvtransfer.pool_socket import PoolSocket
+
+async def main():
+    descriptor = os.memfd_create("quire-test-pool", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 1 << 16)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    PoolSocket(Path(sys.argv[1]), sys.argv[2], descriptor)
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+"""A process that shares a pool of 64 KiB until it is killed."""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="quire-") as path:
+        yield Path(path)
+
+
+def num_mappings(name: str) -> int:
+    """Return how often memory of this name is mapped in this process."""
+    return Path("/proc/self/maps").read_text().count(f"memfd:{name}")
+
+
+def names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def push_one(pair: Pair, ticket_id: str) -> Transport:
+    """Push a block and return how it came."""
+    pair.sink.tickets[ticket_id] = 3
+    async with pair.push(1, ticket_id=ticket_id) as push:
+        await push.send(pair.pool.prompt(0, 1))
+        summary = await push.commit(FIRST_TOKEN)
+    assert pair.sink.targets[ticket_id].held == pair.expected(0, 1)
+    return summary.transport
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------
+
+
+async def test_workers_of_one_host_share_and_say_so_once(directory: Path) -> None:
+    async with running_pair(directory) as pair:
+        assert [await push_one(pair, f"t{number}") for number in range(3)] == ["shared"] * 3
+        assert pair.told == [(SENDER_EPOCH, "shared", "")]
+        assert pair.receiver.mapped_epochs == {SENDER_EPOCH}
+
+
+def another_host(pair: Pair) -> None:
+    pair.sender.offer.boot_id = "another"
+
+
+def no_socket(pair: Pair) -> None:
+    next(pair.sender._directory.glob("*.sock")).unlink()
+
+
+def another_user(pair: Pair) -> None:
+    assert pair.sender._socket is not None
+    pair.sender._socket._user_id += 1
+
+
+def a_name_that_leads_elsewhere(pair: Pair) -> None:
+    pair.sender.offer.epoch = "../elsewhere"
+
+
+def another_epoch(pair: Pair) -> None:
+    path = next(pair.sender._directory.glob("*.sock"))
+    path.rename(path.with_name("sender-2.sock"))
+    pair.sender.offer.epoch = "sender-2"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (another_host, "it runs on another host"),
+        (no_socket, "No such file"),
+        (another_user, "refused to share its pool with this user"),
+        (a_name_that_leads_elsewhere, "letters, digits and hyphens"),
+        (another_epoch, "another start of the worker"),
+    ],
+)
+async def test_what_cannot_be_shared_comes_in_messages_and_one_line_says_why(
+    directory: Path, change: Callable[[Pair], None], reason: str
+) -> None:
+    async with running_pair(directory) as pair:
+        change(pair)
+        assert [await push_one(pair, f"t{number}") for number in range(3)] == ["grpc"] * 3
+        [(_, transport, told)] = pair.told
+        assert transport == "grpc"
+        assert reason in told
+        assert pair.receiver.mapped_epochs == set()
+
+
+async def test_another_user_at_the_socket_is_not_trusted(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pair(directory) as pair:
+        monkeypatch.setattr(pool_socket, "peer_user", lambda connection: os.geteuid() + 1)
+        with pytest.raises(NotSharedError, match="belongs to user"):
+            await asyncio.to_thread(fetch_pool, pair.sender._directory, SENDER_EPOCH)
+
+
+async def test_a_worker_that_shares_nothing_sends_messages(directory: Path) -> None:
+    async with running_pair(directory, sender="grpc") as pair:
+        assert await push_one(pair, "t") == "grpc"
+        assert pair.told == [("", "grpc", "it shares no pool")]
+
+
+async def test_where_messages_are_chosen_nothing_is_said(directory: Path) -> None:
+    async with running_pair(directory, receiver="grpc") as pair:
+        assert await push_one(pair, "t") == "grpc"
+        assert pair.told == []
+
+
+async def test_a_receiver_that_must_share_refuses_messages(directory: Path) -> None:
+    async with running_pair(directory, receiver="shared") as pair:
+        another_host(pair)
+        with pytest.raises(PushFailedError, match="cannot be mapped: it runs on another host"):
+            await push_one(pair, "t")
+        with pytest.raises(NotSharedError, match="another host"):
+            async with pair.pull(1):
+                pass
+        assert pair.pool.pins == {}, "the lease is released"
+
+
+async def test_a_sender_that_must_share_sends_no_message(directory: Path) -> None:
+    async with running_pair(directory, sender="shared", receiver="grpc") as pair:
+        with pytest.raises(NotSharedError, match="did not map"):
+            await push_one(pair, "t")
+
+
+async def test_a_pool_that_may_shrink_is_not_mapped(directory: Path) -> None:
+    descriptor = os.memfd_create("quire-unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, NUM_BYTES)
+    held = PoolSocket(directory, "unsealed", descriptor)
+    with pytest.raises(NotSharedError, match="may shrink"):
+        await asyncio.to_thread(fetch_pool, directory, "unsealed")
+    held.close()
+    os.close(descriptor)
+
+
+async def test_a_process_that_does_not_answer_is_given_up(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_socket, "FETCH_SECONDS", 0.05)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(directory / "silent.sock"))
+        silent.listen()
+        with pytest.raises(NotSharedError, match="timed out"):
+            await asyncio.to_thread(fetch_pool, directory, "silent")
+
+
+# --- when a mapping ends ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def borrower(directory: Path) -> AsyncIterator[Transports]:
+    taking = Transports("auto", directory)
+    yield taking
+    taking.close()
+
+
+async def map_pool_of(borrower: Transports, epoch: str) -> transports.PeerPool:
+    offer = pb.SharedPool(boot_id=pool_socket.boot_id(), epoch=epoch)
+    pool = await borrower.choose(offer)
+    assert isinstance(pool, transports.PeerPool)
+    return pool
+
+
+async def test_the_memory_of_a_killed_worker_is_unmapped(directory: Path, borrower: Transports) -> None:
+    name = "quire-test-pool"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(directory), "killed"], stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert await asyncio.to_thread(holder.stdout.readline) == b"ready\n"
+        pool = await map_pool_of(borrower, "killed")
+        assert num_mappings(name) == 1
+        frame = pool.frame(pb.BlockFrame(block_id=1), 1 << 12)
+        holder.send_signal(signal.SIGKILL)
+        await until(lambda: not borrower.mapped_epochs)
+        assert bytes(frame.payload) == bytes(1 << 12), "a copy that is being made still ends"
+        with pytest.raises(SenderGoneError):
+            pool.frame(pb.BlockFrame(block_id=1), 1 << 12)
+        del frame
+        assert num_mappings(name) == 0
+    finally:
+        holder.kill()
+        holder.wait()
+        assert holder.stdout is not None
+        holder.stdout.close()
+    with pytest.raises(AssertionError):
+        await map_pool_of(borrower, "killed")
+    remove_dead_sockets(directory)
+    assert names(directory) == []
+
+
+async def test_a_worker_that_stops_leaves_nothing(directory: Path, borrower: Transports) -> None:
+    lender = Transports("auto", directory)
+    memory = allocate_shared(NUM_BYTES)
+    num_before = num_mappings("quire-kv")
+    lender.share("first", memory.descriptor)
+    await map_pool_of(borrower, "first")
+    assert num_mappings("quire-kv") == num_before + 1
+    lender.close()
+    await until(lambda: not borrower.mapped_epochs)
+    assert num_mappings("quire-kv") == num_before
+    assert names(directory) == []
+    lender.share("second", memory.descriptor)
+    await map_pool_of(borrower, "second")
+    assert borrower.mapped_epochs == {"second"}
+    lender.close()
+
+
+async def test_a_borrower_that_leaves_is_forgotten(directory: Path) -> None:
+    lender, borrower = Transports("auto", directory), Transports("auto", directory)
+    lender.share("epoch", allocate_shared(NUM_BYTES).descriptor)
+    await map_pool_of(borrower, "epoch")
+    assert lender._socket is not None
+    assert len(lender._socket._connections) == 1
+    borrower.close()
+    await until(lambda: lender._socket is not None and not lender._socket._connections)
+    lender.close()
+
+
+async def test_pushes_that_come_at_once_map_a_pool_once(directory: Path, borrower: Transports) -> None:
+    lender = Transports("auto", directory)
+    lender.share("epoch", allocate_shared(NUM_BYTES).descriptor)
+    pools = await asyncio.gather(*(map_pool_of(borrower, "epoch") for _ in range(8)))
+    assert len(set(map(id, pools))) == 1
+    assert lender._socket is not None
+    assert len(lender._socket._connections) == 1
+    lender.close()
+
+
+# --- what others can do -----------------------------------------------------------------------------------
+
+
+async def test_others_can_read_the_pool_but_neither_write_nor_resize_it(directory: Path) -> None:
+    memory = allocate_shared(NUM_BYTES)
+    held = PoolSocket(directory, "epoch", memory.descriptor)
+    mapping, connection = await asyncio.to_thread(fetch_pool, directory, "epoch")
+    memory.bytes[7] = 9
+    assert mapping[7] == 9
+    with pytest.raises(TypeError):
+        mapping[7] = 1
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.descriptor, NUM_BYTES)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, NUM_BYTES // 2)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.descriptor, b"x", 0)
+    connection.close()
+    held.close()
+
+
+def test_the_directory_must_be_the_users_own(directory: Path) -> None:
+    assert open_directory(directory / "made").stat().st_mode & 0o777 == 0o700
+    (directory / "open").mkdir(mode=0o755)
+    with pytest.raises(OSError, match="mode 0700"):
+        open_directory(directory / "open")
+    (directory / "link").symlink_to(directory / "made")
+    with pytest.raises(OSError, match="mode 0700"):
+        open_directory(directory / "link")
+
+
+async def test_only_the_sockets_of_dead_workers_are_removed(directory: Path) -> None:
+    alive = PoolSocket(directory, "alive", allocate_shared(NUM_BYTES).descriptor)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(directory / "dead.sock"))
+    remove_dead_sockets(directory)
+    assert names(directory) == ["alive.sock"]
+    alive.close()
+
+
+async def test_a_path_that_is_too_long_shares_nothing(directory: Path) -> None:
+    long = directory / ("long" * 30)
+    with pytest.raises(OSError, match="too long"):
+        Transports("auto", long).share("epoch", allocate_shared(NUM_BYTES).descriptor)
+
+
+async def test_without_an_offer_blocks_come_in_messages(borrower: Transports) -> None:
+    assert await borrower.choose(pb.SharedPool()) is MESSAGES
