@@ -1,11 +1,17 @@
-"""Push throughput between two processes, in clear and encrypted, beside plain TCP with the same bytes.
+"""Push throughput between two processes, in messages and out of a shared pool, beside their ceilings.
 
     python -m quire.benchmarks.transfer [--mebibytes 256] [--repeats 5] [--json PATH]
 
-Sender and receiver are processes of their own on the loopback. A push digests every block, copies it into
-protobuf messages, checks it at the receiver and copies it into the receiver's memory; the ceiling is
-``sendall`` and ``recv_into`` of 2 MiB buffers, which do none of that. With TLS the receiver shows a
-certificate, with mutual TLS, as between workers, both do. All ways take turns; medians count.
+Sender and receiver are processes of their own on one host. The sender's blocks are in a pool; every way
+brings them into the receiver's memory and checks the digest of each. In messages ("clear", or encrypted), a
+block is digested, copied into protobuf messages, checked at the receiver and copied into its memory. With TLS
+the receiver shows a certificate, with mutual TLS, as between workers, both do. Out of the shared pool, the
+receiver copies a block once and checks the copy; the sender digests it for each push ("shared") or has kept
+its digest since it was first sent ("shared, digests kept").
+
+The ceilings check nothing: ``sendall`` and ``recv_into`` of 2 MiB buffers over TCP and over a Unix socket,
+and a copy of the pool in one thread. All ways take turns; medians count. CPU seconds are those of both
+processes.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +35,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import grpc
 import grpc.aio
+import numpy as np
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -37,11 +45,12 @@ from prometheus_client import CollectorRegistry
 
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
-from quire.kvtransfer.frame import MESSAGE_BYTES, Frame
+from quire.kvtransfer.frame import MESSAGE_BYTES, Frame, digest
 from quire.kvtransfer.freed_buffers import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push_receiver import KvTransferServicer
-from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
+from quire.kvtransfer.push_sender import BlockPush, PromptBlocks, PushSummary
+from quire.kvtransfer.transports import MESSAGES_ONLY, Transports
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.services.server.tls import CLUSTER_NAME, ClusterTls, Connect, TlsFiles, server_credentials
@@ -52,10 +61,12 @@ HOST = "127.0.0.1"
 EPOCH = "benchmark"
 NUM_LAYERS = (1, 8, 32, 80)
 """Layers of 64 KiB (8 KV heads, float16); the last two make the blocks of an 8B and of a 70B model."""
-START_SECONDS = 30.0
+START_SECONDS = 120.0
 
-Way = Literal["clear", "TLS", "mutual TLS"]
+Way = Literal["clear", "TLS", "mutual TLS", "shared", "shared, digests kept"]
 WAYS: tuple[Way, ...] = get_args(Way)
+SHARED: tuple[Way, ...] = ("shared", "shared, digests kept")
+CEILINGS = ("TCP", "Unix socket", "memcpy")
 
 
 def layout(num_layers: int) -> KvLayout:
@@ -69,15 +80,16 @@ class MemorySink:
 
     def __init__(self, kv_layout: KvLayout) -> None:
         self.layout = kv_layout
-        self._memory = memoryview(bytearray(max(64 * MIB, kv_layout.block_bytes)))
-        self._num_slots = len(self._memory) // kv_layout.block_bytes
+        num_slots = max(64 * MIB // kv_layout.block_bytes, 1)
+        self._slots = np.ones((num_slots, kv_layout.block_bytes), np.uint8)
 
     async def open(self, request: pb.PushOpen) -> MemorySink:
         return self
 
     def write(self, frame: Frame) -> None:
-        start = frame.index % self._num_slots * self.layout.block_bytes
-        self._memory[start : start + self.layout.block_bytes] = frame.payload
+        slot = self._slots[frame.index % len(self._slots)]
+        slot[:] = np.frombuffer(frame.payload, np.uint8)
+        frame.check_copy(slot.data)
 
     async def commit(self, first_token_id: int | None) -> None:
         pass
@@ -107,14 +119,14 @@ def write_certificate(folder: Path) -> TlsFiles:
 
 def credentials(way: Way, files: TlsFiles) -> grpc.ServerCredentials | None:
     """Return the credentials of the receiving end of a connection."""
-    if way == "clear":
+    if way == "clear" or way in SHARED:
         return None
     return server_credentials(files if way == "mutual TLS" else replace(files, authority=None))
 
 
 def connect(way: Way, files: TlsFiles) -> Connect:
     """Return the function that opens the sending end of a connection."""
-    if way == "clear":
+    if way == "clear" or way in SHARED:
         return grpc.aio.insecure_channel
     if way == "mutual TLS":
         return ClusterTls(files).connect
@@ -128,26 +140,30 @@ def connect(way: Way, files: TlsFiles) -> Connect:
 
 
 class Receiver(NamedTuple):
-    """Where the receiving process listens: a gRPC port for each layout and way, and one for plain TCP."""
+    """The receiving process, and where it listens: a gRPC port for each layout and way, and two sockets."""
 
+    process_id: int
     grpc_ports: dict[tuple[int, Way], int]
     tcp_port: int
+    unix_path: str
 
 
-def receive(ready: Connection, files: TlsFiles) -> None:
+def receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
     """Run the receiving process until the other end of ``ready`` is closed."""
     keep_freed_buffers()
-    asyncio.run(_receive(ready, files))
+    asyncio.run(_receive(ready, files, folder))
 
 
-async def _receive(ready: Connection, files: TlsFiles) -> None:
+async def _receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
     servers = []
     ports: dict[tuple[int, Way], int] = {}
+    transports = Transports("auto", folder)
     for num_layers in NUM_LAYERS:
         for way in WAYS:
             server = grpc.aio.server(options=[("grpc.max_receive_message_length", 256 * MIB)])
             sink = MemorySink(layout(num_layers))
-            servicer = KvTransferServicer(sink, TransferMetrics(CollectorRegistry()))
+            metrics = TransferMetrics(CollectorRegistry())
+            servicer = KvTransferServicer(sink, metrics, transports if way in SHARED else MESSAGES_ONLY)
             kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
             shown = credentials(way, files)
             ports[num_layers, way] = (
@@ -157,13 +173,17 @@ async def _receive(ready: Connection, files: TlsFiles) -> None:
             )
             await server.start()
             servers.append(server)
-    with socket.create_server((HOST, 0)) as listener:
-        drain = asyncio.create_task(asyncio.to_thread(_drain, listener))
-        ready.send(Receiver(ports, listener.getsockname()[1]))
+    path = str(folder / "unix")
+    with socket.create_server((HOST, 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(path)
+        unix.listen()
+        drains = [asyncio.create_task(asyncio.to_thread(_drain, each)) for each in (tcp, unix)]
+        ready.send(Receiver(os.getpid(), ports, tcp.getsockname()[1], path))
         await asyncio.to_thread(ready.poll, None)
-        await drain
+        await asyncio.gather(*drains)
     for server in servers:
         await server.stop(None)
+    transports.close()
 
 
 def _drain(listener: socket.socket) -> None:
@@ -179,11 +199,11 @@ def _drain(listener: socket.socket) -> None:
 
 
 @contextmanager
-def receiver_process(files: TlsFiles) -> Iterator[Receiver]:
+def receiver_process(files: TlsFiles, folder: Path) -> Iterator[Receiver]:
     """Start the receiving process and end it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, files), daemon=True)
+    process = context.Process(target=receive, args=(theirs, files, folder), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -196,98 +216,167 @@ def receiver_process(files: TlsFiles) -> Iterator[Receiver]:
         process.kill()
 
 
-def send_over_tcp(connection: socket.socket, num_bytes: int) -> float:
-    """Return the GiB/s of plain TCP."""
-    payload = bytes(MESSAGE_BYTES)
-    num_messages = num_bytes // MESSAGE_BYTES
+class SenderPool:
+    """The sender's blocks: memory that the receiver may map, and the digests of its blocks by their size."""
+
+    def __init__(self, num_bytes: int) -> None:
+        # It loads torch, which the receiving process does without.
+        from quire.engine.shared_memory import allocate_shared
+
+        memory = allocate_shared(num_bytes)
+        self.descriptor = memory.descriptor
+        self.bytes = memory.bytes.numpy()
+        self.bytes[:] = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+        self._digests: dict[int, list[int]] = {}
+
+    def frames(self, block_bytes: int, *, keeps_digests: bool) -> Iterator[Frame]:
+        """Yield the frames of all blocks, with their digests if these are kept."""
+        rows = self.bytes[: len(self.bytes) // block_bytes * block_bytes].reshape(-1, block_bytes)
+        kept: list[int] = self._digests.setdefault(block_bytes, [])
+        for index, row in enumerate(rows):
+            block_hash = index.to_bytes(16, "little")
+            if len(kept) == index:
+                kept.append(digest(block_hash, row.data))
+            yield Frame(index, block_hash, row.data, kept[index] if keeps_digests else None, index)
+
+
+def send_plainly(connection: socket.socket, pool: SenderPool) -> float:
+    """Return the GiB/s of a plain stream of the pool's bytes."""
+    num_bytes = len(pool.bytes) // MESSAGE_BYTES * MESSAGE_BYTES
     start = time.perf_counter()
-    connection.sendall((num_messages * MESSAGE_BYTES).to_bytes(8, "little"))
-    for _ in range(num_messages):
-        connection.sendall(payload)
+    connection.sendall(num_bytes.to_bytes(8, "little"))
+    for offset in range(0, num_bytes, MESSAGE_BYTES):
+        connection.sendall(pool.bytes[offset : offset + MESSAGE_BYTES].data)
     connection.recv(1)
-    return num_messages * MESSAGE_BYTES / GIB / (time.perf_counter() - start)
+    return num_bytes / GIB / (time.perf_counter() - start)
+
+
+def copy_in_memory(pool: SenderPool, target: np.ndarray[Any, Any]) -> float:
+    """Return the GiB/s of a copy in one thread."""
+    start = time.perf_counter()
+    np.copyto(target, pool.bytes)
+    return len(pool.bytes) / GIB / (time.perf_counter() - start)
+
+
+def cpu_seconds(process_id: int) -> float:
+    """Return the CPU seconds of this process and another."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    theirs = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return time.process_time() + theirs
 
 
 async def push(
-    channels: ChannelPool, address: str, kv_layout: KvLayout, num_bytes: int, attempt: int
-) -> float:
-    """Return the GiB/s of one push."""
-    payload = bytes(kv_layout.block_bytes)
-    num_blocks = num_bytes // kv_layout.block_bytes
+    channels: ChannelPool,
+    address: str,
+    kv_layout: KvLayout,
+    pool: SenderPool,
+    way: Way,
+    transports: Transports,
+) -> PushSummary:
+    """Push the whole pool."""
+    num_blocks = len(pool.bytes) // kv_layout.block_bytes
     ticket = pb.Ticket(ticket_id="benchmark", address=address, receiver_epoch=EPOCH)
     async with BlockPush(
         channels,
         ticket,
         sequence_id="benchmark",
-        attempt=attempt,
+        attempt=0,
         blocks=PromptBlocks(kv_layout, num_blocks),
         timeout=60.0,
+        transports=transports if way in SHARED else MESSAGES_ONLY,
     ) as opened:
-        await opened.send(Frame(i, i.to_bytes(16, "little"), payload) for i in range(num_blocks))
+        await opened.send(pool.frames(kv_layout.block_bytes, keeps_digests=way == SHARED[1]))
         summary = await opened.commit(0)
-    return summary.num_bytes / GIB / summary.seconds
-
-
-async def measure(receiver: Receiver, files: TlsFiles, num_bytes: int, repeats: int) -> Rates:
-    """Return the rates of all ways, in turns; the first round opens connections and does not count."""
-    rates = Rates([], {key: [] for key in receiver.grpc_ports})
-    pools = {way: ChannelPool(connect(way, files)) for way in WAYS}
-    with socket.create_connection((HOST, receiver.tcp_port)) as connection:
-        for attempt in range(repeats + 1):
-            tcp = await asyncio.to_thread(send_over_tcp, connection, num_bytes)
-            pushed = {
-                (num_layers, way): await push(
-                    pools[way], f"{HOST}:{port}", layout(num_layers), num_bytes, attempt
-                )
-                for (num_layers, way), port in receiver.grpc_ports.items()
-            }
-            if attempt:
-                rates.tcp.append(tcp)
-                for key, rate in pushed.items():
-                    rates.push[key].append(rate)
-    for pool in pools.values():
-        await pool.close()
-    return rates
+    if (summary.transport == "shared") != (way in SHARED):
+        raise RuntimeError(f"the blocks of {way} came as {summary.transport}")
+    return summary
 
 
 class Rates(NamedTuple):
-    """GiB/s of each round."""
+    """GiB/s of each round, and the CPU seconds and GiB of all rounds."""
 
-    tcp: list[float]
+    ceilings: dict[str, list[float]]
     push: dict[tuple[int, Way], list[float]]
+    cpu_seconds: dict[tuple[int, Way], float]
+    gib: dict[tuple[int, Way], float]
+
+
+async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: int, repeats: int) -> Rates:
+    """Return the rates of all ways, in turns; the first round opens connections and does not count."""
+    pool = SenderPool(num_bytes)
+    target = np.ones_like(pool.bytes)
+    keys = list(receiver.grpc_ports)
+    rates = Rates({name: [] for name in CEILINGS}, {key: [] for key in keys}, dict.fromkeys(keys, 0.0), {})
+    channels = {way: ChannelPool(connect(way, files)) for way in WAYS}
+    transports = Transports("auto", folder)
+    transports.share("sender", pool.descriptor)
+    with socket.create_connection((HOST, receiver.tcp_port)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.connect(receiver.unix_path)
+        for number in range(repeats + 1):
+            rates.ceilings["TCP"].append(await asyncio.to_thread(send_plainly, tcp, pool))
+            rates.ceilings["Unix socket"].append(await asyncio.to_thread(send_plainly, unix, pool))
+            rates.ceilings["memcpy"].append(await asyncio.to_thread(copy_in_memory, pool, target))
+            for key, port in receiver.grpc_ports.items():
+                num_layers, way = key
+                address = f"{HOST}:{port}"
+                before = cpu_seconds(receiver.process_id)
+                summary = await push(channels[way], address, layout(num_layers), pool, way, transports)
+                rates.push[key].append(summary.num_bytes / GIB / summary.seconds)
+                if number:
+                    rates.cpu_seconds[key] += cpu_seconds(receiver.process_id) - before
+                    rates.gib[key] = rates.gib.get(key, 0.0) + summary.num_bytes / GIB
+    for each in channels.values():
+        await each.close()
+    transports.close()
+    return rates
+
+
+def report(rates: Rates, mebibytes: int, repeats: int) -> dict[str, Any]:
+    """Print the table and return the same as one object."""
+    ceilings = {name: median(values[1:]) for name, values in rates.ceilings.items()}
+    print("GiB/s, and CPU seconds per GiB")
+    print("block".rjust(10) + "".join(way.rjust(22) for way in WAYS))
+    rows = []
+    for num_layers in NUM_LAYERS:
+        speeds = {way: median(rates.push[num_layers, way][1:]) for way in WAYS}
+        costs = {way: rates.cpu_seconds[num_layers, way] / rates.gib[num_layers, way] for way in WAYS}
+        block_bytes = layout(num_layers).block_bytes
+        cells = [f"{speeds[way]:.2f} ({costs[way]:.2f} s)".rjust(22) for way in WAYS]
+        print(f"{block_bytes // 1024} KiB".rjust(10) + "".join(cells))
+        rows.append(
+            {
+                "block_bytes": block_bytes,
+                "push_gib_per_second": {way: round(speed, 3) for way, speed in speeds.items()},
+                "cpu_seconds_per_gib": {way: round(cost, 3) for way, cost in costs.items()},
+                "shared_over_clear": round(speeds["shared"] / speeds["clear"], 2),
+            }
+        )
+    print("ceilings: " + ", ".join(f"{name} {rate:.2f}" for name, rate in ceilings.items()))
+    return {
+        "benchmark": "transfer",
+        "mebibytes": mebibytes,
+        "repeats": repeats,
+        "ceilings_gib_per_second": {name: round(rate, 3) for name, rate in ceilings.items()},
+        "pushes": rows,
+    }
 
 
 def main() -> None:
     """Print a table and, last, one line of JSON."""
-    parser = argparse.ArgumentParser(description="Push throughput on the loopback, beside plain TCP.")
+    parser = argparse.ArgumentParser(description="Push throughput on one host, beside its ceilings.")
     parser.add_argument("--mebibytes", type=int, default=256, help="size of one push")
     parser.add_argument("--repeats", type=int, default=5, help="rounds; medians count")
     parser.add_argument("--json", type=Path, help="write the line of JSON to this file too")
     arguments = parser.parse_args()
     keep_freed_buffers()
-    with TemporaryDirectory() as folder:
-        files = write_certificate(Path(folder))
-        with receiver_process(files) as receiver:
-            rates = asyncio.run(measure(receiver, files, arguments.mebibytes * MIB, arguments.repeats))
-    tcp = median(rates.tcp)
-    print("GiB/s".rjust(10) + "".join(way.rjust(20) for way in WAYS))
-    rows = []
-    for num_layers in NUM_LAYERS:
-        medians = {way: median(rates.push[num_layers, way]) for way in WAYS}
-        cells = [f"{rate:.2f} ({rate / tcp:.0%} of TCP)".rjust(20) for rate in medians.values()]
-        block_bytes = layout(num_layers).block_bytes
-        print(f"{block_bytes // 1024} KiB".rjust(10) + "".join(cells))
-        rounded = {way: round(rate, 3) for way, rate in medians.items()}
-        rows.append({"block_bytes": block_bytes, "push_gib_per_second": rounded})
-    print("TCP".rjust(10) + f"{tcp:.2f}".rjust(20))
-    result = {
-        "benchmark": "transfer",
-        "mebibytes": arguments.mebibytes,
-        "repeats": arguments.repeats,
-        "tcp_gib_per_second": round(tcp, 3),
-        "pushes": rows,
-    }
-    line = json.dumps(result)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        files = write_certificate(folder)
+        with receiver_process(files, folder) as receiver:
+            rates = asyncio.run(
+                measure(receiver, files, folder, arguments.mebibytes * MIB, arguments.repeats)
+            )
+    line = json.dumps(report(rates, arguments.mebibytes, arguments.repeats))
     print(line)
     if arguments.json is not None:
         arguments.json.write_text(line + "\n", encoding="utf-8")

@@ -196,6 +196,14 @@ class BlockPool:
                 self._listener.stored([block_hash], parent_hash)
         return block_id
 
+    def forget(self, block_hashes: Sequence[bytes]) -> None:
+        """Forget the hashes of some blocks and of their descendants, so that no prompt finds them any more."""
+        removed: list[bytes] = []
+        for block_hash in block_hashes:
+            if block_hash in self._block_of:
+                removed += [forgotten for _, forgotten in self._forget(block_hash)]
+        self._tell_removed(removed)
+
     def hash_of(self, block_id: int) -> bytes | None:
         """Return the hash of a block; None if it is not full, or if its parent has left the pool."""
         return self._hash_of[block_id]
@@ -223,10 +231,13 @@ class BlockPool:
         for block_id in list(self._unused):
             if (block_hash := self._hash_of[block_id]) is not None:
                 removed += [forgotten for _, forgotten in self._forget(block_hash)]
-        if removed and self._lower:
-            self._lower.on_blocks_forgotten(removed)
-        elif removed and self._listener:
-            self._listener.removed(removed)
+        self._tell_removed(removed)
+
+    def _tell_removed(self, block_hashes: list[bytes]) -> None:
+        if block_hashes and self._lower:
+            self._lower.on_blocks_forgotten(block_hashes)
+        elif block_hashes and self._listener:
+            self._listener.removed(block_hashes)
 
     def check_conservation(self) -> None:
         """Raise AssertionError unless the ledger is consistent."""

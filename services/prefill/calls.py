@@ -6,17 +6,22 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from quire.engine.sequence import Sequence, SequenceUpdate
+import grpc
+
+from quire.engine.sequence import NO_BLOCK, Sequence, SequenceUpdate
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import worker_pb2
 from quire.services.prefill.push import PrefillPush, PushedPrompt
 from quire.services.server.errors import Aborted, ServiceError
+from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
 from quire.services.worker.convert import converting, finish_reason, token_to_proto, without_last_token
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.prompt_steps import account_prompt, add_sequence, prompt_logprobs, pull_prefix
 from quire.services.worker.updates import Updates
+
+_log = get_logger("worker")
 
 
 class PrefillCalls:
@@ -45,7 +50,7 @@ class PrefillCalls:
                 yield computed
                 return
             push = PrefillPush(sequence, parts.blocks, self._open_push(request, num_blocks, context))
-            pushing = asyncio.create_task(push.run(request.ticket.first_block))
+            pushing = asyncio.create_task(self._pushed(push, sequence, request.ticket.first_block))
             pushing.add_done_callback(lambda task: _report_failure(task, updates))
             try:
                 first = await _computed(sequence, updates, push.record_progress)
@@ -62,6 +67,26 @@ class PrefillCalls:
                 )
             finally:
                 pushing.cancel()
+
+    async def _pushed(self, push: PrefillPush, sequence: Sequence, first_block: int) -> PushedPrompt:
+        """Push the prompt. If a block arrives damaged, forget those that are damaged in this worker's memory.
+
+        The next attempt then computes them again.
+        """
+        try:
+            return await push.run(first_block)
+        except PushFailedError as error:
+            if error.status is grpc.StatusCode.DATA_LOSS:
+                await self._forget_damaged(sequence)
+            raise
+
+    async def _forget_damaged(self, sequence: Sequence) -> None:
+        full = zip(sequence.block_table, sequence.block_hashes, strict=False)
+        blocks = [(block_id, block_hash) for block_id, block_hash in full if block_id != NO_BLOCK]
+        damaged = await asyncio.to_thread(self._parts.blocks.damaged, blocks)
+        if damaged:
+            _log.error("blocks_damaged_in_memory", sequence_id=sequence.attempt_id, blocks=len(damaged))
+            await self._parts.engine.call(lambda e: e.pool.forget(damaged))
 
     def _open_push(self, request: worker_pb2.PrefillRequest, num_blocks: int, context: Any) -> BlockPush:
         identity = self._parts.identity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from quire.engine.block_pool import BlockPool
@@ -46,3 +47,14 @@ class BlockReader:
         if is_sealed:
             self._kept[block_id] = _Kept(generation, block_hash, value)
         return Frame(index, block_hash, payload, value, block_id)
+
+    def damaged(self, blocks: Iterable[tuple[int, bytes]]) -> list[bytes]:
+        """Return the hashes of the blocks (id, hash) whose bytes no longer have the digest that was kept."""
+        found = []
+        for block_id, block_hash in blocks:
+            kept = self._kept.get(block_id)
+            if kept is None or kept[:2] != (self._pool.generation(block_id), block_hash):
+                continue
+            if digest(block_hash, self._memory.payload_or_copy(block_id)) != kept.digest:
+                found.append(block_hash)
+        return found

@@ -161,3 +161,26 @@ def test_a_cleared_cache_holds_nothing_and_says_so() -> None:
     assert pool.counts == (4, 0, 0)
     assert not published.hashes
     assert pool.look_up([b"a"]) == []
+
+
+def test_a_forgotten_block_is_found_no_more_and_neither_are_its_children() -> None:
+    pool = BlockPool(4)
+    first, second = pool.allocate(2)
+    pool.seal(first, b"first")
+    pool.seal(second, b"second", b"first")
+    pool.forget([b"first", b"second", b"never here"])
+    assert pool.look_up([b"first", b"second"]) == []
+    pool.check_conservation()
+    pool.free([first, second])
+    assert pool.counts.free == 4
+
+
+def test_a_block_gets_a_new_generation_when_it_is_allocated() -> None:
+    pool = BlockPool(1)
+    [block_id] = pool.allocate(1)
+    before = pool.generation(block_id)
+    pool.share([block_id])
+    pool.free([block_id, block_id])
+    assert pool.generation(block_id) == before
+    assert pool.allocate(1) == [block_id]
+    assert pool.generation(block_id) == before + 1

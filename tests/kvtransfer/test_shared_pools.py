@@ -64,6 +64,11 @@ def names(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir()]
 
 
+def start_holder(directory: Path, epoch: str) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, "-c", HOLDER, str(directory), epoch]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_SECONDS):
         while not condition():
@@ -213,9 +218,7 @@ async def map_pool_of(borrower: Transports, epoch: str) -> transports.PeerPool:
 
 async def test_the_memory_of_a_killed_worker_is_unmapped(directory: Path, borrower: Transports) -> None:
     name = "quire-test-pool"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(directory), "killed"], stdout=subprocess.PIPE
-    )
+    holder = start_holder(directory, "killed")
     try:
         assert holder.stdout is not None
         assert await asyncio.to_thread(holder.stdout.readline) == b"ready\n"

@@ -17,11 +17,11 @@ from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceUpdate
 from quire.engine.transfers import Transfers
 from quire.kvindex.kv_layout import KvLayout, KvShape
-from quire.kvtransfer.errors import BadBlockError
-from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.errors import BadBlockError, DigestMismatchError, UnknownTicketError
+from quire.kvtransfer.frame import Frame, digest
 from quire.protos import kvtransfer_pb2 as pb
 from quire.sampling.params import SamplingParams
-from quire.services.decode.tickets import PromisedBlocks, Tickets
+from quire.services.decode.tickets import Promise, PromisedBlocks, Tickets
 from quire.services.server.errors import Aborted
 from quire.services.worker.updates import Updates
 
@@ -117,3 +117,52 @@ async def test_a_block_that_would_end_the_engine_is_the_senders_fault() -> None:
     blocks = PromisedBlocks(promise, cast("EngineThread", None), memory)
     with pytest.raises(BadBlockError, match="block 0: a stored scale"):
         blocks.write(Frame(0, b"", bytes(memory.shape.block_bytes)))
+
+
+class SlowMemory:
+    """Memory in which a write takes until it may end."""
+
+    shape = KvShape(1, 1, BLOCK_SIZE, 1, "float32")
+
+    def __init__(self) -> None:
+        self.is_writing, self.may_end = threading.Event(), threading.Event()
+        self.num_written = 0
+
+    def write(self, block_id: int, payload: bytes) -> bytes:
+        self.is_writing.set()
+        assert self.may_end.wait(SECONDS)
+        self.num_written += 1
+        return payload
+
+
+async def test_a_promise_closes_after_the_block_that_is_being_written_and_before_the_next() -> None:
+    """The engine may give the blocks to others once the promise is closed."""
+    memory, sequence = SlowMemory(), Sequence("r", [2] * 3, 3, SamplingParams(), b"")
+    sequence.block_table = [1]
+    promise = Promise("ticket", sequence, 0, 0, 1, Updates())
+    tickets = Tickets(cast("EngineThread", None), cast("KvMemory", memory), cast("KvLayout", None), "epoch")
+    blocks = PromisedBlocks(promise, cast("EngineThread", None), cast("KvMemory", memory))
+    frame = Frame(0, b"", bytes(memory.shape.block_bytes))
+    writing = asyncio.create_task(asyncio.to_thread(blocks.write, frame))
+    await asyncio.to_thread(memory.is_writing.wait, SECONDS)
+    closing = asyncio.create_task(asyncio.to_thread(tickets.close, promise))
+    await asyncio.sleep(0.02)
+    assert not closing.done()
+    memory.may_end.set()
+    await asyncio.gather(writing, closing)
+    with pytest.raises(UnknownTicketError):
+        blocks.write(frame)
+    assert memory.num_written == 1
+
+
+def test_a_copy_that_differs_from_its_digest_is_refused() -> None:
+    memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), 8, torch.device("cpu"))
+    sequence = Sequence("r", [2] * 3, 3, SamplingParams(), b"")
+    sequence.block_table = [1]
+    promise = Promise("ticket", sequence, 0, 0, 1, Updates())
+    blocks = PromisedBlocks(promise, cast("EngineThread", None), memory)
+    payload = bytes(range(memory.shape.block_bytes))
+    blocks.write(Frame(0, b"", payload, digest(b"", payload)))
+    assert memory.read(1) == payload
+    with pytest.raises(DigestMismatchError):
+        blocks.write(Frame(0, b"", payload, digest(b"", payload) + 1))
