@@ -197,7 +197,7 @@ class BlockPool:
         return block_id
 
     def forget(self, block_hashes: Sequence[bytes]) -> None:
-        """Forget the hashes of some blocks and of their descendants, so that no prompt finds them any more."""
+        """Forget the hashes of some blocks and their descendants, so that no prompt finds them any more."""
         removed: list[bytes] = []
         for block_hash in block_hashes:
             if block_hash in self._block_of:

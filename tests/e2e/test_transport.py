@@ -1,0 +1,121 @@
+"""How blocks move between processes of one host: out of each other's memory, or in messages if so chosen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.protos import worker_pb2
+from quire.services.local.stack import RunningStack
+
+StartStack = Callable[..., AbstractContextManager[RunningStack]]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
+WAIT_SECONDS = 20.0
+PAGE = 4096
+
+
+async def sample(stack: RunningStack, worker: str, name: str, **labels: str) -> float:
+    """Return the value of a worker's metric."""
+    url = f"http://127.0.0.1:{stack.ready[worker].metrics_port}/metrics"
+
+    def read() -> str:
+        with urlopen(url) as page:
+            text: str = page.read().decode()
+        return text
+
+    families = text_string_to_metric_families(await asyncio.to_thread(read))
+    samples = (each for family in families for each in family.samples)
+    return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
+
+
+def pool_mappings(stack: RunningStack, worker: str) -> list[tuple[int, int]]:
+    """Return the address ranges of the pools that a worker has mapped, its own first if it is the only one."""
+    maps = Path(f"/proc/{stack.workers[worker].process.pid}/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in maps if "memfd:quire-kv" in line]
+    return [(int(start, 16), int(end, 16)) for start, end in ranges]
+
+
+@pytest.mark.parametrize(("choice", "used"), [("auto", "shared"), ("grpc", "grpc")])
+async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
+    start_stack: StartStack, expected: Any, e2e: Any, choice: str, used: str
+) -> None:
+    with start_stack("llama", transport=choice) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            prompts = [e2e.make_prompt(length) for length in (40, 100, 200)]
+            answers = await asyncio.gather(*(client.generate(prompt, **GREEDY) for prompt in prompts))
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert list(answer.token_ids) == expected("llama", prompt)
+            await e2e.quiet(workers)
+        for worker, direction in (("prefill-0", "sent"), ("decode-0", "received")):
+            counted = {
+                transport: await sample(
+                    stack, worker, "quire_kv_transfer_bytes_total", direction=direction, transport=transport
+                )
+                for transport in ("grpc", "shared")
+            }
+            assert counted[used] > 0
+            assert sum(counted.values()) == counted[used]
+
+
+async def test_the_memory_of_a_killed_worker_does_not_stay(
+    start_stack: StartStack, expected: Any, e2e: Any
+) -> None:
+    with start_stack("llama") as stack:
+        async with e2e.connected(stack) as (client, _):
+            prompt = e2e.make_prompt(60)
+            assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
+            assert len(pool_mappings(stack, "decode-0")) == 2
+            stack.workers["prefill-0"].process.kill()
+            async with asyncio.timeout(WAIT_SECONDS):
+                while len(pool_mappings(stack, "decode-0")) > 1:
+                    await asyncio.sleep(0.02)
+            other = e2e.make_prompt(80)
+            assert list((await client.generate(other, **GREEDY)).token_ids) == expected("llama", other)
+
+
+def change_memory(stack: RunningStack, worker: str) -> int:
+    """Change the last bit of one value in each page of a worker's pool that is in use; return how many."""
+    [(start, end)] = pool_mappings(stack, worker)
+    num_changed = 0
+    with Path(f"/proc/{stack.workers[worker].process.pid}/mem").open("r+b", buffering=0) as memory:
+        for address in range(start, end, PAGE):
+            memory.seek(address)
+            if any(first := memory.read(4)):
+                memory.seek(address)
+                memory.write(bytes([first[0] ^ 1]) + first[1:])
+                num_changed += 1
+    return num_changed
+
+
+async def test_blocks_that_change_after_they_were_first_sent_are_computed_again(
+    start_stack: StartStack, expected: Any, e2e: Any
+) -> None:
+    """The decode worker refuses them, and the prefill worker forgets them: no third attempt meets them."""
+    labels = {"reason": "digest_mismatch"}
+    with start_stack("llama") as stack:
+        async with e2e.connected(stack) as (client, workers):
+            prompt = e2e.make_prompt(200)
+
+            async def answer() -> float:
+                """Answer the prompt on workers of which only the prefill worker has it in its cache."""
+                await e2e.quiet(workers)
+                await workers["decode-0"].ClearCache(worker_pb2.ClearCacheRequest())
+                assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
+                return await sample(stack, "decode-0", "quire_kv_transfer_failures_total", **labels)
+
+            assert await answer() == 0
+            await e2e.quiet(workers)
+            try:
+                num_changed = change_memory(stack, "prefill-0")
+            except PermissionError as error:
+                pytest.skip(f"this user may not write another process's memory: {error}")
+            assert num_changed
+            assert await answer() == 1
+            assert await answer() == 1
