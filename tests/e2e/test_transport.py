@@ -36,7 +36,7 @@ async def sample(stack: RunningStack, worker: str, name: str, **labels: str) -> 
 
 
 def pool_mappings(stack: RunningStack, worker: str) -> list[tuple[int, int]]:
-    """Return the address ranges of the pools that a worker has mapped, its own first if it is the only one."""
+    """Return the address ranges of the pools that a worker has mapped, its own among them."""
     maps = Path(f"/proc/{stack.workers[worker].process.pid}/maps").read_text().splitlines()
     ranges = [line.split()[0].split("-") for line in maps if "memfd:quire-kv" in line]
     return [(int(start, 16), int(end, 16)) for start, end in ranges]
