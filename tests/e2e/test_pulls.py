@@ -177,7 +177,11 @@ async def relayed(
 
 
 async def corrupt(frame: pb.BlockFrame, context: Any) -> None:
-    frame.payload = frame.payload[:-1] + bytes([frame.payload[-1] ^ 1])
+    if frame.HasField("block_id"):
+        # The bytes are in the owner's memory, which only the owner can change.
+        frame.digest ^= 1
+    else:
+        frame.payload = frame.payload[:-1] + bytes([frame.payload[-1] ^ 1])
 
 
 async def rename(frame: pb.BlockFrame, context: Any) -> None:

@@ -1,0 +1,103 @@
+"""What the setting of the transport asks for, and what becomes of a worker that cannot share its pool."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import LoadedModel
+from quire.kvindex.kv_layout import KvShape
+from quire.services.worker import build, start
+from quire.services.worker.config import WorkerConfig
+from quire.services.worker.start import open_transports
+from quire.settings.setting import SettingError
+
+SHAPE = KvShape(1, 1, 4, 8, "float16")
+CPU = torch.device("cpu")
+
+
+class Model:
+    """A model of which only the shape of its blocks is asked for."""
+
+    def kv_shape(self, block_size: int, dtype: str) -> KvShape:
+        return SHAPE
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="quire-") as path:
+        yield path
+
+
+def config(transport: Any, directory: str | None = None) -> WorkerConfig:
+    return WorkerConfig(role="decode", num_blocks=4, transport=transport, transport_dir=directory)
+
+
+def pool(transport: Any) -> KvMemory:
+    return build._allocate_pool(config(transport), cast("LoadedModel", Model()), None, CPU)
+
+
+def no_shared_memory(num_bytes: int) -> None:
+    raise OSError("no memfd_create")
+
+
+def test_a_pool_is_shared_unless_messages_are_chosen() -> None:
+    assert pool("auto").descriptor is not None
+    assert pool("shared").descriptor is not None
+    assert pool("grpc").descriptor is None
+
+
+def test_without_shared_memory_the_pool_is_private_and_a_line_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.engine.kv_memory.allocate_shared", no_shared_memory)
+    log = Mock()
+    monkeypatch.setattr(build, "_log", log)
+    assert pool("auto").descriptor is None
+    [line] = log.warning.call_args_list
+    assert line.args == ("pool_not_shared",)
+    with pytest.raises(SettingError, match="no memfd_create"):
+        pool("shared")
+
+
+async def test_the_pool_is_offered_in_the_directory(directory: str) -> None:
+    transports = open_transports(config("auto", directory), "epoch", pool("auto"))
+    assert transports.offer.epoch == "epoch"
+    assert names(directory) == ["epoch.sock"]
+    transports.close()
+    assert names(directory) == []
+
+
+async def test_where_messages_are_chosen_nothing_is_offered(directory: str) -> None:
+    transports = open_transports(config("grpc", directory), "epoch", pool("grpc"))
+    assert not transports.offer.boot_id
+    assert names(directory) == []
+
+
+@pytest.mark.parametrize("problem", ["private pool", "open directory"])
+async def test_a_pool_that_cannot_be_offered_is_an_error_only_where_sharing_is_a_must(
+    directory: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = pool("grpc" if problem == "private pool" else "auto")
+    if problem == "open directory":
+        directory += "/open"
+        os.mkdir(directory, 0o755)
+    log = Mock()
+    monkeypatch.setattr(start, "_log", log)
+    assert not open_transports(config("auto", directory), "epoch", memory).offer.boot_id
+    [line] = log.info.call_args_list
+    assert (line.args, line.kwargs["transport"]) == (("kv_transport",), "grpc")
+    with pytest.raises(SettingError, match="--transport shared is not possible"):
+        open_transports(config("shared", directory), "epoch", memory)
+
+
+def names(directory: str) -> list[str]:
+    return [path.name for path in Path(directory).iterdir()]
