@@ -1,4 +1,4 @@
-"""What a prefill worker offers to push."""
+"""What a prefill worker offers to push, and what it does about a push that is refused."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 from unittest.mock import Mock
 
+import grpc
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
-from quire.kvindex.kv_layout import KvLayout
+from quire.engine.block_pool import BlockPool
+from quire.engine.kv_memory import KvMemory
+from quire.engine.sequence import Sequence
+from quire.kvindex.kv_layout import KvLayout, KvShape
 from quire.kvtransfer.channels import ChannelPool
+from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.transports import MESSAGES_ONLY
 from quire.protos import inference_pb2 as pb
 from quire.protos import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2
+from quire.sampling.params import SamplingParams
 from quire.services.prefill.calls import PrefillCalls
 from quire.services.server.grpc_server import Service, grpc_server
+from quire.services.worker.block_reader import BlockReader
 from quire.services.worker.drain import Drain
 from quire.services.worker.parts import WorkerParts
 
@@ -106,3 +114,49 @@ async def test_a_push_may_take_as_long_as_the_call_that_asked_for_it(
 async def test_a_push_for_a_call_without_a_deadline_has_none(make_parts: Callable[..., WorkerParts]) -> None:
     receiver = await pushed(make_parts, None)
     assert receiver.seconds is None
+
+
+class RefusedPush:
+    """A push that the receiver refuses."""
+
+    def __init__(self, status: grpc.StatusCode) -> None:
+        self._status = status
+
+    async def run(self, first_block: int) -> None:
+        raise PushFailedError(self._status, "scripted")
+
+
+class PoolEngine:
+    """An engine of which only the pool is used."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+
+    async def call(self, command: Callable[[Any], None]) -> None:
+        command(self)
+
+
+@pytest.mark.parametrize(
+    ("status", "num_left"), [(grpc.StatusCode.DATA_LOSS, 1), (grpc.StatusCode.UNAVAILABLE, 3)]
+)
+async def test_blocks_that_are_damaged_in_memory_are_forgotten_with_those_after_them(
+    make_parts: Callable[..., WorkerParts], status: grpc.StatusCode, num_left: int
+) -> None:
+    memory, pool = KvMemory(KvShape(1, 1, 4, 8, "float16"), 4, torch.device("cpu")), BlockPool(4)
+    reader = BlockReader(memory, pool)
+    sequence = Sequence("r", [2] * 13, 13, SamplingParams(), b"")
+    sequence.block_table = pool.allocate(4)
+    sequence.block_hashes = [bytes([index]) * 16 for index in range(3)]
+    for index, block_hash in enumerate(sequence.block_hashes):
+        pool.seal(
+            sequence.block_table[index], block_hash, sequence.block_hashes[index - 1] if index else None
+        )
+        reader.frame(index, block_hash, sequence.block_table[index])
+    memory.write(sequence.block_table[1], b"x" * memory.shape.block_bytes)
+    parts = make_parts(
+        identity=Mock(vocab_size=100), engine=PoolEngine(pool), blocks=reader, drain=Drain(Mock())
+    )
+    push: Any = RefusedPush(status)
+    with pytest.raises(PushFailedError):
+        await PrefillCalls(parts)._pushed(push, sequence, 0)
+    assert len(pool.look_up(sequence.block_hashes)) == num_left
