@@ -26,7 +26,7 @@ from quire.kernels.quantization import KV_FORMATS
 from quire.kernels.triton import attention, blocks, configs
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+DEVICE = torch.device("cuda" if not IS_INTERPRETED and torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = st.sampled_from([*TOLERANCE])
 FORMATS = pytest.mark.parametrize("stored", [*KV_FORMATS], ids=str)
