@@ -1,4 +1,4 @@
-"""Executes the PTX that Triton emits for sm_80 on a CPU, so that tests run the compiled kernels without a GPU.
+"""Executes the PTX that Triton emits for sm_80 on a CPU: tests run the compiled kernels without a GPU.
 
 ::
 
@@ -10,6 +10,6 @@
     memory        global and shared memory with their checks, and the race detector
     mutations     faults for the tests of the checks
 
-What it does not show: faults of ``ptxas``, the rounding of tensor cores, speed, and memory ordering finer than
-barriers. Code for sm_90 is another program.
+What it does not show: faults of ``ptxas``, the rounding of tensor cores, speed, and memory ordering finer
+than barriers. Code for sm_90 is another program.
 """

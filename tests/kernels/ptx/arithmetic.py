@@ -1,7 +1,7 @@
 """PTX instructions that compute each thread's result from its own operands, as NumPy functions.
 
-Semantics are those of NVIDIA's PTX ISA 8.7. ``fma`` and ``ex2`` are computed in float64 and rounded to float32;
-in rare cases that differs from the hardware in the last bit.
+Semantics are those of NVIDIA's PTX ISA 8.7. ``fma`` and ``ex2`` are computed in float64 and rounded to
+float32; in rare cases that differs from the hardware in the last bit.
 """
 
 from __future__ import annotations

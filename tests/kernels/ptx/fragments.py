@@ -63,6 +63,6 @@ def distribute(matrices: Array, is_transposed: bool) -> Array:
     """
     if is_transposed:
         matrices = matrices.swapaxes(2, 3)
-    # Thread t gets the elements 2 (t % 4) and 2 (t % 4) + 1 of row t // 4, which are the pair t in order of rows.
+    # Thread t gets the elements 2 (t % 4) and 2 (t % 4) + 1 of row t // 4, the pair t in order of rows.
     pairs = np.ascontiguousarray(matrices).reshape(*matrices.shape[:2], 2 * WARP).view(np.uint32)
     return pairs.swapaxes(0, 1)

@@ -1,7 +1,7 @@
 """Executes a parsed kernel, one CTA at a time. A register is an array over the CTA's threads.
 
-Warps have a program counter each, which moves from basic block to basic block. Warps at the same block execute it
-together. Instructions that only some threads execute keep the other threads' registers.
+Warps have a program counter each, which moves from basic block to basic block. Warps at the same block
+execute it together. Instructions that only some threads execute keep the other threads' registers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Array = NDArray[Any]
 Mask = Array | None
 """Which threads execute an instruction, bool ``[threads]``; None means all."""
 Step = Callable[["Cta", Mask], None]
-MAX_BLOCKS = 100_000
+MAX_BLOCKS = 5_000
 """Basic blocks that a CTA may execute, so that a kernel with a fault ends."""
 
 
@@ -61,7 +61,7 @@ class Cta:
 
     Attributes:
         parameters: bits of each parameter.
-        order: draws the warp that runs next. Without it, all warps at the first block in the program run together.
+        order: draws the warp that runs next. Without it, all warps at the first block of any run together.
         visits: number of warps that executed each basic block.
     """
 

@@ -1,7 +1,8 @@
 """Memory that faults on what a correct kernel never does.
 
 Global memory consists of the tensors that a kernel got. Shared memory belongs to a CTA. It knows which bytes
-are written, which ones an asynchronous copy may still write, and which warps used a byte since the last barrier.
+are written, which ones an asynchronous copy may still write, and which warps used a byte since the last
+barrier.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ WORD = 16
 """Bytes of the widest access. Accesses are aligned to their own size."""
 POISON = 0xFF
 """Fills memory that has not been written: NaN in every float type."""
+_POISONED_WORDS = [
+    np.frombuffer(bytes(word), np.uint8)
+    for word in ([0, 0, 0xC0, 0x7F], [0xC0, 0x7F] * 2, [0, 0x7E] * 2, [0x7F] * 4)
+]
+"""NaN, as tests fill fresh tensors of float32, bfloat16, float16 and 8 bits; no test data has these bits."""
 
 
 class GlobalMemory:
@@ -47,6 +53,9 @@ class GlobalMemory:
         result = np.empty((len(addresses), size), np.uint8)
         for rows, region, index in self._locate(addresses, size):
             result[rows] = region[index]
+        for pattern in _POISONED_WORDS if size >= 4 else ():
+            if (result == np.tile(pattern, size // 4)).all(axis=1).any():
+                raise Fault("a read of global memory that was never written")
         return result
 
     def store(self, addresses: Array, data: Array) -> None:
