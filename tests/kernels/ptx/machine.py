@@ -174,9 +174,10 @@ class Cta:
         """Return an operand of each thread as a type; a narrower type takes the low bits."""
         match operand:
             case Register(name, bits):
-                if name not in self.registers:
-                    raise Fault(f"{name} was never written")
-                stored = self.registers[name]
+                # Lanes that a guard leaves out may shuffle registers that were never written.
+                stored = self.registers.get(name)
+                if stored is None:
+                    return _constant(-1, kind, self.num_threads)
                 wanted = 8 * np.dtype(kind).itemsize
                 return stored if bits == 1 else stored.astype(f"uint{wanted}", copy=False).view(kind)
             case Immediate(value):

@@ -113,12 +113,15 @@ class SharedMemory:
 
     def store(self, addresses: Array, data: Array, warps: Array) -> None:
         """Write bytes ``[addresses, size]``."""
-        index = self._claim(addresses, data.shape[1], warps)
+        size = data.shape[1]
+        index = self._claim(addresses, size, warps, data)
         self._write(index, data, warps)
+        if (self.data.reshape(-1, size)[index] != data).any():
+            raise Fault("a race: two threads write different data to shared memory")
 
     def begin_copy(self, addresses: Array, size: int, warps: Array) -> None:
         """Mark the target of an asynchronous copy, which may be written at any time from now on."""
-        index = self._claim(addresses, size, warps)
+        index = self._claim(addresses, size, warps, None)
         self.is_in_flight.reshape(-1, size)[index] = True
 
     def end_copy(self, addresses: Array, data: Array, warps: Array) -> None:
@@ -138,13 +141,17 @@ class SharedMemory:
             raise Fault(f"an access of {size} bytes outside shared memory, at {index.max():#x}")
         return index // size
 
-    def _claim(self, addresses: Array, size: int, warps: Array) -> Array:
-        """Check that the warps may write; return the index of the elements."""
+    def _claim(self, addresses: Array, size: int, warps: Array, data: Array | None) -> Array:
+        """Check that the warps may write; return the index of the elements.
+
+        Several warps may write the same data: Triton's layouts repeat elements.
+        """
         index = self._index(addresses, size)
         if self.is_in_flight.reshape(-1, size)[index].any():
             raise Fault("a write to shared memory that an asynchronous copy may still write")
         writer = self.writer.reshape(-1, size)[index]
-        if ((writer >= 0) & (writer != warps[:, None])).any():
+        is_changed = True if data is None else self.data.reshape(-1, size)[index] != data
+        if (is_changed & (writer >= 0) & (writer != warps[:, None])).any():
             raise Fault("a race: a write to shared memory that another warp wrote since the last barrier")
         bits = (1 << warps).astype(self.readers.dtype)
         if (self.readers.reshape(-1, size)[index] & ~bits[:, None]).any():

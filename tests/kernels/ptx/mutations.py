@@ -15,6 +15,7 @@ class Mutation(NamedTuple):
         num_sites: mutants, evenly distributed over the matches; 0 means all of them.
         needs: what a kernel must contain for the fault to matter.
         is_redundant_somewhere: kernels may have such instructions that are not needed for some tiles.
+        is_in_partial_tile: the fault matters only where a tile has unused rows.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Mutation(NamedTuple):
     num_sites: int = 3
     needs: str = ""
     is_redundant_somewhere: bool = False
+    is_in_partial_tile: bool = False
 
     def mutants(self, ptx: str) -> list[str]:
         """Return copies of a kernel with one fault each; none where the kernel has no such instruction."""
@@ -42,13 +44,13 @@ MUTATIONS = (
     Mutation("a group is not closed", r"cp\.async\.commit_group;", "", needs=r"wait_group\s+[1-9]"),
     Mutation("a copy is missing", rf"(?:@%p\d+ )?cp\.async\.c[ag]{_REST};", ""),
     Mutation("a copy ignores its source size", rf"(cp\.async\.cg{_REST}), %r\d+;", r"\1;"),
-    Mutation("a load has no guard", r"@%p\d+ (ld\.global)", r"\1"),
-    Mutation("a store has no guard", r"@%p\d+ (st\.global)", r"\1"),
-    Mutation("a guard of a store is inverted", r"@%p(\d+ st\.global)", r"@!%p\1"),
+    Mutation("a load has no guard", r"@%p\d+ (ld\.global\.v)", r"\1", is_in_partial_tile=True),
+    Mutation("a store has no guard", r"@%p\d+ (st\.global)", r"\1", is_in_partial_tile=True),
+    Mutation("a guard of a store is inverted", r"@%p(\d+ st\.global\.v)", r"@!%p\1"),
     Mutation(
         "a mask of logits is dropped", r"selp\.f32 (\t%r\d+, %r\d+), 0fFF800000, %p\d+;", r"mov.b32 \1;"
     ),
-    Mutation("a swizzle is wrong", rf"(xor\.b32 {_REST}, )\d+;", r"\g<1>128;", 0),
+    Mutation("a swizzle is wrong", rf"(xor\.b32 {_REST}, )(?:16|32|64);", r"\g<1>128;", 0),
     Mutation("ldmatrix reads other rows", r"(ldmatrix[^;\n]*\[%r\d+)(?:\+\d+)?\]", r"\1+16]"),
     Mutation("ldmatrix does not transpose", r"\.trans\.shared", ".shared"),
     Mutation("registers of A are exchanged", r"(mma[^;{]*\{[^}]*\}, \{) (%r\d+), (%r\d+)", r"\1 \3, \2"),
