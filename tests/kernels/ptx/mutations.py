@@ -8,6 +8,13 @@ from typing import NamedTuple
 _REST = r"[^;\n]*"
 
 
+class Mutant(NamedTuple):
+    """A kernel with one fault, and the instruction that it changes."""
+
+    place: str
+    ptx: str
+
+
 class Mutation(NamedTuple):
     """A kind of fault: an instruction that matches ``pattern`` is replaced.
 
@@ -26,14 +33,20 @@ class Mutation(NamedTuple):
     is_redundant_somewhere: bool = False
     is_in_partial_tile: bool = False
 
-    def mutants(self, ptx: str) -> list[str]:
-        """Return copies of a kernel with one fault each; none where the kernel has no such instruction."""
+    def mutants(self, ptx: str) -> list[Mutant]:
+        """Return mutants of a kernel; none where the kernel has no such instruction."""
         if not re.search(self.needs, ptx):
             return []
         found = list(re.finditer(self.pattern, ptx))
         step = max(1, len(found) // self.num_sites) if self.num_sites else 1
         chosen = found[::step][: self.num_sites or None]
-        return [ptx[: each.start()] + each.expand(self.replacement) + ptx[each.end() :] for each in chosen]
+        return [
+            Mutant(
+                f"line {ptx.count(chr(10), 0, each.start()) + 1}: {each[0].splitlines()[0]}",
+                ptx[: each.start()] + each.expand(self.replacement) + ptx[each.end() :],
+            )
+            for each in chosen
+        ]
 
 
 MUTATIONS = (
