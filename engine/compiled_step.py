@@ -298,20 +298,22 @@ def _fill_layer(row: Any, layer: LayerRecipe) -> None:
 def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
     row["activation"] = mlp.activation.kind
     num_units = -(-mlp.size // UNIT)
-    row["gate"] = (*_linear(mlp.gate)[:3], num_units)
+    row["gate"] = (*_linear(mlp.gate)[:4], num_units)
     if mlp.up is not None:
-        weight, bias, in_features, _ = _linear(mlp.up)
+        weight, bias, in_features, num_segments, _ = _linear(mlp.up)
         row["up"] = (
             weight + mlp.first_up_column // UNIT * mlp.up.packed.unit_bytes,
             bias + 4 * mlp.first_up_column if bias else 0,
             in_features,
+            num_segments,
             num_units,
         )
 
 
-def _linear(layer: PackedLinear) -> tuple[int, int, int, int]:
+def _linear(layer: PackedLinear) -> tuple[int, int, int, int, int]:
     bias = 0 if layer.bias is None else layer.bias.data_ptr()
-    return layer.packed.panels.data_ptr(), bias, layer.in_features, layer.packed.num_units
+    weight = layer.packed
+    return weight.panels.data_ptr(), bias, layer.in_features, layer.num_segments, weight.num_units
 
 
 def _norm(norm: RowNorm | None) -> tuple[int, int, int, float]:

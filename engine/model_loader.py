@@ -17,6 +17,7 @@ from quire.engine.kv_memory import dtype_name
 from quire.engine.model_check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model_digest import model_digest
 from quire.engine.packed_linear import pack_linear_layers
+from quire.engine.parallel.plan import read_plan
 from quire.engine.row_layers import make_batch_invariant
 from quire.engine.step_recipe import StepRecipe
 from quire.kvindex.kv_layout import KvShape
@@ -155,7 +156,7 @@ def _prepare_module(module: PreTrainedModel, device: torch.device, weight_dtype:
     """Move a model to its device and replace layers whose rows would depend on the other rows."""
     module = module.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
-        pack_linear_layers(module, weight_dtype)
+        pack_linear_layers(module, weight_dtype, read_plan(module).num_segments)
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             # Any tensor that is still in the mapped file of weights would keep all of the file in memory.
             tensor.data = tensor.data.clone()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from transformers.pytorch_utils import Conv1D
 
@@ -20,15 +22,19 @@ class PackedLinear(torch.nn.Module):
         weight: ``[out_features, in_features]``.
         bias: ``[out_features]``, or None.
         weight_dtype: "auto" (the weight's own) or a key of ``QUANTIZED``.
+        num_segments: equal segments of inputs that are summed separately.
 
     Attributes:
         packed: the weight.
         bias: float32, padded to the packed weight's columns; None if there is none.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, weight_dtype: str) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, weight_dtype: str, num_segments: int = 1
+    ) -> None:
         super().__init__()
         weight = weight.detach()
+        self.num_segments = num_segments
         self.packed = pack(weight) if weight_dtype == "auto" else quantize(weight, weight_dtype)
         self.out_features, self.in_features = weight.shape
         self.bias: torch.Tensor | None = None
@@ -43,7 +49,7 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``inputs @ weight.T + bias``."""
-        return linear(inputs, self.packed, self.bias)
+        return linear(inputs, self.packed, self.bias, self.num_segments)
 
 
 class PackedEmbedding(torch.nn.Module):
@@ -65,21 +71,27 @@ class PackedEmbedding(torch.nn.Module):
         return vectors if self.scale == 1.0 else vectors * self.scale
 
 
-def pack_linear_layers(model: torch.nn.Module, weight_dtype: str = "auto") -> None:
+def pack_linear_layers(
+    model: torch.nn.Module, weight_dtype: str = "auto", num_segments: Mapping[str, int] | None = None
+) -> None:
     """Replace a model's linear layers on the CPU, and embeddings that share their weight with one.
 
     Args:
         model: the model.
         weight_dtype: "auto" (the model's own) or a key of ``QUANTIZED``.
+        num_segments: for some layers by their names, the number of segments of inputs; 1 for all others.
 
     Raises:
         SettingError: a layer cannot be quantized, since its inputs cannot be divided into groups.
     """
     embeddings = _find_embeddings(model)
     # Only parents are held here, so that each layer's own weight is freed before the next layer is packed.
-    for parent in [each for each in model.modules() if any(True for _ in each.children())]:
+    parents = [(name, each) for name, each in model.named_modules() if any(True for _ in each.children())]
+    for parent_name, parent in parents:
         for name in [name for name, _ in parent.named_children()]:
-            packed = _packed(name, parent.get_submodule(name), weight_dtype)
+            path = f"{parent_name}.{name}".removeprefix(".")
+            segments = (num_segments or {}).get(path, 1)
+            packed = _packed(name, parent.get_submodule(name), weight_dtype, segments)
             if packed is None:
                 continue
             layer, address = packed
@@ -89,7 +101,9 @@ def pack_linear_layers(model: torch.nn.Module, weight_dtype: str = "auto") -> No
                 setattr(owner, its_name, PackedEmbedding(layer.packed, scale))
 
 
-def _packed(name: str, module: torch.nn.Module, weight_dtype: str) -> tuple[PackedLinear, int] | None:
+def _packed(
+    name: str, module: torch.nn.Module, weight_dtype: str, num_segments: int
+) -> tuple[PackedLinear, int] | None:
     """Return a packed linear layer and the address of its weight before; None for any other module."""
     weight = _weight(module)
     if weight is None or not weight.is_cpu or weight.dtype not in _DTYPES:
@@ -100,7 +114,7 @@ def _packed(name: str, module: torch.nn.Module, weight_dtype: str) -> tuple[Pack
             f"multiple of {GROUP}"
         )
     bias = dict(module.named_parameters()).get("bias")
-    return PackedLinear(weight, bias, weight_dtype), weight.data_ptr()
+    return PackedLinear(weight, bias, weight_dtype, num_segments), weight.data_ptr()
 
 
 def _find_embeddings(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, str, float]]:

@@ -5,6 +5,11 @@ of it. Here all weights of a tile lie next to each other in the order in which t
 
 The sum of each output runs over the inputs in order, with fused multiplications. So its bits depend neither
 on the number of rows, nor on the number of threads, nor on the width of vectors.
+
+A layer whose inputs may be divided among processes has segments of inputs. The sum of each segment runs in
+order, and the sums are added in pairs, then the pairs in pairs, and so on (Zhang et al., arXiv 2511.17826). A
+process with an aligned power of two of the segments computes a subtree of these sums, so the bits do not
+depend on the number of processes either.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from quire.kernels.cpu.intrinsics import (
     pointer,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.packed_product import add_rows_product, bytes_per_input, quantized_bits
+from quire.kernels.cpu.packed_product import GROUP, add_rows_product, bytes_per_input, quantized_bits
 from quire.kernels.cpu.storage import STORAGE
 
 UNIT = 64
@@ -40,6 +45,9 @@ _FEW_ROWS = 2
 _MOST_TILE_ROWS = 6
 _DEPTH = 2048
 """Inputs after which a thread turns to the next rows, so that the tile's weights stay in its cache."""
+MOST_SEGMENTS = 8
+"""Most segments of a layer's inputs: as many processes can divide a sum without changing its bits."""
+_MOST_LEVELS = MOST_SEGMENTS.bit_length() - 1
 _MIN_THREADED_WORK = 1 << 19
 """Multiplications below which waking up threads costs more time than it saves."""
 
@@ -107,6 +115,7 @@ _FIELDS = (
     "next_unit",
     "num_rows",
     "in_features",
+    "num_segments",
     "input_stride",
     "output_stride",
     "num_units",
@@ -114,14 +123,25 @@ _FIELDS = (
 _ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
 
 
-def linear(inputs: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(
+    inputs: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, num_segments: int = 1
+) -> torch.Tensor:
     """Return ``inputs @ weight.T + bias``.
 
     Args:
         inputs: ``[..., in_features]``, in the dtype of the weight.
         weight: the packed weight.
         bias: float32 ``[num_units * UNIT]``.
+        num_segments: equal segments of inputs that are summed separately, see ``num_segments_of``.
     """
+    result = sums(inputs, weight, bias, num_segments)[:, : weight.out_features].to(inputs.dtype)
+    return result.reshape(*inputs.shape[:-1], weight.out_features)
+
+
+def sums(
+    inputs: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, num_segments: int = 1
+) -> torch.Tensor:
+    """Return what ``linear`` rounds to the dtype of the inputs: float32 ``[num_rows, num_units * UNIT]``."""
     rows = inputs.reshape(-1, weight.in_features).float().contiguous()
     output = torch.empty((rows.shape[0], weight.num_units * UNIT))
     counter = np.zeros(1, np.int64)
@@ -135,6 +155,7 @@ def linear(inputs: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
                 counter.ctypes.data,
                 rows.shape[0],
                 weight.in_features,
+                num_segments,
                 weight.in_features,
                 output.shape[1],
                 weight.num_units,
@@ -145,8 +166,22 @@ def linear(inputs: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
     work = rows.shape[0] * weight.in_features * weight.out_features
     num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
     threads.run(_kernel(weight.stored).address, arguments.ctypes.data, num_threads)
-    result = output[:, : weight.out_features].to(inputs.dtype)
-    return result.reshape(*inputs.shape[:-1], weight.out_features)
+    return output
+
+
+def num_segments_of(in_features: int, num_parts: int) -> int:
+    """Return the number of segments of a layer's inputs: a power of two, at most ``MOST_SEGMENTS``.
+
+    It depends on the model only. No segment begins inside a part, or inside a group of quantized weights.
+
+    Args:
+        in_features: number of inputs.
+        num_parts: number of equal parts of the inputs that stay together, such as attention heads.
+    """
+    count = MOST_SEGMENTS
+    while count > 1 and (num_parts % count or in_features // count % GROUP):
+        count //= 2
+    return count
 
 
 @exact
@@ -162,6 +197,7 @@ def multiply_unit(
     input_stride: int,
     weight: int,
     in_features: int,
+    num_segments: int,
     bias: int,
     output: int,
     output_stride: int,
@@ -173,18 +209,109 @@ def multiply_unit(
     Args:
         inputs, weight, bias, output: addresses of the first row, of the unit's weights, of its bias (0 if
             there is none) and of its first output; all but the weight are float32.
+        num_segments: equal segments of inputs that are summed separately, a power of two.
         input_stride, output_stride: elements from one row to the next.
         stored: the NumPy type of the weight, in ``STORAGE`` or ``QUANTIZED``.
     """
     keep_apart()
+    if num_segments == 1:
+        _sum_inputs(
+            inputs,
+            input_stride,
+            weight,
+            in_features,
+            in_features,
+            output,
+            output_stride,
+            num_rows,
+            stored,
+        )
+    else:
+        _sum_segments(
+            inputs,
+            input_stride,
+            weight,
+            in_features,
+            num_segments,
+            output,
+            output_stride,
+            num_rows,
+            stored,
+        )
+    if bias != 0:
+        outputs = carray(pointer(output, np.float32), (num_rows, output_stride))
+        addends = carray(pointer(bias, np.float32), (UNIT,))
+        for row in range(num_rows):
+            for column in range(UNIT):
+                outputs[row, column] += addends[column]
+
+
+@exact
+def _sum_segments(
+    inputs: int,
+    input_stride: int,
+    weight: int,
+    in_features: int,
+    num_segments: int,
+    output: int,
+    output_stride: int,
+    num_rows: int,
+    stored: Any,
+) -> None:
+    """Compute sums without a bias as a binary tree over segments of inputs.
+
+    Level ``l`` holds a sum of ``2 ** l`` segments that waits for the next one of this size. The last level is
+    the output.
+    """
+    keep_apart()
+    depth = in_features // num_segments
+    levels = np.empty((_MOST_LEVELS, num_rows, UNIT), np.float32)
+    for segment in range(num_segments):
+        num_waiting = 0
+        while segment >> num_waiting & 1:
+            num_waiting += 1
+        target, stride = np.int64(output), np.int64(output_stride)
+        if segment < num_segments - 1:
+            target, stride = np.int64(levels[num_waiting].ctypes.data), np.int64(UNIT)
+        _sum_inputs(
+            inputs + 4 * segment * depth,
+            input_stride,
+            weight + bytes_per_input(stored) * segment * depth,
+            in_features,
+            depth,
+            target,
+            stride,
+            num_rows,
+            stored,
+        )
+        totals = carray(pointer(target, np.float32), (num_rows, stride))
+        for level in range(num_waiting):
+            for row in range(num_rows):
+                for column in range(UNIT):
+                    totals[row, column] += levels[level, row, column]
+
+
+@exact
+def _sum_inputs(
+    inputs: int,
+    input_stride: int,
+    weight: int,
+    in_features: int,
+    num_inputs: int,
+    output: int,
+    output_stride: int,
+    num_rows: int,
+    stored: Any,
+) -> None:
+    """Compute sums without a bias over the first ``num_inputs`` inputs, in order."""
     outputs = carray(pointer(output, np.float32), (num_rows, output_stride))
     for row in range(num_rows):
         for column in range(UNIT):
             outputs[row, column] = 0.0
     # A few rows read the weights once, from memory; many rows read them again from the cache.
-    step = _DEPTH if num_rows > 2 * _MOST_TILE_ROWS else in_features
-    for first in range(0, in_features, step):
-        depth = min(step, in_features - first)
+    step = _DEPTH if num_rows > 2 * _MOST_TILE_ROWS else num_inputs
+    for first in range(0, num_inputs, step):
+        depth = min(step, num_inputs - first)
         _add_rows(
             inputs + 4 * first,
             input_stride,
@@ -196,11 +323,6 @@ def multiply_unit(
             num_rows,
             stored,
         )
-    if bias != 0:
-        addends = carray(pointer(bias, np.float32), (UNIT,))
-        for row in range(num_rows):
-            for column in range(UNIT):
-                outputs[row, column] += addends[column]
 
 
 @exact
@@ -304,6 +426,7 @@ def _kernel(stored: Any) -> Any:
                 args.input_stride,
                 args.weight + unit_offset(unit, args.in_features, stored),
                 args.in_features,
+                args.num_segments,
                 args.bias + 4 * unit * UNIT if args.bias else 0,
                 args.output + 4 * (first * args.output_stride + unit * UNIT),
                 args.output_stride,

@@ -44,7 +44,9 @@ is busy: with 1,000 a step of one stream took 17 ms beside such a process, with 
 NORM = np.dtype([("weight", np.int64), ("bias", np.int64), ("kind", np.int64), ("epsilon", np.float64)])
 """A norm: addresses of float32 values, and a ``rows.Norm``."""
 
-LINEAR = np.dtype([(name, np.int64) for name in ("weight", "bias", "in_features", "num_units")])
+LINEAR = np.dtype(
+    [(name, np.int64) for name in ("weight", "bias", "in_features", "num_segments", "num_units")]
+)
 """A linear layer: addresses of packed weights and of the float32 bias or 0; 0 units if there is none."""
 
 LAYER = np.dtype(
@@ -229,6 +231,7 @@ def _multiply(
         input_stride,
         linear.weight + unit_offset(unit, linear.in_features, stored),
         linear.in_features,
+        linear.num_segments,
         linear.bias + 4 * unit * UNIT if linear.bias else 0,
         output,
         output_stride,

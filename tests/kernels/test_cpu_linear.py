@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.linear import ROWS, UNIT, PackedWeight, linear, pack
+from quire.kernels.cpu.linear import ROWS, UNIT, PackedWeight, linear, num_segments_of, pack, sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -98,3 +98,41 @@ def test_leading_dimensions_are_kept() -> None:
     assert linear(inputs, packed, None).shape == (2, 3, 64)
     assert linear(inputs[:, :0], packed, None).shape == (2, 0, 64)
     assert torch.allclose(linear(inputs, packed, None), inputs @ weight.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 7, ROWS + 5])
+def test_segments_are_summed_in_a_binary_tree(dtype: torch.dtype, num_rows: int) -> None:
+    weight, packed, bias = random_layer(dtype, 130, 256, seed=7)
+    inputs = torch.randn((num_rows, 256), generator=torch.Generator().manual_seed(8)).to(dtype)
+    parts = [
+        sums(inputs[:, first : first + 32].contiguous(), pack(weight[:, first : first + 32]), None)
+        for first in range(0, 256, 32)
+    ]
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    expected = (parts[0] + bias)[:, :130].to(dtype)
+    assert torch.equal(linear(inputs, packed, bias, num_segments=8), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_partial_sums_of_ranks_add_up_to_the_same_bits(dtype: torch.dtype, num_ranks: int) -> None:
+    weight, packed, _ = random_layer(dtype, 70, 512, seed=9)
+    inputs = torch.randn((5, 512), generator=torch.Generator().manual_seed(10)).to(dtype)
+    size = 512 // num_ranks
+    parts = [
+        sums(inputs[:, first : first + size], pack(weight[:, first : first + size]), None, 8 // num_ranks)
+        for first in range(0, 512, size)
+    ]
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    assert torch.equal(parts[0], sums(inputs, packed, None, 8))
+
+
+@pytest.mark.parametrize(
+    ("in_features", "num_parts", "expected"),
+    [(576, 9, 1), (2048, 32, 8), (896, 14, 2), (96, 96, 1), (1536, 1536, 8), (29568, 29568, 4)],
+)
+def test_segments_end_between_parts_and_groups(in_features: int, num_parts: int, expected: int) -> None:
+    assert num_segments_of(in_features, num_parts) == expected
