@@ -1,0 +1,82 @@
+"""Which layers of a model are divided among ranks, and which models are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire.engine.parallel.plan import Division, ParallelPlan, read_plan
+from quire.models.random_model import ARCHITECTURES
+from quire.settings.setting import SettingError
+
+_SIZES = {"num_attention_heads": 8, "intermediate_size": 256}
+
+
+def plan_of(architecture: str, **overrides: Any) -> ParallelPlan:
+    class_name, values = ARCHITECTURES[architecture]
+    config = getattr(transformers, class_name)(**{**values, **overrides})
+    with torch.device("meta"):
+        return read_plan(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def first_layer(plan: ParallelPlan) -> dict[str, tuple[str, int]]:
+    return {
+        name.partition("layers.0.")[2]: (each.division.value, each.num_segments)
+        for name, each in plan.linears.items()
+        if ".0." in name
+    }
+
+
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "smollm3", "granite", "mistral", "gemma2"]
+)
+def test_attention_and_mlp_are_divided(architecture: str) -> None:
+    plan = plan_of(architecture, **_SIZES)
+    assert first_layer(plan) == {
+        "self_attn.q_proj": ("column", 1),
+        "self_attn.k_proj": ("column", 1),
+        "self_attn.v_proj": ("column", 1),
+        "self_attn.o_proj": ("row", 8),
+        "mlp.gate_proj": ("column", 1),
+        "mlp.up_proj": ("column", 1),
+        "mlp.down_proj": ("row", 8),
+    }
+    assert (plan.num_heads, plan.num_kv_heads) == (8, 2)
+    for num_ranks in (1, 2, 4, 8):
+        plan.check(num_ranks)
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "gpt2", "opt", "gpt_oss"])
+def test_models_without_a_plan_for_whole_blocks_are_refused(architecture: str) -> None:
+    with pytest.raises(SettingError, match="no plan"):
+        plan_of(architecture).check(2)
+
+
+def test_an_attention_whose_queries_and_keys_are_one_layer_is_not_divided() -> None:
+    plan = plan_of("gpt_neox", hidden_size=256, intermediate_size=256)
+    assert set(first_layer(plan)) == {"mlp.dense_h_to_4h", "mlp.dense_4h_to_h"}
+    assert plan.num_heads == 0
+    plan.check(2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "problem"),
+    [
+        ({}, 3, "power of two"),
+        ({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}, 4, "6 attention heads"),
+        ({"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}, 4, "6 key-value heads"),
+        ({**_SIZES, "intermediate_size": 96}, 2, "mlp.down_proj have only 1 segments"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(overrides: dict[str, int], num_ranks: int, problem: str) -> None:
+    with pytest.raises(SettingError, match=problem):
+        plan_of("llama", **overrides).check(num_ranks)
+
+
+def test_segments_depend_on_the_model_only() -> None:
+    plan = plan_of("llama", **_SIZES)
+    rows = {name for name, each in plan.linears.items() if each.division is Division.ROW}
+    assert plan.num_segments == dict.fromkeys(rows, 8)
