@@ -12,10 +12,13 @@ from transformers import PreTrainedModel
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_check import Forward, KvHeads, runs_alike
 from quire.engine.packed_linear import PackedEmbedding, PackedLinear
+from quire.engine.parallel.collectives import Collectives
+from quire.engine.parallel.layers import DividedHead, RowLinear
 from quire.engine.row_layers import RowNorm
 from quire.engine.step_recipe import LayerRecipe, MlpRecipe, NoRecipeError, StepRecipe, read_recipe
 from quire.engine.step_tensors import StepTensors
 from quire.kernels.cpu import attention, step, threads
+from quire.kernels.cpu.exchange import EXCHANGE
 from quire.kernels.cpu.linear import UNIT
 from quire.kernels.cpu.storage import STORAGE
 from quire.kernels.quantization import KV_FORMATS
@@ -44,10 +47,19 @@ class CompiledStep:
         heads: how it calls attention.
         memory: its KV blocks.
         vocab_size: number of logits.
+        collectives: those of the ranks that the model is divided among; None if there is one process.
     """
 
-    def __init__(self, recipe: StepRecipe, heads: KvHeads, memory: KvMemory, vocab_size: int) -> None:
+    def __init__(
+        self,
+        recipe: StepRecipe,
+        heads: KvHeads,
+        memory: KvMemory,
+        vocab_size: int,
+        collectives: Collectives | None = None,
+    ) -> None:
         self._recipe = recipe
+        self._collectives = collectives
         self._dtype = _dtype(recipe)
         self._vocab_size = vocab_size
         self._num_heads = recipe.layers[0].output.in_features // heads.head_dim
@@ -68,6 +80,9 @@ class CompiledStep:
         self._decode_tiles = torch.empty((0, 3), dtype=torch.int64)
         self._keeps_all_rows = True
         self._num_positions = 0
+        self._num_sums = sum(
+            isinstance(each, RowLinear) for layer in recipe.layers for each in (layer.output, layer.mlp.down)
+        )
         self._fill_layers(heads, memory)
         self._fill_step(heads, memory)
         self._grow_tables(_FEWEST_POSITIONS)
@@ -86,7 +101,9 @@ class CompiledStep:
         steps["positions"] = tensors.positions.data_ptr()
         steps["slots"] = metadata.slot_mapping.data_ptr()
         steps["kept_rows"] = tensors.logit_rows.data_ptr()
-        steps["logits"] = logits.data_ptr()
+        steps["logits"] = logits.data_ptr() + 4 * _first_column(self._recipe.head)
+        if self._collectives is not None:
+            steps["last_round"] = self._collectives.num_rounds
         keeps_all_rows = metadata.max_new_tokens == 1 and num_logits == num_tokens
         if keeps_all_rows != self._keeps_all_rows:
             self._place_kept_rows(keeps_all_rows)
@@ -103,6 +120,9 @@ class CompiledStep:
         work = num_tokens * self._work_per_token
         num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
         threads.run(self._program.address, self._step_address, num_threads)
+        if self._collectives is not None:
+            self._collectives.num_rounds += self._num_sums
+            self._collectives.meet()
         chosen = logits[:, : self._vocab_size]
         finish = self._recipe.finish
         return chosen if finish is None else finish(chosen.to(self._dtype))
@@ -126,6 +146,8 @@ class CompiledStep:
 
     def _logits(self, num_logits: int) -> torch.Tensor:
         stride = int(self._step[0]["logits_stride"])
+        if self._collectives is not None:
+            return self._collectives.logits(num_logits)
         if num_logits > _MOST_KEPT_LOGITS:
             return torch.empty((num_logits, stride))
         kept = self._buffers.get("logits")
@@ -220,6 +242,7 @@ class CompiledStep:
             "team_size": threads.team_size_address(),
             "yield_core": threads.yield_address(),
             "attend": kernel.address,
+            "exchange": self._exchange_address(),
             "num_layers": len(recipe.layers),
             "hidden_size": first.output.out_features,
             "num_heads": self._num_heads,
@@ -230,7 +253,7 @@ class CompiledStep:
             "qkv_stride": stride,
             "update_stride": first.output.packed.num_units * UNIT,
             "mlp_stride": int(max(row["gate"]["num_units"] for row in self._layers)) * UNIT,
-            "logits_stride": recipe.head.packed.num_units * UNIT,
+            "logits_stride": self._logits_width,
             "block_size": shape.block_size,
             "block_stride": memory.layers[0].stride(0),
             "value_offset": memory.layers[0].stride(1),
@@ -248,6 +271,19 @@ class CompiledStep:
         steps["head"] = _linear(recipe.head)
         if recipe.final_norm is not None:
             steps["final_norm"] = _norm(recipe.final_norm)
+
+    def _exchange_address(self) -> int:
+        if self._collectives is None:
+            nothing = np.zeros(1, EXCHANGE)
+            self._held.append(nothing)
+            return int(nothing.ctypes.data)
+        return self._collectives.address
+
+    @property
+    def _logits_width(self) -> int:
+        if self._collectives is None:
+            return self._recipe.head.packed.num_units * UNIT
+        return self._collectives.memory.sizes.logits_width
 
     def _hold(self, tensor: torch.Tensor) -> int:
         """Keep a tensor and return its address."""
@@ -291,7 +327,11 @@ def _fill_layer(row: Any, layer: LayerRecipe) -> None:
     for name, linear in zip(("query", "key", "value"), layer.projections, strict=False):
         row[name] = _linear(linear)
     row["query_scale"] = layer.query_scale
-    row["output"], row["down"] = _linear(layer.output), _linear(layer.mlp.down)
+    for name, linear in (("output", layer.output), ("down", layer.mlp.down)):
+        row[name] = _linear(linear)
+        if isinstance(linear, RowLinear):
+            row[f"is_{name}_divided"] = 1
+            row[f"{name}_bias"], row[name]["bias"] = row[name]["bias"], 0
     _fill_mlp(row, layer.mlp)
 
 
@@ -313,7 +353,16 @@ def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
 def _linear(layer: PackedLinear) -> tuple[int, int, int, int, int]:
     bias = 0 if layer.bias is None else layer.bias.data_ptr()
     weight = layer.packed
-    return weight.panels.data_ptr(), bias, layer.in_features, layer.num_segments, weight.num_units
+    address, num_units = weight.panels.data_ptr(), weight.num_units
+    if isinstance(layer, DividedHead):
+        address, num_units = address + layer.first_unit * weight.unit_bytes, layer.num_units
+        bias += 4 * layer.first_unit * UNIT if bias else 0
+    return address, bias, layer.in_features, layer.num_segments, num_units
+
+
+def _first_column(head: PackedLinear) -> int:
+    """Return the logit that the first output of the head's share is."""
+    return head.first_column if isinstance(head, DividedHead) else 0
 
 
 def _norm(norm: RowNorm | None) -> tuple[int, int, int, float]:
@@ -324,7 +373,11 @@ def _norm(norm: RowNorm | None) -> tuple[int, int, int, float]:
 
 
 def find_recipe(
-    module: PreTrainedModel, heads: KvHeads, vocab_size: int, num_positions: int
+    module: PreTrainedModel,
+    heads: KvHeads,
+    vocab_size: int,
+    num_positions: int,
+    collectives: Collectives | None = None,
 ) -> StepRecipe | None:
     """Return the recipe of a model on the CPU if its program gives the same bits as its modules.
 
@@ -335,7 +388,7 @@ def find_recipe(
         _check_heads(recipe, heads)
 
         def other(memory: KvMemory) -> Forward:
-            return CompiledStep(recipe, heads, memory, vocab_size).run
+            return CompiledStep(recipe, heads, memory, vocab_size, collectives).run
 
         if not runs_alike(module, heads, vocab_size, num_positions, other):
             raise NoRecipeError("as one program it would give other bits")

@@ -21,6 +21,7 @@ from quire.engine import attention
 from quire.engine.attention import PagedStep
 from quire.engine.kv_memory import KvMemory, dtype_name
 from quire.engine.mask_check import MaskObserver, mask_problem
+from quire.engine.parallel.collectives import RanksError
 from quire.engine.step_tensors import StepTensors
 from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
@@ -268,6 +269,8 @@ def _refusing(problem: str) -> Iterator[None]:
     """Turn any exception of the model's code into an UnsupportedModelError."""
     try:
         yield
+    except RanksError:
+        raise
     except Exception as error:
         raise UnsupportedModelError(f"the model {problem}: {type(error).__name__}: {error}") from error
 

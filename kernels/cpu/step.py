@@ -15,6 +15,7 @@ import numpy as np
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.blocks import quantize_vector
+from quire.kernels.cpu.exchange import EXCHANGE, add_slots, come, meet, slot
 from quire.kernels.cpu.intrinsics import (
     TILE_COLUMNS,
     arrive,
@@ -57,6 +58,7 @@ LAYER = np.dtype(
         *((name, LINEAR) for name in ("gate", "up", "down")),
         ("activation", np.int64),
         ("query_scale", np.float64),
+        *((name, np.int64) for name in ("is_output_divided", "output_bias", "is_down_divided", "down_bias")),
         ("cosines", np.int64),
         ("sines", np.int64),
         ("kv", np.int64),
@@ -67,7 +69,9 @@ LAYER = np.dtype(
 """A layer.
 
 Up to three linear layers give the queries, keys and values: "query" may give all of them. Without "up" there
-is no gate, and "gate" is the only linear layer before the activation.
+is no gate, and "gate" is the only linear layer before the activation. The inputs of "output" and of "down"
+may be divided among processes. Then their sums are partial, and their biases are added after the sum over the
+processes.
 """
 
 _ADDRESSES = (
@@ -92,9 +96,11 @@ _ADDRESSES = (
     "team_size",
     "yield_core",
     "attend",
+    "exchange",
 )
 _INTEGERS = (
     "num_tokens",
+    "last_round",
     "num_layers",
     "hidden_size",
     "num_heads",
@@ -131,7 +137,8 @@ STEP = np.dtype(
     ]
 )
 """A step: the model, its buffers, and the step's tokens. ``kv_format`` is 0 if blocks have the model's dtype,
-1 for int8 and 2 for e4m3.
+1 for int8 and 2 for e4m3. ``exchange`` is the address of an ``EXCHANGE``, and ``last_round`` the round that
+this process has come to before the step.
 
 A program gets two of them. The second has only the tokens after which logits are needed: ``kept_rows`` are
 their rows in the first. From the attention of the last layer on, the others need not be computed.
@@ -285,6 +292,74 @@ def _run_linear(
             item_bytes,
             stored,
         )
+
+
+@exact
+def _add_linear(
+    args: Any,
+    linear: Any,
+    is_divided: int,
+    bias: int,
+    counter: int,
+    inputs: int,
+    input_stride: int,
+    thread: int,
+    num_threads: int,
+    phase: int,
+    round_number: int,
+    storage: Any,
+    item_bytes: int,
+    stored: Any,
+) -> tuple[int, int]:
+    """Compute what a linear layer adds to the residual stream, in all processes if it is divided.
+
+    Return the next phase, and the round that this process has come to.
+    """
+    keep_apart()
+    exchange = carray(pointer(args.exchange, EXCHANGE), 1)[0]
+    output, kept_bytes = np.int64(args.update), np.int64(item_bytes)
+    if is_divided:
+        # Partial sums are rounded only after they are added.
+        round_number += 1
+        output, kept_bytes = np.int64(slot(exchange, round_number, exchange.rank)), np.int64(4)
+    _run_linear(
+        linear,
+        args.no_linear,
+        args.no_linear,
+        counter,
+        inputs,
+        input_stride,
+        output,
+        args.update_stride,
+        args.num_tokens,
+        storage,
+        kept_bytes,
+        stored,
+    )
+    phase = _wait(args, num_threads, phase)
+    if is_divided:
+        if thread == 0:
+            come(exchange)
+        meet(exchange, round_number)
+        first = args.num_tokens * thread // num_threads
+        end = args.num_tokens * (thread + 1) // num_threads
+        add_slots(exchange, round_number, first, end, args.update_stride, args.update)
+        _finish_sums(args.update, args.update_stride, bias, first, end, storage)
+    return phase, round_number
+
+
+@exact
+def _finish_sums(output: int, width: int, bias: int, first: int, end: int, storage: Any) -> None:
+    """Add the bias to some rows, if it is not 0, and round them to the model's dtype."""
+    sums = carray(pointer(output, np.float32), (end, width))
+    if bias != 0:
+        addends = carray(pointer(bias, np.float32), (width,))
+        for row in range(first, end):
+            for column in range(width):
+                sums[row, column] += addends[column]
+    for row in range(first, end):
+        for column in range(width):
+            sums[row, column] = narrow(sums[row, column], storage)
 
 
 @exact
@@ -494,10 +569,10 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
     end = args.num_tokens * (thread + 1) // num_threads
     layers = carray(pointer(args.layers, LAYER), (args.num_layers,))
     size, attended_size = args.hidden_size, args.num_heads * args.head_dim
-    none = args.no_linear
     _embed(args, first, end, storage, item_bytes, stored)
     _normalize_rows(layers[0].attention_norm, args, first, end, storage)
     phase = _wait(args, num_threads, np.int64(0))
+    round_number = np.int64(args.last_round)
     for index in range(args.num_layers):
         layer = layers[index]
         is_last = index == args.num_layers - 1
@@ -528,40 +603,42 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
             _narrow_rows(args.attended, attended_size, first, end, storage)
         if item_bytes < 4 or drops_rows:
             phase = _wait(args, num_threads, phase)
-        _run_linear(
+        phase, round_number = _add_linear(
+            args,
             layer.output,
-            none,
-            none,
+            layer.is_output_divided,
+            layer.output_bias,
             counters + 8,
             args.attended,
             attended_size,
-            args.update,
-            args.update_stride,
-            args.num_tokens,
+            thread,
+            num_threads,
+            phase,
+            round_number,
             storage,
             item_bytes,
             stored,
         )
-        phase = _wait(args, num_threads, phase)
         _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage)
         phase = _wait(args, num_threads, phase)
         _run_gate(args, layer, counters + 16, storage, item_bytes, stored)
         phase = _wait(args, num_threads, phase)
-        _run_linear(
+        phase, round_number = _add_linear(
+            args,
             layer.down,
-            none,
-            none,
+            layer.is_down_divided,
+            layer.down_bias,
             counters + 24,
             args.mlp,
             args.mlp_stride,
-            args.update,
-            args.update_stride,
-            args.num_tokens,
+            thread,
+            num_threads,
+            phase,
+            round_number,
             storage,
             item_bytes,
             stored,
         )
-        phase = _wait(args, num_threads, phase)
         next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
         _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage)
         phase = _wait(args, num_threads, phase)

@@ -1,0 +1,214 @@
+"""Collectives between the ranks of a worker, in memory that they share.
+
+A rank is a process. All ranks call the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.kernels.cpu import exchange, threads
+from quire.kernels.cpu.linear import UNIT
+
+_PAGE = mmap.PAGESIZE
+
+
+class RanksError(RuntimeError):
+    """A rank has ended, failed or does not answer; the worker must end."""
+
+
+@dataclass(frozen=True)
+class SharedSizes:
+    """The sizes of the memory that ranks share.
+
+    Attributes:
+        num_ranks: number of ranks, a power of two.
+        max_rows: most rows of a sum, and of the logits.
+        hidden_size: values of a row of a sum.
+        vocab_size: logits of a row.
+        num_message_bytes: bytes for the tensors of a step.
+    """
+
+    num_ranks: int
+    max_rows: int
+    hidden_size: int
+    vocab_size: int
+    num_message_bytes: int
+
+    @property
+    def sum_width(self) -> int:
+        """Values of a row of a sum, with padding."""
+        return _rounded(self.hidden_size, UNIT)
+
+    @property
+    def logits_width(self) -> int:
+        """Values of a row of logits, with padding."""
+        return _rounded(self.vocab_size, UNIT)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the partial sums of one rank."""
+        return _rounded(4 * self.max_rows * self.sum_width, _PAGE)
+
+    @property
+    def offsets(self) -> tuple[int, int, int, int]:
+        """Where the slots, the logits and the message begin, and where the memory ends."""
+        slots = _PAGE
+        logits = slots + 2 * self.num_ranks * self.slot_bytes
+        message = logits + _rounded(4 * self.max_rows * self.logits_width, _PAGE)
+        return slots, logits, message, message + _rounded(self.num_message_bytes, _PAGE)
+
+
+class SharedMemory:
+    """Anonymous memory that the ranks of one worker map; it ends with the last of their processes.
+
+    The system gives it pages only where they are written.
+
+    Args:
+        sizes: the same for all ranks.
+        descriptor: a file descriptor of the memory; None to make it.
+    """
+
+    def __init__(self, sizes: SharedSizes, descriptor: int | None = None) -> None:
+        self.sizes = sizes
+        num_bytes = sizes.offsets[3]
+        if descriptor is None:
+            descriptor = os.memfd_create("quire-ranks")
+            os.ftruncate(descriptor, num_bytes)
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, num_bytes)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self.address = self._bytes.ctypes.data
+        slots, logits, message, end = sizes.offsets
+        self.slots = self._bytes[slots:logits]
+        floats = self._bytes[logits:message].view(np.float32)
+        self.logits = torch.from_numpy(floats[: sizes.max_rows * sizes.logits_width]).view(
+            sizes.max_rows, sizes.logits_width
+        )
+        self.message = self._bytes[message:end]
+        # The counters of the ranks, and behind them whether a rank has failed.
+        self.counters = self._bytes[: exchange.LINE * (exchange.MOST_RANKS + 1)].view(np.int64)
+
+    def break_off(self) -> None:
+        """Let no rank wait for another any longer; their results are wrong from now on."""
+        self.counters[_BROKEN] = 1
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank has failed."""
+        return bool(self.counters[_BROKEN])
+
+
+_BROKEN = exchange.LINE // 8 * exchange.MOST_RANKS
+
+
+class Collectives:
+    """The collectives of one rank. One thread calls them.
+
+    Attributes:
+        memory: what the ranks share.
+        rank: this rank.
+        num_rounds: rounds that this rank has come to.
+        failure: why the ranks have failed, if this process knows it.
+    """
+
+    def __init__(self, memory: SharedMemory, rank: int) -> None:
+        self.memory = memory
+        self.rank = rank
+        self.num_rounds = 0
+        self.failure: str | None = None
+        sizes = memory.sizes
+        self._arguments = np.array(
+            [
+                (
+                    rank,
+                    sizes.num_ranks,
+                    memory.address,
+                    memory.address + 8 * _BROKEN,
+                    memory.address + sizes.offsets[0],
+                    sizes.slot_bytes,
+                    threads.yield_address(),
+                )
+            ],
+            exchange.EXCHANGE,
+        )
+        self.address = self._arguments.ctypes.data
+        """Address of an ``exchange.EXCHANGE``."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.memory.sizes.num_ranks
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' tensors ``[num_rows, sum_width]`` in float32, in a fixed tree.
+
+        Raises:
+            RanksError: a rank has failed, or the tensor is larger than the memory for it.
+        """
+        sizes = self.memory.sizes
+        num_rows, width = partial.shape
+        if num_rows > sizes.max_rows or width != sizes.sum_width:
+            raise RanksError(
+                f"a sum of {num_rows} x {width} values does not fit {sizes.max_rows} x {sizes.sum_width}"
+            )
+        self.num_rounds += 1
+        number = (self.num_rounds & 1) * sizes.num_ranks + self.rank
+        slot = self.memory.slots[number * sizes.slot_bytes :][: 4 * num_rows * width]
+        slot.view(np.float32)[:] = partial.contiguous().view(-1).numpy()
+        output = torch.empty_like(partial)
+        arguments = np.array(
+            [(self.address, self.num_rounds, num_rows, width, output.data_ptr())], exchange.SUM
+        )
+        threads.run(exchange.sum_kernel().address, arguments.ctypes.data, 1)
+        self.check()
+        return output
+
+    def gather_logits(self, columns: torch.Tensor, first_column: int) -> torch.Tensor:
+        """Return the logits ``[num_rows, logits_width]`` of which each rank has some columns.
+
+        Raises:
+            RanksError: a rank has failed, or there are more rows than the memory has.
+        """
+        num_rows, width = columns.shape
+        # The first meeting protects the logits of the call before, which a rank may still read.
+        self.meet()
+        logits = self.logits(num_rows)
+        logits[:, first_column : first_column + width] = columns
+        self.meet()
+        return logits.clone()
+
+    def logits(self, num_rows: int) -> torch.Tensor:
+        """Return the memory ``[num_rows, logits_width]`` into which each rank writes its logits.
+
+        Raises:
+            RanksError: there are more rows than the memory has.
+        """
+        if num_rows > self.memory.sizes.max_rows:
+            raise RanksError(f"{num_rows} rows of logits do not fit {self.memory.sizes.max_rows}")
+        return self.memory.logits[:num_rows]
+
+    def meet(self) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            RanksError: a rank has failed.
+        """
+        self.num_rounds += 1
+        arguments = np.array([(self.address, self.num_rounds)], exchange.MEETING)
+        threads.run(exchange.meeting_kernel().address, arguments.ctypes.data, 1)
+        self.check()
+
+    def check(self) -> None:
+        """Raise RanksError if a rank has failed."""
+        if self.memory.is_broken:
+            raise RanksError(self.failure or "a rank of this worker has failed")
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
