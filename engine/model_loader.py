@@ -17,7 +17,10 @@ from quire.engine.kv_memory import dtype_name
 from quire.engine.model_check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model_digest import model_digest
 from quire.engine.packed_linear import pack_linear_layers
+from quire.engine.parallel.collectives import Collectives
+from quire.engine.parallel.divided_model import connect_ranks
 from quire.engine.parallel.plan import read_plan
+from quire.engine.parallel.sliced_weights import load_slices
 from quire.engine.row_layers import make_batch_invariant
 from quire.engine.step_recipe import StepRecipe
 from quire.kvindex.kv_layout import KvShape
@@ -50,6 +53,8 @@ class LoadedModel:
     heads: KvHeads
     recipe: StepRecipe | None
     """How to run the model as one program; None if it runs module by module, as on a GPU."""
+    collectives: Collectives | None = None
+    """Those of the ranks that the model is divided among; None if there is one process."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -68,7 +73,13 @@ class LoadedModel:
         return KvShape(self.num_layers, self.num_kv_heads, block_size, self.head_dim, dtype)
 
 
-def load_model(model: str, dtype: str, device: torch.device, weight_dtype: str = "auto") -> LoadedModel:
+def load_model(
+    model: str,
+    dtype: str,
+    device: torch.device,
+    weight_dtype: str = "auto",
+    collectives: Collectives | None = None,
+) -> LoadedModel:
     """Load a causal language model from a folder or from the hub.
 
     Args:
@@ -76,10 +87,14 @@ def load_model(model: str, dtype: str, device: torch.device, weight_dtype: str =
         dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
         device: the device to run the model on.
         weight_dtype: "auto" (the model's own) or a key of ``QUANTIZED``, for linear layers.
+        collectives: those of the ranks that the model is divided among, which all call this function; None
+            loads the whole model.
 
     Raises:
         UnsupportedModelError: the architecture cannot run over paged blocks.
-        SettingError: linear layers cannot be quantized, on this device or at all.
+        SettingError: linear layers cannot be quantized, on this device or at all, or the model cannot be
+            divided among the ranks.
+        RanksError: a rank has failed.
         OSError: there is no such model, or its weights are not safetensors.
     """
     if weight_dtype != "auto" and device.type != "cpu":
@@ -96,9 +111,18 @@ def load_model(model: str, dtype: str, device: torch.device, weight_dtype: str =
     text_config = config.get_text_config()
     check_supported(text_config)
     max_position_embeddings = getattr(text_config, "max_position_embeddings", UNLIMITED)
-    module = _load_module(folder, dtype)
-    digest = model_digest(folder, module, weight_dtype)
-    module = _prepare_module(module, device, weight_dtype)
+    if collectives is None:
+        module = _load_module(folder, dtype)
+        digest = model_digest(folder, module, weight_dtype)
+        module = _prepare_module(module, device, weight_dtype, read_plan(module).num_segments)
+    else:
+        weights_dtype = None if dtype == "auto" else DTYPES[dtype]
+        rank, num_ranks = collectives.rank, collectives.num_ranks
+        module, plan = load_slices(folder, config, weights_dtype, rank, num_ranks)
+        digest = model_digest(folder, module, weight_dtype)
+        segments = {name: count // num_ranks for name, count in plan.num_segments.items()}
+        module = _prepare_module(module, device, weight_dtype, segments)
+        connect_ranks(module, plan, text_config.vocab_size, collectives)
     try:
         heads = observe_attention(module, text_config, max_position_embeddings)
         check_paging(module, heads, text_config.vocab_size)
@@ -106,7 +130,7 @@ def load_model(model: str, dtype: str, device: torch.device, weight_dtype: str =
         raise UnsupportedModelError(f"{config.model_type}: {error}") from error
     recipe = None
     if device.type == "cpu":
-        recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings)
+        recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings, collectives)
     return LoadedModel(
         module=module,
         folder=folder,
@@ -120,6 +144,7 @@ def load_model(model: str, dtype: str, device: torch.device, weight_dtype: str =
         eos_token_ids=_eos_token_ids(folder, text_config),
         heads=heads,
         recipe=recipe,
+        collectives=collectives,
     )
 
 
@@ -152,11 +177,13 @@ def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
     return module
 
 
-def _prepare_module(module: PreTrainedModel, device: torch.device, weight_dtype: str) -> PreTrainedModel:
+def _prepare_module(
+    module: PreTrainedModel, device: torch.device, weight_dtype: str, num_segments: dict[str, int]
+) -> PreTrainedModel:
     """Move a model to its device and replace layers whose rows would depend on the other rows."""
     module = module.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
-        pack_linear_layers(module, weight_dtype, read_plan(module).num_segments)
+        pack_linear_layers(module, weight_dtype, num_segments)
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             # Any tensor that is still in the mapped file of weights would keep all of the file in memory.
             tensor.data = tensor.data.clone()

@@ -16,6 +16,9 @@ from quire.engine.grammar import GrammarCompiler, GrammarMatcher
 from quire.engine.grammar_compile import BadFormatError
 from quire.engine.logits_rules import LogitsRules
 from quire.engine.model_loader import load_model
+from quire.engine.parallel.parallel_runner import ParallelRunner
+from quire.engine.parallel.ranks import Ranks
+from quire.engine.parallel.settings import check_ranks
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError
 from quire.engine.scheduler import SchedulerConfig
@@ -66,15 +69,13 @@ class LLM:
         files = load_model_files(config.model_path)
         self.tokenizer = Tokenizer.load(files.folder)
         self._chat_template = ChatTemplate.load(files)
-        loaded = load_model(config.model_path, config.dtype, device, config.weight_dtype)
-        draft = load_draft_model(config, loaded, device)
-        memory = allocate_pool(config, loaded, draft, device)
-        limits = SchedulerConfig.of(config)
-        parts = EngineParts(
-            swap_memory=allocate_swap_space(config, memory),
-            speculator=make_speculator(config, draft, loaded, memory, limits, block_hash),
-        )
-        self._engine: Engine | None = Engine(loaded, memory, limits, block_hash, config.max_model_len, parts)
+        self._ranks = _start_ranks(config, device)
+        try:
+            self._engine: Engine | None = _make_engine(config, device, self._ranks)
+        except BaseException:
+            self._close_ranks()
+            raise
+        loaded = self._engine.model
         tokenizer_file = files.folder / "tokenizer.json"
         self._grammars = GrammarCompiler(
             lambda: tokenizer_file.read_text("utf-8"), loaded.vocab_size, loaded.eos_token_ids
@@ -101,7 +102,12 @@ class LLM:
     def close(self) -> None:
         """Free the memory of the model and the blocks; the object cannot generate afterwards."""
         self._engine = None
+        self._close_ranks()
         self._grammars.close()
+
+    def _close_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -336,3 +342,26 @@ def _paired(prompts: list[EncodedPrompt], params: P | Sequence[P]) -> list[tuple
     if len(each) != len(prompts):
         raise ValueError(f"there are {len(prompts)} prompts, but parameters for {len(each)}")
     return list(zip(prompts, each, strict=True))
+
+
+def _start_ranks(config: LLMConfig, device: torch.device) -> Ranks | None:
+    """Start the processes that a model is divided among; return None if there is only this one."""
+    if config.tensor_parallel_size == 1:
+        return None
+    check_ranks(config, config.tensor_parallel_size, device)
+    return Ranks(config, config.tensor_parallel_size)
+
+
+def _make_engine(config: LLMConfig, device: torch.device, ranks: Ranks | None) -> Engine:
+    collectives = None if ranks is None else ranks.collectives
+    loaded = load_model(config.model_path, config.dtype, device, config.weight_dtype, collectives)
+    draft = load_draft_model(config, loaded, device)
+    memory = allocate_pool(config, loaded, draft, device)
+    limits = SchedulerConfig.of(config)
+    swap_memory = allocate_swap_space(config, memory)
+    parts = EngineParts(
+        swap_memory=swap_memory,
+        speculator=make_speculator(config, draft, loaded, memory, limits, block_hash),
+        runner=None if ranks is None else ParallelRunner(loaded, memory, swap_memory, ranks),
+    )
+    return Engine(loaded, memory, limits, block_hash, config.max_model_len, parts)

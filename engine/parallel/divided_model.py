@@ -1,0 +1,30 @@
+"""Prepares one rank's part of a model to run: its packed layers add what the ranks compute."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from quire.engine.model_check import UnsupportedModelError
+from quire.engine.packed_linear import PackedLinear
+from quire.engine.parallel.collectives import Collectives
+from quire.engine.parallel.layers import DividedHead, RowLinear
+from quire.engine.parallel.plan import ParallelPlan
+
+
+def connect_ranks(
+    model: PreTrainedModel, plan: ParallelPlan, vocab_size: int, collectives: Collectives
+) -> None:
+    """Replace the packed layers of a rank whose results depend on the other ranks.
+
+    Raises:
+        UnsupportedModelError: the output layer is no linear layer.
+    """
+    for path in plan.num_segments:
+        own = model.get_submodule(path)
+        assert isinstance(own, PackedLinear)
+        model.set_submodule(path, RowLinear(own, collectives))
+    head = model.get_output_embeddings()
+    if not isinstance(head, PackedLinear):
+        raise UnsupportedModelError("its output layer is no linear layer, so ranks cannot divide it")
+    path = next(name for name, module in model.named_modules() if module is head)
+    model.set_submodule(path, DividedHead(head, vocab_size, collectives))

@@ -1,0 +1,75 @@
+"""The process of a rank other than 0: it loads its part of the model and runs the steps that rank 0 sends.
+
+It has no scheduler and no sampler. It ends when rank 0 does, and any exception ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from threading import Thread
+
+import torch
+
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_check import UnsupportedModelError
+from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.model_runner import ModelRunner
+from quire.engine.parallel.collectives import Collectives, RanksError, SharedMemory
+from quire.engine.parallel.messages import HEADER_BYTES, Header, Kind, read_moves, read_step
+from quire.engine.parallel.settings import RankSettings
+from quire.settings.setting import SettingError
+
+_CPU = torch.device("cpu")
+
+
+def main() -> None:
+    """Run a rank; its settings are the only argument."""
+    # Ctrl-C reaches all processes of a terminal, but only rank 0 decides what ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = RankSettings.of(sys.argv[1])
+    Thread(target=_end_with_rank_0, args=(settings.life,), daemon=True).start()
+    torch.set_num_threads(settings.num_threads)
+    memory = SharedMemory(settings.sizes, settings.memory)
+    collectives = Collectives(memory, settings.rank)
+    try:
+        model = load_model(settings.model, settings.dtype, _CPU, settings.weight_dtype, collectives)
+        _serve(settings, model, collectives)
+    except (RanksError, SettingError, UnsupportedModelError):
+        # Rank 0 has the same problem with the same model, or knows which rank has failed.
+        sys.exit(1)
+
+
+def _end_with_rank_0(life: int) -> None:
+    """Wait until the pipe closes, and end the process even if a thread of it waits for other ranks."""
+    os.read(life, 1)
+    os._exit(1)
+
+
+def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives) -> None:
+    """Do what the messages of rank 0 ask for, until the pipe closes."""
+    runner: ModelRunner | None = None
+    while data := os.read(settings.control, HEADER_BYTES):
+        header = Header.of(data)
+        if header.kind == Kind.MAKE_MEMORY:
+            runner = _make_runner(settings, model, header)
+            collectives.meet()
+            continue
+        assert runner is not None
+        if header.kind == Kind.MOVE:
+            runner.move_blocks(read_moves(collectives.memory, header))
+            collectives.meet()
+        else:
+            runner.forward(read_step(collectives.memory, header))
+
+
+def _make_runner(settings: RankSettings, model: LoadedModel, header: Header) -> ModelRunner:
+    _, num_blocks, num_swap_blocks, *_ = header
+    shape = model.kv_shape(settings.block_size)
+    swap_memory = KvMemory(shape, num_swap_blocks, _CPU) if num_swap_blocks else None
+    return ModelRunner(model, KvMemory(shape, num_blocks, _CPU), swap_memory)
+
+
+if __name__ == "__main__":
+    main()

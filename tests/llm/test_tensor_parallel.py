@@ -1,0 +1,213 @@
+"""A model on several ranks gives the same bits as on one, and no process outlives a failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.model_check import UnsupportedModelError
+from quire.engine.parallel import ranks as ranks_module
+from quire.engine.parallel.collectives import RanksError
+from quire.llm import LLM, SamplingParams
+from quire.models.random_model import make_random_model
+from quire.settings.setting import SettingError
+
+_SIZES = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+_PROMPTS = [list(range(5, 5 + length)) for length in (3, 40, 150, 77)]
+_PARAMS = SamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(autouse=True)
+def _restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that makes a tiny model of an architecture, once for each of its arguments."""
+    made: dict[Any, Path] = {}
+
+    def make(architecture: str, **overrides: Any) -> Path:
+        key = architecture, *sorted(overrides.items())
+        if key not in made:
+            folder = tmp_path_factory.mktemp(architecture)
+            made[key] = make_random_model(architecture, folder, **{**_SIZES, **overrides})
+        return made[key]
+
+    return make
+
+
+def start(folder: Path, num_ranks: int, dtype: Any = "float32", **settings: Any) -> LLM:
+    return LLM(
+        str(folder), dtype=dtype, num_blocks=128, threads=1, tensor_parallel_size=num_ranks, **settings
+    )
+
+
+def process_ids(llm: LLM) -> list[int]:
+    assert llm._ranks is not None
+    return llm._ranks.process_ids
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def answers(llm: LLM) -> list[Any]:
+    """Return all tokens, and the exact logprobs of the best ones."""
+    return [
+        (output.outputs[0].token_ids, output.outputs[0].logprobs)
+        for output in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "dtype"),
+    [
+        ("llama", {}, "float32"),
+        ("llama", {"tie_word_embeddings": True}, "bfloat16"),
+        ("qwen2", {"num_key_value_heads": 2}, "bfloat16"),
+        ("gemma2", {}, "float16"),
+    ],
+)
+def test_any_number_of_ranks_gives_the_same_bits(
+    model: Callable[..., Path], architecture: str, overrides: dict[str, Any], dtype: str
+) -> None:
+    folder = model(architecture, **overrides)
+    with start(folder, 1, dtype) as llm:
+        expected = answers(llm)
+        has_recipe = llm.engine.model.recipe is not None
+    for num_ranks in (2, 4):
+        with start(folder, num_ranks, dtype) as llm:
+            assert (llm.engine.model.recipe is not None) == has_recipe
+            assert answers(llm) == expected
+            others = process_ids(llm)
+        assert len(others) == num_ranks - 1
+        assert not any(map(is_running, others))
+
+
+def test_blocks_are_moved_on_all_ranks(model: Callable[..., Path]) -> None:
+    """Samples that share a partial block copy it, and preempted requests are swapped out and in."""
+    folder = model("llama")
+    params = SamplingParams(n=3, max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+    prompts = [list(range(5, 5 + length)) for length in (27, 42, 61)]
+    results = []
+    for num_ranks in (1, 2):
+        with LLM(
+            str(folder),
+            dtype="float32",
+            num_blocks=24,
+            threads=1,
+            preemption="swap",
+            tensor_parallel_size=num_ranks,
+        ) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert llm.stats().num_swapped > 0
+            results.append([[each.token_ids for each in output.outputs] for output in outputs])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs_in_a_step_ends_all(
+    model: Callable[..., Path], sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "_STEP_SECONDS", 2.0)
+    with start(model("llama"), 2) as llm:
+        others = process_ids(llm)
+        timer = Timer(0.3, os.kill, (others[0], sent))
+        timer.start()
+        began_at = time.monotonic()
+        with pytest.raises(RanksError, match="rank 1 has"):
+            while time.monotonic() - began_at < 60:
+                answers(llm)
+        timer.join()
+        with pytest.raises(RanksError):
+            answers(llm)
+    assert not any(map(is_running, others))
+
+
+def test_a_rank_that_dies_while_it_loads_ends_all(
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    start_rank = ranks_module._start
+
+    def start_and_kill(settings: Any) -> Any:
+        process = start_rank(settings)
+        started.append(process.pid)
+        Timer(0.5, process.kill).start()
+        return process
+
+    monkeypatch.setattr(ranks_module, "_start", start_and_kill)
+    with pytest.raises(RanksError, match="rank 1 has ended with code -9"):
+        start(model("llama"), 2)
+    assert started
+    assert not any(map(is_running, started))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"speculation": "ngram"}, "speculation"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ({"weight_dtype": "int8"}, "weight_dtype"),
+    ],
+)
+def test_settings_that_do_not_work_on_ranks_are_refused(
+    model: Callable[..., Path], settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(SettingError, match=problem):
+        start(model("llama"), 2, **settings)
+    with pytest.raises(SettingError, match="power of two"):
+        start(model("llama"), 3)
+
+
+def test_a_checkpoint_with_other_names_is_refused(model: Callable[..., Path]) -> None:
+    """GPT-NeoX is saved under other names than those of its parameters."""
+    with pytest.raises(UnsupportedModelError, match="no counterpart"):
+        start(model("gpt_neox", hidden_size=256), 2)
+
+
+def test_a_model_that_cannot_be_divided_is_refused(model: Callable[..., Path]) -> None:
+    with pytest.raises(SettingError, match="segments"):
+        start(model("llama", intermediate_size=96), 2)
+
+
+def test_requests_with_a_kv_budget_are_refused(model: Callable[..., Path]) -> None:
+    with start(model("llama"), 2) as llm, pytest.raises(ValueError, match="its own heads"):
+        llm.generate([_PROMPTS[0]], SamplingParams(max_tokens=4, kv_budget_tokens=64), use_tqdm=False)
+
+
+def test_ranks_end_when_rank_0_is_killed(model: Callable[..., Path]) -> None:
+    program = (
+        "import sys, time\n"
+        "from quire.llm import LLM\n"
+        "llm = LLM(sys.argv[1], dtype='float32', num_blocks=64, threads=1, tensor_parallel_size=2)\n"
+        "print(*llm._ranks.process_ids, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", program, str(model("llama"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        others = [int(each) for each in process.stdout.readline().split()]
+        process.kill()
+    assert others
+    deadline = time.monotonic() + 30
+    while any(map(is_running, others)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
