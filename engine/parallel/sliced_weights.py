@@ -97,10 +97,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Make parameters without memory within the block; buffers get their values as usual."""
     register = torch.nn.Module.register_parameter
 
-    def register_on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        register(module, name, param)
+    def register_on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(self, name, param)
         if param is not None:
-            module._parameters[name] = torch.nn.Parameter(param.to("meta"), requires_grad=False)
+            self._parameters[name] = torch.nn.Parameter(param.to("meta"), requires_grad=False)
 
     torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
