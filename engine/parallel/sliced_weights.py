@@ -94,12 +94,15 @@ class _Checkpoint:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Make parameters without memory within the block; buffers get their values as usual."""
+    """Make parameters without memory within the block; buffers get their values as usual.
+
+    A parameter without memory may be registered again, since tied layers share it.
+    """
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         register(self, name, param)
-        if param is not None:
+        if param is not None and not param.is_meta:
             self._parameters[name] = torch.nn.Parameter(param.to("meta"), requires_grad=False)
 
     torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
