@@ -270,7 +270,8 @@ def _sum_segments(
         num_waiting = 0
         while segment >> num_waiting & 1:
             num_waiting += 1
-        target, stride = np.int64(output), np.int64(output_stride)
+        target: Any = np.int64(output)
+        stride: Any = np.int64(output_stride)
         if segment < num_segments - 1:
             target, stride = np.int64(levels[num_waiting].ctypes.data), np.int64(UNIT)
         _sum_inputs(
