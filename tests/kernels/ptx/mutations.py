@@ -60,8 +60,11 @@ MUTATIONS = (
     Mutation("a load has no guard", r"@%p\d+ (ld\.global\.v)", r"\1", is_in_partial_tile=True),
     Mutation("a store has no guard", r"@%p\d+ (st\.global)", r"\1", is_in_partial_tile=True),
     Mutation("a guard of a store is inverted", r"@%p(\d+ st\.global\.v)", r"@!%p\1"),
+    # Where two masks follow each other, the second one hides all that the first one does.
     Mutation(
-        "a mask of logits is dropped", r"selp\.f32 (\t%r\d+, %r\d+), 0fFF800000, %p\d+;", r"mov.b32 \1;"
+        "a mask of logits is dropped",
+        r"selp\.f32 (\t(%r\d+), %r\d+), 0fFF800000, %p\d+;(?!\n.*selp\.f32 \t%r\d+, \2, )",
+        r"mov.b32 \1;",
     ),
     Mutation("a swizzle is wrong", rf"(xor\.b32 {_REST}, )(?:16|32|64);", r"\g<1>128;", 0),
     Mutation("ldmatrix reads other rows", r"(ldmatrix[^;\n]*\[%r\d+)(?:\+\d+)?\]", r"\1+16]"),
