@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tests.kernels.ptx.program import Fault
 
 Array = NDArray[Any]
-Dtype = type[np.generic]
+Dtype = type[Any]
 
 
 class Operation(NamedTuple):
@@ -88,7 +88,7 @@ def find_operation(opcode: str) -> Operation:
         case ("setp", [comparison, _]):
             return Operation((kind, kind), _COMPARISONS[comparison])
         case ("selp", _):
-            return Operation((kind, kind, np.bool_), lambda a, b, chosen: np.where(chosen, a, b))
+            return Operation((kind, kind, np.bool_), _select)
         case ("and" | "or" | "xor", _):
             return Operation((kind, kind), _BITWISE[name])
         case ("not", ["pred"]):
@@ -136,6 +136,10 @@ def find_operation(opcode: str) -> Operation:
     raise Fault(f"unknown instruction: {opcode}")
 
 
+def _select(a: Array, b: Array, is_first: Array) -> Array:
+    return np.where(is_first, a, b)
+
+
 def _of_halves(operation: Operation) -> Operation:
     """Return the operation on both float16 of each 32-bit register."""
 
@@ -147,7 +151,7 @@ def _of_halves(operation: Operation) -> Operation:
 
 def _multiply_wide(a: Array, b: Array, *added: Array) -> Array:
     wide = _WIDE[a.dtype.type]
-    product = a.astype(wide) * b.astype(wide)
+    product: Array = a.astype(wide) * b.astype(wide)
     return product + added[0] if added else product
 
 
@@ -169,7 +173,7 @@ def _shift_left(a: Array, count: Array) -> Array:
 
 def _shift_right(a: Array, count: Array) -> Array:
     bits = 8 * a.itemsize
-    shifted = a >> np.minimum(count, bits - 1).astype(a.dtype)
+    shifted: Array = a >> np.minimum(count, bits - 1).astype(a.dtype)
     if np.issubdtype(a.dtype, np.signedinteger):
         return shifted
     return np.where(count < bits, shifted, 0).astype(a.dtype)
@@ -225,7 +229,8 @@ def _conversion(target: str, source: str, modifiers: list[str]) -> Operation:
 
 def _saturate(x: Array, wanted: Dtype) -> Array:
     limits = np.iinfo(wanted)
-    return np.nan_to_num(np.clip(x, limits.min, limits.max)).astype(wanted)
+    result: Array = np.nan_to_num(np.clip(x, limits.min, limits.max)).astype(wanted)
+    return result
 
 
 def _pack_bfloat16(high: Array, low: Array) -> Array:

@@ -49,7 +49,8 @@ def multiply(a: Array, b: Array, c: Array, kind: str) -> Array:
     right = np.empty((num_warps, 16, 8), np.float32)
     left[:, A_ROWS, A_COLUMNS] = WIDEN[kind](a.view(np.uint16))
     right[:, B_ROWS, B_COLUMNS] = WIDEN[kind](b.view(np.uint16))
-    return c + (left @ right)[:, C_ROWS, C_COLUMNS]
+    product: Array = c + (left @ right)[:, C_ROWS, C_COLUMNS]
+    return product
 
 
 def distribute(matrices: Array, is_transposed: bool) -> Array:

@@ -95,7 +95,8 @@ class Emulator:
         # Two pointers to Triton's own scratch memory follow; no kernel uses it.
         parameters = dict(zip(program.parameters, [*bits, 0, 0], strict=True))
         memory = GlobalMemory(each for each in arguments.values() if isinstance(each, torch.Tensor))
-        shape = (*grid, 1, 1)[:3]
+        x, y, z = (*grid, 1, 1)[:3]
+        shape = (x, y, z)
         visits: Counter[int] = Counter()
         for position in self._positions(shape):
             shared = SharedMemory(compiled.metadata.shared, program.num_threads // 32)

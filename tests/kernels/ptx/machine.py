@@ -51,8 +51,14 @@ class Copy:
     """The group of each thread that the copy belongs to, counted from 0."""
 
     def part(self, chosen: Array) -> Copy:
-        arrays = (self.threads, self.targets, self.sources, self.source_sizes)
-        return Copy(*(each[chosen] for each in arrays), self.size, self.group[chosen])
+        return Copy(
+            self.threads[chosen],
+            self.targets[chosen],
+            self.sources[chosen],
+            self.source_sizes[chosen],
+            self.size,
+            self.group[chosen],
+        )
 
 
 @dataclass
@@ -112,7 +118,8 @@ class Cta:
     def _choose(self, ready: Array) -> Array:
         """Return which warps run next; all of them are at the same basic block."""
         if self.order is None:
-            return ready & (self.block_of == self.block_of[ready].min())
+            first: Array = ready & (self.block_of == self.block_of[ready].min())
+            return first
         chosen = np.zeros(self.num_warps, bool)
         chosen[self.order.choice(np.flatnonzero(ready))] = True
         return chosen
@@ -152,13 +159,13 @@ class Cta:
         if mask is None:
             return np.ones(self.num_warps, bool)
         by_warp = mask.reshape(-1, WARP)
-        warps: Array = by_warp.any(axis=1)
+        warps: Array = np.any(by_warp, axis=1)
         if (warps != by_warp.all(axis=1)).any():
             raise Fault("the threads of a warp disagree")
         return warps
 
     def _branch(self, instruction: Instruction, warps: Array) -> None:
-        if instruction.target not in self.program.starts:
+        if instruction.target is None or instruction.target not in self.program.starts:
             raise Fault("a branch to an unknown label")
         self.block_of[warps] = self.program.starts[instruction.target]
 
@@ -177,11 +184,11 @@ class Cta:
                 # Lanes that a guard leaves out may shuffle registers that were never written.
                 stored = self.registers.get(name)
                 if stored is None:
-                    return _constant(-1, kind, self.num_threads)
+                    return _constant(-1, np.dtype(kind).str, self.num_threads)
                 wanted = 8 * np.dtype(kind).itemsize
                 return stored if bits == 1 else stored.astype(f"uint{wanted}", copy=False).view(kind)
             case Immediate(value):
-                return _constant(value, kind, self.num_threads)
+                return _constant(value, np.dtype(kind).str, self.num_threads)
             case Special(name) if name in self.specials:
                 return self.specials[name].astype(kind)
         raise Fault(f"not an operand of each thread: {operand}")
@@ -238,8 +245,8 @@ _CONTROL: dict[str, Callable[[Cta, Instruction, Array], None]] = {
 
 
 @cache
-def _constant(value: int, kind: Dtype, num_threads: int) -> Array:
-    if kind is np.bool_:
+def _constant(value: int, kind: str, num_threads: int) -> Array:
+    if np.dtype(kind) == np.bool_:
         return np.full(num_threads, bool(value))
     bits = 8 * np.dtype(kind).itemsize
     return np.full(num_threads, value & (1 << bits) - 1, f"uint{bits}").view(kind)
@@ -303,7 +310,7 @@ def _load_parameter(operands: tuple[Operand, ...], kind: Dtype) -> Step:
     name = source.base.name
 
     def execute(cta: Cta, mask: Mask) -> None:
-        cta.write(target, _constant(cta.parameters[name], kind, cta.num_threads), mask)
+        cta.write(target, _constant(cta.parameters[name], np.dtype(kind).str, cta.num_threads), mask)
 
     return execute
 
