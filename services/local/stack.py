@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
 import grpc
@@ -122,6 +123,12 @@ def local_stack(config: LocalStackConfig, console: Console | None = None) -> Ite
             redis = stack.enter_context(RedisProcess())
             router_redis, worker_redis = redis.router_url, redis.worker_url
         secret = os.environ.get("QUIRE_CLUSTER_SECRET", "").encode() or secrets.token_bytes(32)
+        if config.worker.transport_dir is None:
+            # One of its own, so that nothing is left of workers that are killed.
+            folder = stack.enter_context(
+                TemporaryDirectory(prefix="quire-pools-", ignore_cleanup_errors=True)
+            )
+            config = replace(config, worker=replace(config.worker, transport_dir=folder))
         show = partial(_show_drain, console)
         workers = stack.enter_context(stopped_at_end(config.worker.grace_seconds + KILL_SECONDS, show))
         router_config = replace(config.router, redis_url=router_redis, cluster_secret=secret)
