@@ -66,7 +66,7 @@ async def test_the_load_of_one_router_leaves_the_other_worker_to_the_second(
             for seed in range(NUM_REQUESTS):
                 prompt = e2e.make_prompt(40, seed=seed)
                 await until(lambda: loads(second)["decode-0"][1] >= NUM_BUSY - 1)
-                async with aclosing(other_client.stream(prompt, max_tokens=8, ignore_eos=True)) as stream:
+                async with aclosing(other_client.stream(prompt, max_tokens=300, ignore_eos=True)) as stream:
                     await anext(stream)
                     assert [loads(second)[f"decode-{i}"][0] for i in range(2)] == [0, 1]
                 await until(lambda: loads(second)["decode-1"][0] == 0)

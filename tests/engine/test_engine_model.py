@@ -164,7 +164,12 @@ def make_engine(
     has_drafts: bool = False,
 ) -> Engine:
     model: Any = SimpleNamespace(
-        max_position_embeddings=128, eos_token_ids=frozenset({EOS}), window=window, windows=(), recipe=None
+        max_position_embeddings=128,
+        eos_token_ids=frozenset({EOS}),
+        window=window,
+        windows=(),
+        recipe=None,
+        collectives=None,
     )
     memory = KvMemory(SHAPE, num_blocks, CPU)
     swap_memory = KvMemory(SHAPE, num_swap_blocks, CPU) if num_swap_blocks else None

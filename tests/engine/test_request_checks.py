@@ -18,7 +18,7 @@ from tests.engine.tiny_engine import BLOCK_SIZE, make_prompt, make_request
 
 
 def make_checks(num_blocks: int = 10, max_model_len: int = 1000, window: int | None = None) -> RequestChecks:
-    model: Any = SimpleNamespace(windows=(None, window))
+    model: Any = SimpleNamespace(windows=(None, window), collectives=None)
     tables = BlockTables(BlockPool(num_blocks), BLOCK_SIZE, block_hash)
     return RequestChecks(model, tables, max_num_seqs=4, max_model_len=max_model_len)
 

@@ -31,7 +31,7 @@ class Ledger:
         self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash)
         self.queues = GroupQueues(self.pool)
         self.swap_space = SwapSpace(4)
-        model: Any = SimpleNamespace(windows=())
+        model: Any = SimpleNamespace(windows=(), collectives=None)
         checks = RequestChecks(model, self.tables, max_num_seqs=4, max_model_len=100)
         rules = StopRules(frozenset({1}), 100)
         self.requests = Requests(

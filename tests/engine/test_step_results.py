@@ -43,7 +43,7 @@ class Step:
         self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash)
         self.queues = GroupQueues(self.pool)
         rules = StopRules(frozenset({EOS}), max_model_len=100)
-        model: Any = SimpleNamespace(windows=())
+        model: Any = SimpleNamespace(windows=(), collectives=None)
         checks = RequestChecks(model, self.tables, max_num_seqs=8, max_model_len=100)
         self.requests = Requests(checks, rules, self.queues, self.tables, SwapSpace(0), clock=lambda: 0.0)
         self.speculator = Speculator(NoDrafts(), 4, clock=lambda: 0.0)

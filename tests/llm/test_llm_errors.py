@@ -206,7 +206,7 @@ def test_a_model_is_loaded_where_it_was_asked_for(
     class Loaded(Exception):
         """Ends the start, for there may be no GPU."""
 
-    def load_model(source: str, dtype: str, device: torch.device, weight_dtype: str) -> None:
+    def load_model(source: str, dtype: str, device: torch.device, *others: object) -> None:
         raise Loaded(device.type)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
