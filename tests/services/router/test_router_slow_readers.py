@@ -29,7 +29,9 @@ def generation(num_answers: int, max_tokens: int) -> pb.Generation:
 async def test_others_are_served_when_clients_stop_reading(
     pair: Any, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr("quire.services.router.app.grpc_server", partial(grpc_server, read_seconds=0.3))
+    monkeypatch.setattr(
+        "quire.services.router.public_servers.grpc_server", partial(grpc_server, read_seconds=0.3)
+    )
     pair.script.answer = [5] * 60
     stub = await pair.start(max_requests=NUM_CLIENTS * NUM_ANSWERS)
     large, small = generation(NUM_ANSWERS, 60), generation(1, 2)

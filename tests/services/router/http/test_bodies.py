@@ -10,6 +10,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from quire.services.router.http.bodies import (
+    ADD_BYTES,
     BODY_SECONDS,
     INLINE_BODY_BYTES,
     REQUEST_ID,
@@ -75,6 +76,7 @@ async def http() -> AsyncIterator[ClientSession]:
     """Return a client of a server that returns the prompt's length."""
 
     async def handle(made: web.Request) -> web.Response:
+        made[ADD_BYTES] = lambda num_bytes: None
         try:
             body = await read_body(made, TokenizeRequest)
         except InvalidArgument as error:
