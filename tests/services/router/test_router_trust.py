@@ -163,6 +163,8 @@ async def test_who_keeps_the_lease_of_a_dead_worker_and_takes_its_address_is_dro
     workers = worker_set(stack, Memberships(member(honest.server)))
     await workers.refresh()
     (joined,) = workers.all()
+    # Without this, the watch may find the intruder and close the channel before the call does.
+    workers._watches[joined].cancel()
     await honest.server.stop()
     intruder = Intruder(other.server.address)
     intruder.changes = {"worker_id": "d1", "address": honest.server.address}
