@@ -34,8 +34,8 @@ from quire.kernels.cpu.intrinsics import (
 GROUP = 32
 """Inputs that share a scale in each column of a quantized weight."""
 _SCALE_BYTES = 2
-_AHEAD = 1024
-"""Weights by which a product prefetches; one with fewer than 3 rows reads several panels at a time."""
+AHEAD = 64
+"""Inputs of a panel by which a tile of several rows prefetches weights that it will use itself."""
 _GROUPS_AHEAD = 8
 """Groups by which it prefetches quantized weights."""
 
@@ -132,6 +132,7 @@ def add_rows_product(
     left: Any,
     right: Any,
     depth: Any,
+    fetch: Any,
     strides: Any,
     rows: Any,
     panels: Any,
@@ -147,6 +148,8 @@ def add_rows_product(
     Args:
         total, left, right: addresses; total and left are float32.
         depth: number of products in a sum; whole groups, if the weights are quantized.
+        fetch: address of what a product of 3 or more rows with float32 weights prefetches for k = 0, and the
+            bytes from there to what it prefetches for the next k. Other products prefetch their own weights.
         strides: elements from one row of total to the next, and of left; bytes from one panel to the next.
         rows, panels: size of the tile, literals.
         stored: the NumPy type of the weights, in ``STORAGE`` or ``QUANTIZED``.
@@ -160,10 +163,11 @@ def add_rows_product(
         if stored.dtype in _BITS:
             _add_groups(tile, arguments[3], _BITS[stored.dtype])
         else:
-            _add_plain(tile, arguments[3], context.get_value_type(stored.dtype), stored.dtype)
+            element = context.get_value_type(stored.dtype)
+            _add_plain(tile, arguments[3], arguments[4], element, stored.dtype)
         return context.get_dummy_value()
 
-    return types.none(*(types.int64,) * 4, strides, rows, panels, stored), codegen
+    return types.none(*(types.int64,) * 4, fetch, strides, rows, panels, stored), codegen
 
 
 def _make_tile(builder: Any, arguments: Any, num_rows: int, num_panels: int) -> _Tile:
@@ -171,7 +175,7 @@ def _make_tile(builder: Any, arguments: Any, num_rows: int, num_panels: int) -> 
         builder.inttoptr(address, kind.as_pointer())
         for address, kind in zip(arguments[:3], (_FLOAT, _FLOAT, _BYTE), strict=True)
     )
-    total_stride, left_stride, panel_stride = cgutils.unpack_tuple(builder, arguments[4])
+    total_stride, left_stride, panel_stride = cgutils.unpack_tuple(builder, arguments[5])
     vector = ir.VectorType(_FLOAT, TILE_COLUMNS)
 
     def moved(base: Any, stride: Any, index: int, offset: int = 0) -> Any:
@@ -193,14 +197,18 @@ def _make_tile(builder: Any, arguments: Any, num_rows: int, num_panels: int) -> 
     )
 
 
-def _add_plain(tile: _Tile, depth: Any, element: Any, stored: Any) -> None:
+def _add_plain(tile: _Tile, depth: Any, fetch: Any, element: Any, stored: Any) -> None:
     """Emit the product with weights that are stored as they are."""
-    builder, item_bytes = tile.builder, stored.bitwidth // 8
+    builder, input_bytes = tile.builder, TILE_COLUMNS * stored.bitwidth // 8
+    fetch_first, fetch_step = cgutils.unpack_tuple(builder, fetch)
 
     def add(k: Any, sums: _Sums) -> _Sums:
-        offset = builder.mul(k, ir.Constant(_INT64, TILE_COLUMNS * item_bytes))
+        offset = builder.mul(k, ir.Constant(_INT64, input_bytes))
         if len(tile.lefts) > 2:
-            tile.prefetch(offset, (_AHEAD * item_bytes,))
+            if stored is types.float32:
+                emit_prefetch(builder, builder.add(fetch_first, builder.mul(k, fetch_step)))
+            else:
+                tile.prefetch(offset, (AHEAD * input_bytes,))
         weights = [
             widened_vector(builder, stored, tile.stored(panel, offset, element))
             for panel in range(len(tile.rights))
