@@ -18,9 +18,18 @@ from quire.engine.row_layers import RowNorm
 from quire.engine.step_recipe import LayerRecipe, MlpRecipe, NoRecipeError, StepRecipe, read_recipe
 from quire.engine.step_tensors import StepTensors
 from quire.kernels.cpu import attention, step, threads
+from quire.kernels.cpu.attention_tiles import (
+    AttentionShape,
+    DecodeTiles,
+    make_parts,
+    make_tiles,
+    one_part_each,
+    part_tokens,
+)
 from quire.kernels.cpu.exchange import EXCHANGE
 from quire.kernels.cpu.linear import UNIT
 from quire.kernels.cpu.storage import STORAGE
+from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 
 logger = logging.getLogger(__name__)
@@ -63,7 +72,8 @@ class CompiledStep:
         self._dtype = _dtype(recipe)
         self._vocab_size = vocab_size
         self._num_heads = recipe.layers[0].output.in_features // heads.head_dim
-        self._tile_tokens = attention.tile_tokens(self._num_heads // heads.num_kv_heads)
+        self._shape = AttentionShape(memory.shape.block_size, self._num_heads, heads.num_kv_heads)
+        self._decode_tiles = DecodeTiles(self._shape)
         self._program = step.program(STORAGE[self._dtype], recipe.head.packed.stored)
         self._work_per_token = _num_weights(recipe)
         num_layers = len(recipe.layers)
@@ -77,7 +87,6 @@ class CompiledStep:
         self._held: list[Any] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._decode_tiles = torch.empty((0, 3), dtype=torch.int64)
         self._keeps_all_rows = True
         self._num_positions = 0
         self._num_sums = sum(
@@ -111,12 +120,14 @@ class CompiledStep:
         calls["table_width"] = metadata.block_tables.shape[1]
         calls["query_starts"] = metadata.query_starts.data_ptr()
         calls["seq_lens"] = metadata.seq_lens.data_ptr()
-        tiles = last_tiles = self._tiles(metadata.query_starts, num_tokens)
+        parts, tiles = last_parts, last_tiles = self._tiles(metadata)
         if not keeps_all_rows and num_logits == len(metadata.query_starts) - 1:
-            last_tiles = _one_row_each(tensors.logit_rows, metadata.query_starts)
-        calls["tiles"][:-1], calls["tiles"][-1] = tiles.data_ptr(), last_tiles.data_ptr()
-        calls["num_programs"][:-1] = len(tiles) * calls[0]["num_kv_heads"]
-        calls["num_programs"][-1] = len(last_tiles) * calls[0]["num_kv_heads"]
+            last_parts = _one_row_each(tensors.logit_rows, metadata.query_starts)
+            last_tiles = one_part_each(num_logits)
+        calls["parts"][:-1], calls["parts"][-1] = parts.ctypes.data, last_parts.ctypes.data
+        calls["tiles"][:-1], calls["tiles"][-1] = tiles.ctypes.data, last_tiles.ctypes.data
+        calls["num_programs"][:-1] = len(tiles) * self._shape.num_kv_heads
+        calls["num_programs"][-1] = len(last_tiles) * self._shape.num_kv_heads
         work = num_tokens * self._work_per_token
         num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
         threads.run(self._program.address, self._step_address, num_threads)
@@ -127,16 +138,15 @@ class CompiledStep:
         finish = self._recipe.finish
         return chosen if finish is None else finish(chosen.to(self._dtype))
 
-    def _tiles(self, query_starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return the tiles of a step; those of steps with one token of each sequence are kept."""
-        num_sequences = query_starts.shape[0] - 1
-        if num_tokens != num_sequences:
-            starts = query_starts.numpy()
-            return torch.from_numpy(attention.make_tiles(starts, np.diff(starts), self._tile_tokens))
-        if self._decode_tiles.shape[0] != num_tokens:
-            first = torch.arange(num_tokens)
-            self._decode_tiles = torch.stack([first, first, first + 1], dim=1)
-        return self._decode_tiles
+    def _tiles(self, metadata: AttentionMetadata) -> tuple[Array, Array]:
+        """Return the parts and tiles of a step."""
+        starts = metadata.query_starts.numpy()
+        sequences = (metadata.block_tables.numpy(), starts, metadata.seq_lens.numpy())
+        num_threads = torch.get_num_threads()
+        if metadata.slot_mapping.shape[0] == len(starts) - 1:
+            return self._decode_tiles.of(*sequences, num_threads)
+        parts = make_parts(starts, np.diff(starts), part_tokens(self._shape.group))
+        return make_tiles(parts, *sequences, self._shape, num_threads)
 
     def _place_kept_rows(self, keeps_all_rows: bool) -> None:
         """Give the program its second step: in the buffers of the first, or in free ones for copies."""
@@ -296,10 +306,10 @@ def _dtype(recipe: StepRecipe) -> torch.dtype:
     return recipe.head.packed.dtype
 
 
-def _one_row_each(rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return tiles of attention with one row each; see ``attention.make_tiles``."""
+def _one_row_each(rows: torch.Tensor, starts: torch.Tensor) -> Array:
+    """Return parts of attention with one token each; see ``make_parts``."""
     sequences = torch.searchsorted(starts.long(), rows, right=True) - 1
-    return torch.stack((sequences, rows, rows + 1), dim=1)
+    return torch.stack((sequences, rows, rows + 1), dim=1).numpy()
 
 
 def _num_weights(recipe: StepRecipe) -> int:

@@ -54,7 +54,7 @@ def blocks_summed_together(device: torch.device, block_size: int) -> int:
     """
     if device.type != "cpu":
         return 1
-    together: int = _cpu_module("attention").span_blocks(block_size)
+    together: int = _cpu_module("attention_tiles").span_blocks(block_size)
     return together
 
 

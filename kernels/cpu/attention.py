@@ -1,17 +1,21 @@
 """Paged attention on the CPU.
 
-A program computes a tile (consecutive new tokens of one sequence) for one KV head. Its rows are the tile's
-tokens times the query heads of the group, so that every key and value is read once for all of them. It loops
-over the sequence's block table, one span of blocks at a time, with a running softmax (FlashAttention, Dao et
-al., 2022). Keys are transposed into a buffer that stays in the CPU's cache. Scores and outputs are matrix
-products.
+A program computes a tile for one KV head. A tile has parts, and each part consecutive new tokens of one
+sequence. Its rows are its tokens times the query heads of the group, so that every key and value is read
+once for all of them. It loops over the sequence's block table, one span of blocks at a time, with a running
+softmax (FlashAttention, Dao et al., 2022). Keys are transposed into a buffer that stays in the CPU's cache.
+Scores and outputs are matrix products.
 
 With many rows, as in prefill, arithmetic is the limit: products run over whole spans, and values are widened
 once. With few rows, as in decode, memory is the limit: values are read in place, and each step of the product
 with a block's keys prefetches a part of the block's values and of the next block's keys. Prefetching a whole
 block at once would stall, since a core can have only a few memory requests in flight.
 
-In both cases a row's sums run in the order of its keys, in spans counted from the table's first block, and
+Sequences that begin with the same blocks share a tile. A program first attends over these blocks with the
+rows of all its parts, so that each key is read and transposed once, and then over the other blocks of each
+part (Hydragen, Juravsky et al., 2024; ChunkAttention, Ye et al., 2024).
+
+In all cases a row's sums run in the order of its keys, in spans counted from the table's first block, and
 keys that the row does not see add nothing. So a token gets the same bits in a decode step, in a chunk and in
 a whole prompt.
 
@@ -30,6 +34,7 @@ import torch
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
+from quire.kernels.cpu.attention_tiles import AttentionShape, make_parts, make_tiles, part_tokens, span_blocks
 from quire.kernels.cpu.intrinsics import (
     FAST_MATH,
     SQUARE,
@@ -48,9 +53,6 @@ from quire.kernels.cpu.storage import STORAGE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_SPAN = 64
-"""Keys per span, or one block if that is more; the running softmax is updated once per span."""
-_MAX_ROWS = 256
 _FEW_ROWS = 32
 """Most rows for which values are read in place; with more rows it is faster to widen them first."""
 _MIN_THREADED_WORK = 1 << 16
@@ -65,6 +67,7 @@ _ADDRESSES = (
     "block_tables",
     "query_starts",
     "seq_lens",
+    "parts",
     "tiles",
     "sinks",
     "slopes",
@@ -111,7 +114,14 @@ def paged_attention(
     _, _, num_kv_heads, block_size, _ = kv_layer.shape
     group = num_heads // num_kv_heads
     num_new = np.diff(query_starts.numpy())
-    tiles = make_tiles(query_starts.numpy(), num_new, tile_tokens(group))
+    parts, tiles = make_tiles(
+        make_parts(query_starts.numpy(), num_new, part_tokens(group)),
+        block_tables.numpy(),
+        query_starts.numpy(),
+        seq_lens.numpy(),
+        AttentionShape(block_size, num_heads, num_kv_heads),
+        torch.get_num_threads(),
+    )
     query32 = query.float().contiguous()
     output = torch.empty((num_tokens, num_heads, head_dim))
     sink_logits = np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.float().numpy()
@@ -126,6 +136,7 @@ def paged_attention(
         block_tables.data_ptr(),
         query_starts.data_ptr(),
         seq_lens.data_ptr(),
+        parts.ctypes.data,
         tiles.ctypes.data,
         sink_logits.ctypes.data,
         slopes.ctypes.data,
@@ -150,32 +161,6 @@ def paged_attention(
     num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
     threads.run(kernel.address, arguments.ctypes.data, num_threads)
     return output.to(query.dtype)
-
-
-def span_blocks(block_size: int) -> int:
-    """Return how many blocks a span has; spans are counted from a table's first block."""
-    return max(1, _SPAN // block_size)
-
-
-def make_tiles(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
-    """Split the new tokens into tiles of one sequence each.
-
-    Returns:
-        int64 ``[num_tiles, 3]``: rows of (sequence, first token, last token + 1).
-    """
-    num_tiles = -(-num_new // max_tokens)
-    sequence = np.repeat(np.arange(len(num_tiles)), num_tiles)
-    tile_index = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-    tiles = np.empty((len(sequence), 3), np.int64)
-    tiles[:, 0] = sequence
-    tiles[:, 1] = query_starts[sequence] + tile_index * max_tokens
-    tiles[:, 2] = np.minimum(tiles[:, 1] + max_tokens, query_starts[sequence + 1])
-    return tiles
-
-
-def tile_tokens(group: int) -> int:
-    """Return how many tokens a tile has if each KV head has ``group`` query heads."""
-    return max(1, _MAX_ROWS // group)
 
 
 @compiled
@@ -391,146 +376,233 @@ def _running_softmax(
         scores[row, slot] = 0.0
 
 
+@compiled
+def _position(args: Any, sequence: int, token: int) -> Any:
+    """Return the position of a new token in its sequence, whose last token has position ``seq_len - 1``."""
+    seq_len = carray(pointer(args.seq_lens + 4 * sequence, np.int32), (1,))[0]
+    end = carray(pointer(args.query_starts + 4 * sequence, np.int32), (2,))[1]
+    return np.int64(seq_len) - (np.int64(end) - token)
+
+
+@compiled
+def _scale_of(scales_at: int, block: int, block_stride: int) -> np.float32:
+    """Return the factor of a block's 8-bit keys or values."""
+    scale: np.float32 = carray(pointer(scales_at + 4 * block_stride * block, np.float32), (1,))[0]
+    return scale
+
+
+@compiled
+def _attend_span(
+    args: Any,
+    kv_head: int,
+    table: Array,
+    base: int,
+    first_key: int,
+    end_key: int,
+    slopes: Array,
+    positions: Array,
+    query: Array,
+    scores: Array,
+    keys: Array,
+    values: Array,
+    best: Array,
+    weight: Array,
+    total: Array,
+    num_rows: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    span: int,
+    storage: Any,
+    item_bytes: int,
+    square: int,
+    block_columns: int,
+    value_columns: int,
+    step: int,
+) -> None:
+    """Attend over one span of blocks.
+
+    Args:
+        base: position of the span's first key.
+        first_key, end_key: positions of the first key that a row sees, and of the last one + 1.
+        positions: of the rows.
+        scores, keys, values: buffers, which keep nothing from span to span.
+        step: bytes that are prefetched for each product of a key.
+    """
+    nothing = (np.int64(0), np.int64(0))
+    is_scaled = item_bytes == 1
+    head_at = args.kv + item_bytes * kv_head * args.head_stride
+    block_stride, value_offset = item_bytes * args.block_stride, item_bytes * args.value_offset
+    scales_at = args.kv_scales + 4 * kv_head
+    value_scales_at = scales_at + 4 * args.scale_value_offset
+    has_few_rows = num_rows <= _FEW_ROWS
+    # Slots after the last position may hold another sequence's data and are never read.
+    num_keys = min(span, end_key - base)
+    num_blocks = -(-num_keys // block_size)
+    scores[:num_rows] = 0.0
+    # Blocks before the window are not read either, since they may have been freed.
+    first_block = max(0, first_key - base) // block_size
+    for index in range(first_block, num_blocks):
+        entry = base // block_size + index
+        block = np.int64(table[entry])
+        key_at = head_at + block_stride * block
+        value_at = key_at + value_offset
+        slot = index * block_size
+        key_scale = _scale_of(scales_at, block, args.scale_block_stride) if is_scaled else np.float32(1.0)
+        _unpack_keys(key_at, key_scale, keys, slot, block_size, head_dim, storage, item_bytes, square)
+        if has_few_rows:
+            next_entry = min(entry + 1, (end_key - 1) // block_size)
+            next_key_at = head_at + block_stride * np.int64(table[next_entry])
+            _add_products(
+                scores,
+                query,
+                keys,
+                num_rows,
+                head_dim,
+                slot,
+                slot + block_size,
+                block_columns,
+                (np.int64(value_at), np.int64(next_key_at)),
+                step,
+            )
+        else:
+            value_scale = np.float32(1.0)
+            if is_scaled:
+                value_scale = _scale_of(value_scales_at, block, args.scale_block_stride)
+            block_values = carray(pointer(value_at, storage), (block_size, head_dim))
+            count = min(block_size, num_keys - slot)
+            _unpack_values(block_values, value_scale, values, slot, count, head_dim)
+    if not has_few_rows:
+        # Clear the unused rows: a NaN from an earlier sequence would stay NaN even with weight 0.
+        values[: first_block * block_size] = 0.0
+        values[num_keys:] = 0.0
+        _add_products(scores, query, keys, num_rows, head_dim, 0, scores.shape[1], TILE_COLUMNS, nothing, 0)
+    for row in range(num_rows):
+        position = positions[row]
+        _apply_softcap_and_alibi(scores, row, span, args.softcap, slopes[row % group], base - position)
+        low = min(span, max(0, position - args.window + 1 - base)) if args.window > 0 else 0
+        high = max(0, min(num_keys, position + 1 - base))
+        _running_softmax(scores, row, low, high, best, weight, total, span, head_dim)
+    if has_few_rows:
+        for index in range(first_block, num_blocks):
+            block = np.int64(table[base // block_size + index])
+            value_scale = np.float32(1.0)
+            if is_scaled:
+                value_scale = _scale_of(value_scales_at, block, args.scale_block_stride)
+            _add_block_values(
+                total,
+                scores,
+                head_at + block_stride * block + value_offset,
+                value_scale,
+                num_rows,
+                index * block_size,
+                min(block_size, num_keys - index * block_size),
+                head_dim,
+                value_columns,
+                storage,
+                item_bytes,
+            )
+    else:
+        _add_products(total, scores, values, num_rows, span, 0, head_dim, value_columns, nothing, 0)
+
+
 @cache
 def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
     """Compile the function that each thread runs: it takes the next program until none is left."""
-    blocks_per_span = span_blocks(block_size)
-    span = blocks_per_span * block_size
+    span = span_blocks(block_size) * block_size
     score_columns = -(-span // TILE_COLUMNS) * TILE_COLUMNS
     value_columns = min(head_dim & -head_dim, TILE_COLUMNS)
-    max_rows = -(-tile_tokens(group) * group // TILE_ROWS) * TILE_ROWS
+    # Products fill whole tiles of rows, and those of a tile's last part may begin at any row.
+    max_rows = -(-part_tokens(group) * group // TILE_ROWS) * TILE_ROWS + TILE_ROWS
     item_bytes = np.dtype(storage).itemsize
-    is_scaled = item_bytes == 1
     square = math.gcd(block_size, head_dim, SQUARE)
     block_columns = min(block_size & -block_size, TILE_COLUMNS)
     step = block_size * item_bytes
-    block_shape = (block_size, head_dim)
 
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
-        num_heads, window = args.num_heads, args.window
+        num_heads = args.num_heads
         query = np.zeros((max_rows, head_dim), np.float32)
         total = np.empty((max_rows, head_dim), np.float32)
         scores = np.zeros((max_rows, score_columns), np.float32)
         keys = np.zeros((head_dim, score_columns), np.float32)
         values = np.zeros((span, head_dim), np.float32)
-        nothing = (np.int64(0), np.int64(0))
         best, weight = np.empty(max_rows, np.float32), np.empty(max_rows, np.float32)
+        positions = np.empty(max_rows, np.int64)
         while True:
             program = np.int64(fetch_and_increment(args.next_program))
             if program >= args.num_programs:
                 break
             kv_head = program % args.num_kv_heads
             tile = carray(pointer(args.tiles + 24 * (program // args.num_kv_heads), np.int64), (3,))
-            sequence, first, num_tokens = tile[0], tile[1], tile[2] - tile[1]
-            table_at = args.block_tables + 4 * sequence * args.table_width
-            table = carray(pointer(table_at, np.int32), (args.table_width,))
-            end = carray(pointer(args.query_starts + 4 * sequence, np.int32), (2,))[1]
-            seq_len = carray(pointer(args.seq_lens + 4 * sequence, np.int32), (1,))[0]
+            num_parts, num_shared_spans = tile[1] - tile[0], tile[2]
+            parts = carray(pointer(args.parts + 24 * tile[0], np.int64), (num_parts, 3))
             sinks = carray(pointer(args.sinks + 4 * kv_head * group, np.float32), (group,))
             slopes = carray(pointer(args.slopes + 4 * kv_head * group, np.float32), (group,))
-            rows_at = 4 * (first * num_heads + kv_head * group) * head_dim
-            rows_shape = (num_tokens, num_heads, head_dim)
-            inputs = carray(pointer(args.query + rows_at, np.float32), rows_shape)
-            outputs = carray(pointer(args.output + rows_at, np.float32), rows_shape)
-            num_rows = num_tokens * group
-            has_few_rows = num_rows <= _FEW_ROWS
-            _read_rows(inputs, query, num_tokens, group, head_dim, args.scale)
-            _begin_rows(sinks, best, weight, total, num_rows, group, head_dim)
-            # The sequence's last token has position seq_len - 1.
-            first_position = np.int64(seq_len) - (np.int64(end) - first)
-            last_position = first_position + num_tokens - 1
-            first_key = max(0, first_position - window + 1) if window > 0 else 0
-            head_at = args.kv + item_bytes * kv_head * args.head_stride
-            block_stride, value_offset = item_bytes * args.block_stride, item_bytes * args.value_offset
-            scales_at = args.kv_scales + 4 * kv_head
-            for span_index in range(first_key // span, last_position // span + 1):
-                base = span_index * span
-                # Slots after the last position may hold another sequence's data and are never read.
-                num_keys = min(span, last_position + 1 - base)
-                num_blocks = -(-num_keys // block_size)
-                scores[:num_rows] = 0.0
-                # Blocks before the window are not read either, since they may have been freed.
-                first_block = max(0, first_key - base) // block_size
-                for index in range(first_block, num_blocks):
-                    entry = span_index * blocks_per_span + index
-                    block = np.int64(table[entry])
-                    key_at = head_at + block_stride * block
-                    value_at = key_at + value_offset
-                    block_values = carray(pointer(value_at, storage), block_shape)
-                    slot = index * block_size
-                    count = min(block_size, num_keys - slot)
-                    key_scale = value_scale = np.float32(1.0)
-                    if is_scaled:
-                        scale_at = scales_at + 4 * args.scale_block_stride * block
-                        key_scale = carray(pointer(scale_at, np.float32), (1,))[0]
-                        value_scale_at = scale_at + 4 * args.scale_value_offset
-                        value_scale = carray(pointer(value_scale_at, np.float32), (1,))[0]
-                    _unpack_keys(
-                        key_at, key_scale, keys, slot, block_size, head_dim, storage, item_bytes, square
+            num_all_rows, lowest = np.int64(0), np.int64(1) << 62
+            for part in range(num_parts):
+                num_tokens = parts[part, 2] - parts[part, 1]
+                rows_at = 4 * (parts[part, 1] * num_heads + kv_head * group) * head_dim
+                inputs = carray(pointer(args.query + rows_at, np.float32), (num_tokens, num_heads, head_dim))
+                _read_rows(inputs, query[num_all_rows:], num_tokens, group, head_dim, args.scale)
+                first_position = _position(args, parts[part, 0], parts[part, 1])
+                for row in range(num_tokens * group):
+                    positions[num_all_rows + row] = first_position + row // group
+                num_all_rows += num_tokens * group
+                lowest = min(lowest, first_position)
+            _begin_rows(sinks, best, weight, total, num_all_rows, group, head_dim)
+            # First the spans that all parts share, then the others of each part. The last part comes first:
+            # its products spill into the rows after its own, which must have been written by then.
+            first_row: Any = np.int64(0)
+            num_rows: Any = num_all_rows
+            end_span: Any = num_shared_spans
+            for stage in range(num_parts + 1):
+                own, first_span, highest = np.int64(0), np.int64(0), num_shared_spans * span - 1
+                if stage > 0:
+                    own, first_span = num_parts - stage, num_shared_spans
+                    num_rows = (parts[own, 2] - parts[own, 1]) * group
+                    first_row = (num_all_rows if stage == 1 else first_row) - num_rows
+                    lowest, highest = positions[first_row], positions[first_row + num_rows - 1]
+                    end_span = highest // span + 1
+                table_at = args.block_tables + 4 * parts[own, 0] * args.table_width
+                table = carray(pointer(table_at, np.int32), (args.table_width,))
+                first_key = max(0, lowest - args.window + 1) if args.window > 0 else 0
+                for span_index in range(max(first_span, first_key // span), end_span):
+                    _attend_span(
+                        args,
+                        kv_head,
+                        table,
+                        span_index * span,
+                        first_key,
+                        highest + 1,
+                        slopes,
+                        positions[first_row:],
+                        query[first_row:],
+                        scores,
+                        keys,
+                        values,
+                        best[first_row:],
+                        weight[first_row:],
+                        total[first_row:],
+                        num_rows,
+                        group,
+                        head_dim,
+                        block_size,
+                        span,
+                        storage,
+                        item_bytes,
+                        square,
+                        block_columns,
+                        value_columns,
+                        step,
                     )
-                    if has_few_rows:
-                        next_entry = min(entry + 1, last_position // block_size)
-                        next_key_at = head_at + block_stride * np.int64(table[next_entry])
-                        _add_products(
-                            scores,
-                            query,
-                            keys,
-                            num_rows,
-                            head_dim,
-                            slot,
-                            slot + block_size,
-                            block_columns,
-                            (np.int64(value_at), np.int64(next_key_at)),
-                            step,
-                        )
-                    else:
-                        _unpack_values(block_values, value_scale, values, slot, count, head_dim)
-                if not has_few_rows:
-                    # Clear the unused rows: a NaN from an earlier sequence would stay NaN even with weight 0.
-                    values[: first_block * block_size] = 0.0
-                    values[num_keys:] = 0.0
-                    _add_products(
-                        scores, query, keys, num_rows, head_dim, 0, score_columns, TILE_COLUMNS, nothing, 0
+                if stage > 0:
+                    rows_at = 4 * (parts[own, 1] * num_heads + kv_head * group) * head_dim
+                    shape = (num_rows // group, num_heads, head_dim)
+                    outputs = carray(pointer(args.output + rows_at, np.float32), shape)
+                    _write_rows(
+                        total[first_row:], weight[first_row:], outputs, num_rows // group, group, head_dim
                     )
-                for row in range(num_rows):
-                    position = first_position + row // group
-                    _apply_softcap_and_alibi(
-                        scores, row, span, args.softcap, slopes[row % group], base - position
-                    )
-                    low = min(span, max(0, position - window + 1 - base)) if window > 0 else 0
-                    high = max(0, min(num_keys, position + 1 - base))
-                    _running_softmax(scores, row, low, high, best, weight, total, span, head_dim)
-                if has_few_rows:
-                    for index in range(first_block, num_blocks):
-                        block = np.int64(table[span_index * blocks_per_span + index])
-                        value_at = head_at + block_stride * block + value_offset
-                        slot = index * block_size
-                        count = min(block_size, num_keys - slot)
-                        value_scale = np.float32(1.0)
-                        if is_scaled:
-                            scale_at = scales_at + 4 * (
-                                args.scale_block_stride * block + args.scale_value_offset
-                            )
-                            value_scale = carray(pointer(scale_at, np.float32), (1,))[0]
-                        _add_block_values(
-                            total,
-                            scores,
-                            value_at,
-                            value_scale,
-                            num_rows,
-                            slot,
-                            count,
-                            head_dim,
-                            value_columns,
-                            storage,
-                            item_bytes,
-                        )
-                else:
-                    _add_products(
-                        total, scores, values, num_rows, span, 0, head_dim, value_columns, nothing, 0
-                    )
-            _write_rows(total, weight, outputs, num_tokens, group, head_dim)
 
     signature = types.void(types.CPointer(_ARGUMENTS_TYPE))
     return compile_kernel(signature, kernel, fastmath=FAST_MATH, error_model="numpy")

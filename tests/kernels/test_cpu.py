@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -39,9 +40,13 @@ def make_case(
     num_kv_heads: int = 2,
     group: int = 2,
     head_dim: int = 32,
+    num_shared_blocks: int = 0,
     seed: int = 0,
 ) -> Case:
-    """Return sequences of (cached, new) tokens in shuffled blocks; all slots that no token owns hold NaN."""
+    """Return sequences of (cached, new) tokens in shuffled blocks; all slots that no token owns hold NaN.
+
+    The first sequence's first blocks are also those of all others whose cached tokens fill as many.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [-(-(cached + new) // block_size) for cached, new in lengths]
     order = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
@@ -51,7 +56,8 @@ def make_case(
     kv_scales = torch.full(shape[:4], float("nan"))[:, 1] if stored else None
     slots: list[int] = []
     for row, (cached, new) in enumerate(lengths):
-        table = [order.pop() for _ in range(num_blocks[row])]
+        shared = tables[0, : num_shared_blocks if row and cached >= num_shared_blocks * block_size else 0]
+        table = [*shared.tolist(), *(order.pop() for _ in range(num_blocks[row] - len(shared)))]
         tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
         all_slots = [table[p // block_size] * block_size + p % block_size for p in range(cached + new)]
         past = torch.tensor(all_slots[:cached], dtype=torch.int64)
@@ -170,6 +176,55 @@ def test_a_row_does_not_depend_on_the_other_sequences() -> None:
         )
         single = ops.paged_attention(case.query[first:last], case.kv_layer, metadata, scale=0.2)
         assert torch.equal(single, batch[first:last])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"logit_softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "stored", "group"),
+    [(torch.float32, None, 3), (torch.bfloat16, None, 1), (torch.float16, torch.int8, 4)],
+    ids=str,
+)
+def test_sequences_that_begin_with_the_same_blocks_have_the_bits_that_they_have_alone(
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
+    group: int,
+    options: dict[str, float],
+    num_threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    lengths = [(160, 1), (160, 1), (64, 1), (100, 1), (159, 40), (3, 1), (128, 1), (500, 2), (191, 1)] * 3
+    for num_shared_blocks in (3, 4, 8, 10):
+        case = make_case(
+            lengths, dtype=dtype, stored=stored, group=group, num_shared_blocks=num_shared_blocks
+        )
+        ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping, case.kv_scales)
+        batch = ops.paged_attention(
+            case.query,
+            case.kv_layer,
+            case.metadata,
+            scale=0.2,
+            kv_scales=case.kv_scales,
+            **options,  # type: ignore[arg-type]
+        )
+        starts = case.metadata.query_starts.tolist()
+        for row, (first, last) in enumerate(itertools.pairwise(starts)):
+            alone = AttentionMetadata(
+                case.metadata.block_tables[row : row + 1],
+                torch.tensor([0, last - first], dtype=torch.int32),
+                case.metadata.seq_lens[row : row + 1],
+                case.metadata.slot_mapping[first:last],
+            )
+            single = ops.paged_attention(
+                case.query[first:last],
+                case.kv_layer,
+                alone,
+                scale=0.2,
+                kv_scales=case.kv_scales,
+                **options,  # type: ignore[arg-type]
+            )
+            assert torch.equal(single, batch[first:last])
 
 
 def test_a_sequence_with_nan_does_not_spoil_another() -> None:
