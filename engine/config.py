@@ -11,6 +11,8 @@ from quire.settings.setting import Panel, check_settings, setting
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WeightDtype = Literal["auto", "int8", "int4"]
 
+MAX_RANKS = 8
+"""Most processes that a model can be divided among."""
 MAX_SPECULATIVE_TOKENS = 16
 """Most draft tokens per step: all of them are computed, and the later ones are seldom right."""
 
@@ -42,6 +44,14 @@ class EngineConfig:
         "Most tokens of prompt and answer; by default the model's.",
         Panel.MODEL,
         minimum=1,
+    )
+    tensor_parallel_size: int = setting(
+        1,
+        "--tensor-parallel-size",
+        "Processes on this machine that the model is divided among, a power of two; on the CPU.",
+        Panel.MODEL,
+        minimum=1,
+        maximum=MAX_RANKS,
     )
     speculation: Literal["off", "ngram", "draft"] = setting(
         "off",
@@ -120,6 +130,21 @@ class EngineConfig:
                 f"{self.name_of('max_num_seqs')} ({self.max_num_seqs}), "
                 "or a full batch cannot decode in one step"
             )
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Raise ValueError for a setting that does not work on several ranks."""
+        size, name = self.tensor_parallel_size, self.name_of("tensor_parallel_size")
+        if size & (size - 1):
+            raise ValueError(
+                f"{name} must be a power of two, since other numbers of sums give other bits; got {size}"
+            )
+        for field, value in (("speculation", "off"), ("weight_dtype", "auto"), ("kv_cache_dtype", "auto")):
+            if size > 1 and getattr(self, field) != value:
+                raise ValueError(
+                    f"{name} {size} and {self.name_of(field)} {getattr(self, field)} do not work together: "
+                    f"leave {self.name_of(field)} at {value}, or {name} at 1"
+                )
 
     def name_of(self, field: str) -> str:
         """Return what error messages call a field: here its name, which is also the keyword of ``LLM``."""

@@ -116,8 +116,11 @@ class EngineThread:
                     self._on_stall(was_stalled)
         seconds = self._watch.stalled_seconds
         logger.error("engine_stuck", extra={"fields": {"seconds": round(seconds, 1)}})
+        self.give_up(EngineFailedError(f"the engine is stuck: its step has taken {seconds:.0f} s"))
+
+    def give_up(self, failure: EngineFailedError) -> None:
+        """Fail everything that waits for the thread, and let it end after its current step."""
         self._refuse_commands()
-        failure = EngineFailedError(f"the engine is stuck: its step has taken {seconds:.0f} s")
         self._fail_commands(failure)
         self._deliver_failure(failure)
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from quire.engine.shared_memory import allocate_shared
+from quire.engine.shared_memory import SharedMemory
 from quire.kernels import ops
 from quire.kvindex.kv_layout import KvShape
 
@@ -22,9 +22,14 @@ class KvMemory:
     On a GPU, ``read`` and ``write`` run on a stream of their own, concurrently with the step. Copies between
     the GPU and pinned host memory use this stream too, and a step waits only for the blocks that it needs.
 
+    Args:
+        shared: memory on the CPU for the blocks, which other processes may map; None means memory of its own.
+        own_heads: the KV heads that this process computes, if a model is divided among processes that share
+            the blocks; None means all.
+
     Attributes:
-        layers: for each layer, its part of all blocks.
-        scales: for each layer, float32 ``[num_blocks, 2, num_kv_heads]``; None if blocks have no scales.
+        layers: for each layer, its part of all blocks, with the own heads only.
+        scales: for each layer, float32 ``[num_blocks, 2, num_own_heads]``; None if blocks have no scales.
         descriptor: file descriptor by which other processes map the blocks; None if they cannot.
     """
 
@@ -35,38 +40,39 @@ class KvMemory:
         device: torch.device,
         *,
         is_pinned: bool = False,
-        is_shared: bool = False,
+        shared: SharedMemory | None = None,
+        own_heads: range | None = None,
     ) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
         self.device = device
-        self.descriptor: int | None = None
+        self.descriptor = None if shared is None else shared.descriptor
         size = (num_blocks, shape.block_bytes)
-        if is_shared:
-            memory, self.descriptor = allocate_shared(num_blocks * shape.block_bytes)
-            self._bytes = memory.view(size)
-        else:
+        if shared is None:
             self._bytes = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        else:
+            self._bytes = shared.bytes.view(size)
         self.blocks = (
             self._bytes[:, : shape.vector_bytes]
             .view(getattr(torch, shape.dtype))
             .view(num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         )
-        self.layers = [self.blocks[:, layer] for layer in range(shape.num_layers)]
+        heads = slice(None) if own_heads is None else slice(own_heads.start, own_heads.stop)
+        self.layers = list(self.blocks[:, :, :, heads].unbind(1))
         self.scales: list[torch.Tensor | None] = [None] * shape.num_layers
+        self._all_scales: torch.Tensor | None = None
         if shape.is_quantized:
             stored = self._bytes[:, shape.scales].view(torch.float32)
-            scales = stored.view(num_blocks, shape.num_layers, 2, shape.num_kv_heads)
-            self.scales = list(scales.unbind(1))
+            self._all_scales = stored.view(num_blocks, shape.num_layers, 2, shape.num_kv_heads)
+            self.scales = list(self._all_scales[:, :, :, heads].unbind(1))
         self._stream = _new_stream(device) if device.type == "cuda" else None
         self._hold_others()
 
     def vectors(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Return the dequantized content of some blocks: shaped like ``blocks``, in float32."""
         vectors = torch.stack([self.blocks[block_id] for block_id in block_ids]).float()
-        if self.shape.is_quantized:
-            scales = torch.stack([each[list(block_ids)] for each in self.scales if each is not None], dim=1)
-            vectors *= scales[..., None, None]
+        if self._all_scales is not None:
+            vectors *= self._all_scales[list(block_ids)][..., None, None]
         return vectors
 
     def read(self, block_id: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 import xxhash
 
 
-def model_digest(folder: Path, module: torch.nn.Module, weight_dtype: str) -> str:
+def model_digest(
+    folder: Path, names: Iterable[str], read: Callable[[str], torch.Tensor], weight_dtype: str
+) -> str:
     """Return a digest of a model's ``config.json`` and of every byte of its loaded weights, in hex.
 
     The loaded tensors are hashed, not the files, so the digest covers all weights that the model computes
@@ -20,20 +23,21 @@ def model_digest(folder: Path, module: torch.nn.Module, weight_dtype: str) -> st
 
     Args:
         folder: the model's folder, which has the configuration.
-        module: the model as it was loaded, on the CPU, before its layers are packed.
+        names: the names of the model's tensors.
+        read: returns a tensor as the model loads it, on the CPU, before its layers are packed; called in
+            several threads.
         weight_dtype: the type of linear layers' weights once they are packed, which belongs to the digest:
             quantized weights give other keys and values.
     """
     configuration = json.loads((folder / "config.json").read_text("utf-8"))
     state = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode())
     state.update(f"\n{weight_dtype}".encode())
-    tensors = sorted(module.state_dict().items())
     with ThreadPoolExecutor() as pool:  # xxhash releases the GIL
-        digests = pool.map(_tensor_digest, (tensor for _, tensor in tensors))
-        for (name, tensor), digest in zip(tensors, digests, strict=True):
-            state.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + digest)
+        for description in pool.map(lambda name: _describe(name, read(name)), sorted(names)):
+            state.update(description)
     return state.hexdigest()[:32]
 
 
-def _tensor_digest(tensor: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def _describe(name: str, tensor: torch.Tensor) -> bytes:
+    digest = xxhash.xxh3_128_digest(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + digest

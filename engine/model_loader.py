@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from quire.engine import attention
@@ -19,8 +19,8 @@ from quire.engine.model_digest import model_digest
 from quire.engine.packed_linear import pack_linear_layers
 from quire.engine.parallel.collectives import Collectives
 from quire.engine.parallel.divided_model import connect_ranks
-from quire.engine.parallel.plan import read_plan
-from quire.engine.parallel.sliced_weights import load_slices
+from quire.engine.parallel.plan import ParallelPlan, own_parts, read_plan
+from quire.engine.parallel.sliced_weights import digest_of_whole, load_slices
 from quire.engine.row_layers import make_batch_invariant
 from quire.engine.step_recipe import StepRecipe
 from quire.kvindex.kv_layout import KvShape
@@ -43,6 +43,7 @@ class LoadedModel:
     folder: Path
     """Folder with the model's files."""
     digest: str
+    """Digest of the whole model; empty on the ranks other than 0."""
     dtype: torch.dtype
     num_layers: int
     num_kv_heads: int
@@ -55,6 +56,8 @@ class LoadedModel:
     """How to run the model as one program; None if it runs module by module, as on a GPU."""
     collectives: Collectives | None = None
     """Those of the ranks that the model is divided among; None if there is one process."""
+    own_kv_heads: range | None = None
+    """The KV heads that this rank computes; None means all."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -112,17 +115,9 @@ def load_model(
     check_supported(text_config)
     max_position_embeddings = getattr(text_config, "max_position_embeddings", UNLIMITED)
     if collectives is None:
-        module = _load_module(folder, dtype)
-        digest = model_digest(folder, module, weight_dtype)
-        module = _prepare_module(module, device, weight_dtype, read_plan(module).num_segments)
+        module, digest, plan = _load_whole(folder, dtype, device, weight_dtype)
     else:
-        weights_dtype = None if dtype == "auto" else DTYPES[dtype]
-        rank, num_ranks = collectives.rank, collectives.num_ranks
-        module, plan = load_slices(folder, config, weights_dtype, rank, num_ranks)
-        digest = model_digest(folder, module, weight_dtype)
-        segments = {name: count // num_ranks for name, count in plan.num_segments.items()}
-        module = _prepare_module(module, device, weight_dtype, segments)
-        connect_ranks(module, plan, text_config.vocab_size, collectives)
+        module, digest, plan = _load_part(folder, config, dtype, weight_dtype, collectives)
     try:
         heads = observe_attention(module, text_config, max_position_embeddings)
         check_paging(module, heads, text_config.vocab_size)
@@ -131,13 +126,17 @@ def load_model(
     recipe = None
     if device.type == "cpu":
         recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings, collectives)
+    num_kv_heads, own_kv_heads = heads.num_kv_heads, None
+    if collectives is not None and plan.num_kv_heads:
+        num_kv_heads = plan.num_kv_heads
+        own_kv_heads = own_parts(num_kv_heads, collectives.rank, collectives.num_ranks)
     return LoadedModel(
         module=module,
         folder=folder,
         digest=digest,
         dtype=module.dtype,
         num_layers=heads.num_layers,
-        num_kv_heads=heads.num_kv_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=heads.head_dim,
         max_position_embeddings=max_position_embeddings,
         vocab_size=text_config.vocab_size,
@@ -145,6 +144,7 @@ def load_model(
         heads=heads,
         recipe=recipe,
         collectives=collectives,
+        own_kv_heads=own_kv_heads,
     )
 
 
@@ -160,6 +160,38 @@ def _check_files(folder: Path) -> None:
             f"{folder} has no *.safetensors, the only format of weights that quire reads: "
             "load the model with transformers and save it again with save_pretrained"
         )
+
+
+class _Loaded(NamedTuple):
+    """A model, or a rank's part of one, the digest of the whole model, and how it can be divided."""
+
+    module: PreTrainedModel
+    digest: str
+    plan: ParallelPlan
+
+
+def _load_whole(folder: Path, dtype: str, device: torch.device, weight_dtype: str) -> _Loaded:
+    module = _load_module(folder, dtype)
+    digest = _digest(folder, module, weight_dtype)
+    plan = read_plan(module)
+    return _Loaded(_prepare_module(module, device, weight_dtype, plan.num_segments), digest, plan)
+
+
+def _digest(folder: Path, module: PreTrainedModel, weight_dtype: str) -> str:
+    state = module.state_dict()
+    return model_digest(folder, state, state.__getitem__, weight_dtype)
+
+
+def _load_part(
+    folder: Path, config: PreTrainedConfig, dtype: str, weight_dtype: str, collectives: Collectives
+) -> _Loaded:
+    rank, num_ranks = collectives.rank, collectives.num_ranks
+    module, plan = load_slices(folder, config, None if dtype == "auto" else DTYPES[dtype], rank, num_ranks)
+    digest = digest_of_whole(folder, module, weight_dtype) if rank == 0 else ""
+    segments = {name: count // num_ranks for name, count in plan.num_segments.items()}
+    module = _prepare_module(module, torch.device("cpu"), weight_dtype, segments)
+    connect_ranks(module, plan, config.get_text_config().vocab_size, collectives)
+    return _Loaded(module, digest, plan)
 
 
 def _load_module(folder: Path, dtype: str) -> PreTrainedModel:

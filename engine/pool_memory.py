@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.device import default_num_blocks
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
+from quire.engine.shared_memory import SharedMemory
 from quire.settings.setting import SettingError
 
 
@@ -18,7 +21,7 @@ def allocate_pool(
     device: torch.device,
     num_sharing_gpu: int = 1,
     *,
-    is_shared: bool = False,
+    share: Callable[[int], SharedMemory] | None = None,
 ) -> KvMemory:
     """Return the memory of the block pool.
 
@@ -26,7 +29,8 @@ def allocate_pool(
 
     Args:
         num_sharing_gpu: number of processes that share the GPU in equal parts.
-        is_shared: whether other processes can map a pool on the CPU.
+        share: returns memory of some bytes that other processes can map, for a pool on the CPU; None means
+            that they cannot map it.
 
     Raises:
         SettingError: the memory holds fewer than two blocks.
@@ -45,7 +49,8 @@ def allocate_pool(
             f"the pool must hold at least two blocks of {shape.block_bytes} bytes: "
             f"raise {config.name_of('kv_memory_bytes')}"
         )
-    return KvMemory(shape, num_blocks, device, is_shared=is_shared and device.type == "cpu")
+    shared = None if share is None or device.type != "cpu" else share(num_blocks * shape.block_bytes)
+    return KvMemory(shape, num_blocks, device, shared=shared, own_heads=model.own_kv_heads)
 
 
 def allocate_swap_space(config: EngineConfig, memory: KvMemory) -> KvMemory | None:

@@ -46,10 +46,6 @@ class RequestChecks:
         least = MIN_BUDGET_BLOCKS * self.tables.block_size
         if num_tokens < least:
             raise KvBudgetError(f"must be at least {least}, {MIN_BUDGET_BLOCKS} blocks; got {num_tokens}")
-        if self.model.collectives is not None:
-            raise KvBudgetError(
-                "must be absent: each rank of this worker sees the keys of its own heads only"
-            )
         if any(window is not None for window in self.model.windows):
             raise KvBudgetError(
                 "must be absent: the model has layers with sliding windows, for which distances count, and "

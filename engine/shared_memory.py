@@ -1,4 +1,4 @@
-"""Memory that other processes may map and read, but neither write nor resize (memfd_create(2), fcntl(2))."""
+"""Memory that other processes may map (memfd_create(2)), and once it is sealed only read (fcntl(2))."""
 
 from __future__ import annotations
 
@@ -17,33 +17,56 @@ SEALS = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_
 
 
 class SharedMemory(NamedTuple):
-    """Zeroed bytes that this process writes, and the descriptor by which others map them read-only."""
+    """Zeroed bytes that this process writes, and the descriptor by which others map them."""
 
     bytes: torch.Tensor
     descriptor: int
 
 
 def allocate_shared(num_bytes: int) -> SharedMemory:
-    """Return shared memory as a tensor of uint8; its pages are taken when they are first written.
+    """Return memory that other processes may only read.
 
     The descriptor stays open as long as the process: the pool of a worker lives that long.
 
     Raises:
         OSError: the system has no such memory.
     """
-    if not hasattr(os, "memfd_create"):
-        raise OSError(errno.ENOSYS, "this system has no memfd_create")
-    descriptor = os.memfd_create("quire-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = create_shared()
     try:
         os.ftruncate(descriptor, num_bytes)
-        # This mapping may write, since it is older than the seals.
-        view = mmap.mmap(descriptor, num_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-        # Large pages cost a reader fewer page faults. It takes effect where
-        # /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise" or "within_size".
-        with suppress(OSError):  # a kernel without large pages
-            view.madvise(mmap.MADV_HUGEPAGE)
+        memory = map_shared(descriptor)
+        seal_shared(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
+    return memory
+
+
+def create_shared() -> int:
+    """Return the descriptor of shared memory of 0 bytes, which ``os.ftruncate`` gives its size.
+
+    Raises:
+        OSError: the system has no such memory.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    return os.memfd_create("quire-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def map_shared(descriptor: int) -> SharedMemory:
+    """Return shared memory as a tensor of uint8 to read and write; pages are taken when first written.
+
+    Raises:
+        OSError: the memory is sealed.
+    """
+    view = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    # Large pages cost a reader fewer page faults. It takes effect where
+    # /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise" or "within_size".
+    with suppress(OSError):  # a kernel without large pages
+        view.madvise(mmap.MADV_HUGEPAGE)
     return SharedMemory(torch.frombuffer(view, dtype=torch.uint8), descriptor)
+
+
+def seal_shared(descriptor: int) -> None:
+    """Let new mappings only read, and the size never change; mappings that exist may still write."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)

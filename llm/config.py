@@ -21,17 +21,9 @@ class LLMConfig(EngineConfig):
 
     Attributes:
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
-        tensor_parallel_size: number of processes that the model is divided among, a power of two; only on the
-            CPU.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    tensor_parallel_size: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}")
 
 
 def takes_fields_of(

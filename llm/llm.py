@@ -17,8 +17,7 @@ from quire.engine.grammar_compile import BadFormatError
 from quire.engine.logits_rules import LogitsRules
 from quire.engine.model_loader import load_model
 from quire.engine.parallel.parallel_runner import ParallelRunner
-from quire.engine.parallel.ranks import Ranks
-from quire.engine.parallel.settings import check_ranks
+from quire.engine.parallel.ranks import Ranks, start_ranks
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError
 from quire.engine.scheduler import SchedulerConfig
@@ -69,7 +68,7 @@ class LLM:
         files = load_model_files(config.model_path)
         self.tokenizer = Tokenizer.load(files.folder)
         self._chat_template = ChatTemplate.load(files)
-        self._ranks = _start_ranks(config, device)
+        self._ranks = start_ranks(config, device)
         try:
             self._engine: Engine | None = _make_engine(config, device, self._ranks)
         except BaseException:
@@ -344,19 +343,11 @@ def _paired(prompts: list[EncodedPrompt], params: P | Sequence[P]) -> list[tuple
     return list(zip(prompts, each, strict=True))
 
 
-def _start_ranks(config: LLMConfig, device: torch.device) -> Ranks | None:
-    """Start the processes that a model is divided among; return None if there is only this one."""
-    if config.tensor_parallel_size == 1:
-        return None
-    check_ranks(config, config.tensor_parallel_size, device)
-    return Ranks(config, config.tensor_parallel_size)
-
-
 def _make_engine(config: LLMConfig, device: torch.device, ranks: Ranks | None) -> Engine:
     collectives = None if ranks is None else ranks.collectives
     loaded = load_model(config.model_path, config.dtype, device, config.weight_dtype, collectives)
     draft = load_draft_model(config, loaded, device)
-    memory = allocate_pool(config, loaded, draft, device)
+    memory = allocate_pool(config, loaded, draft, device, share=None if ranks is None else ranks.share_pool)
     limits = SchedulerConfig.of(config)
     swap_memory = allocate_swap_space(config, memory)
     parts = EngineParts(

@@ -78,8 +78,7 @@ class SharedMemory:
         self.sizes = sizes
         num_bytes = sizes.offsets[3]
         if descriptor is None:
-            descriptor = os.memfd_create("quire-ranks")
-            os.ftruncate(descriptor, num_bytes)
+            descriptor = _create(num_bytes)
         self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, num_bytes)
         self._bytes = np.frombuffer(self._map, np.uint8)
@@ -208,6 +207,16 @@ class Collectives:
         """Raise RanksError if a rank has failed."""
         if self.memory.is_broken:
             raise RanksError(self.failure or "a rank of this worker has failed")
+
+
+def _create(num_bytes: int) -> int:
+    descriptor = os.memfd_create("quire-ranks")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _rounded(number: int, multiple: int) -> int:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from quire.engine.parallel.collectives import RanksError, SharedMemory
-from quire.engine.schedule import Schedule
 from quire.engine.step_tensors import StepTensors
 from quire.kernels.metadata import AttentionMetadata
 
@@ -24,9 +23,8 @@ HEADER_BYTES = _HEADER.size
 class Kind(IntEnum):
     """What a message asks for."""
 
-    MAKE_MEMORY = 1
-    MOVE = 2
-    STEP = 3
+    MAP_POOL = 1
+    STEP = 2
 
 
 class Header(NamedTuple):
@@ -94,29 +92,6 @@ def read_step(memory: SharedMemory, header: Header) -> StepTensors:
         max_new_tokens=None if most < 0 else most,
     )
     return StepTensors(tokens, positions, logit_rows, metadata)
-
-
-def write_moves(memory: SharedMemory, schedule: Schedule) -> Header:
-    """Write which blocks a schedule moves.
-
-    Raises:
-        RanksError: there are more than the memory has room for.
-    """
-    writer = _Writer(memory)
-    moves = (schedule.swap_out, schedule.swap_in, schedule.copies)
-    for pairs in moves:
-        writer.put(torch.tensor(pairs, dtype=torch.int64).view(-1))
-    return Header(Kind.MOVE, *(len(pairs) for pairs in moves))
-
-
-def read_moves(memory: SharedMemory, header: Header) -> Schedule:
-    """Return a schedule that only moves blocks."""
-    reader = _Reader(memory)
-    swap_out, swap_in, copies = (
-        [(source, target) for source, target in reader.take(torch.int64, 2 * count).view(-1, 2).tolist()]
-        for count in header[1:4]
-    )
-    return Schedule(swap_out=swap_out, swap_in=swap_in, copies=copies)
 
 
 class _Writer:

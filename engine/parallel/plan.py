@@ -96,6 +96,16 @@ class ParallelPlan:
         return None
 
 
+def own_parts(num_parts: int, rank: int, num_ranks: int) -> range:
+    """Return the parts of a rank, of parts in equal shares.
+
+    The number of parts is a multiple of the number of ranks, or divides it. If there are more ranks than
+    parts, several ranks have the same part.
+    """
+    first = rank * num_parts // num_ranks
+    return range(first, first + max(1, num_parts // num_ranks))
+
+
 def read_plan(model: PreTrainedModel) -> ParallelPlan:
     """Return the plan of a model whose linear layers are torch's; it may be on the meta device."""
     config = model.config.get_text_config()

@@ -17,8 +17,9 @@ from quire.engine.model_check import UnsupportedModelError
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.model_runner import ModelRunner
 from quire.engine.parallel.collectives import Collectives, RanksError, SharedMemory
-from quire.engine.parallel.messages import HEADER_BYTES, Header, Kind, read_moves, read_step
+from quire.engine.parallel.messages import HEADER_BYTES, Header, Kind, read_step
 from quire.engine.parallel.settings import RankSettings
+from quire.engine.shared_memory import map_shared
 from quire.settings.setting import SettingError
 
 _CPU = torch.device("cpu")
@@ -26,8 +27,10 @@ _CPU = torch.device("cpu")
 
 def main() -> None:
     """Run a rank; its settings are the only argument."""
-    # Ctrl-C reaches all processes of a terminal, but only rank 0 decides what ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches all processes of a terminal, and a service manager's SIGTERM all of a service, but only
+    # rank 0 decides what ends.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
     settings = RankSettings.of(sys.argv[1])
     Thread(target=_end_with_rank_0, args=(settings.life,), daemon=True).start()
     torch.set_num_threads(settings.num_threads)
@@ -52,23 +55,19 @@ def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives)
     runner: ModelRunner | None = None
     while data := os.read(settings.control, HEADER_BYTES):
         header = Header.of(data)
-        if header.kind == Kind.MAKE_MEMORY:
-            runner = _make_runner(settings, model, header)
-            collectives.meet()
-            continue
-        assert runner is not None
-        if header.kind == Kind.MOVE:
-            runner.move_blocks(read_moves(collectives.memory, header))
+        if header.kind == Kind.MAP_POOL:
+            runner = _make_runner(settings, model)
             collectives.meet()
         else:
+            assert runner is not None
             runner.forward(read_step(collectives.memory, header))
 
 
-def _make_runner(settings: RankSettings, model: LoadedModel, header: Header) -> ModelRunner:
-    _, num_blocks, num_swap_blocks, *_ = header
+def _make_runner(settings: RankSettings, model: LoadedModel) -> ModelRunner:
     shape = model.kv_shape(settings.block_size)
-    swap_memory = KvMemory(shape, num_swap_blocks, _CPU) if num_swap_blocks else None
-    return ModelRunner(model, KvMemory(shape, num_blocks, _CPU), swap_memory)
+    shared = map_shared(settings.pool)
+    num_blocks = len(shared.bytes) // shape.block_bytes
+    return ModelRunner(model, KvMemory(shape, num_blocks, _CPU, shared=shared, own_heads=model.own_kv_heads))
 
 
 if __name__ == "__main__":

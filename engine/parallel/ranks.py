@@ -6,20 +6,23 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, InvalidStateError
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from threading import Event, Thread
 
 import torch
 
+from quire.engine import shared_memory
 from quire.engine.config import EngineConfig
 from quire.engine.parallel.collectives import Collectives, SharedMemory
-from quire.engine.parallel.messages import Header
-from quire.engine.parallel.settings import RankSettings, shared_sizes
-from quire.kernels.cpu.exchange import LINE
+from quire.engine.parallel.messages import Header, Kind
+from quire.engine.parallel.rank_watch import RankWatch
+from quire.engine.parallel.settings import RankSettings, check_device, shared_sizes
 
 _LOAD_SECONDS = 600.0
-"""How long rank 0 waits for another rank until all have loaded: one may compile kernels, or read slowly."""
-_STEP_SECONDS = 20.0
+"""How long rank 0 waits for another rank until their first step: one may compile kernels, or read slowly."""
+_STEP_SECONDS = 10.0
 """How long rank 0 waits for another rank in a step; their shares of the work are equal."""
 _POLL_SECONDS = 0.05
 _END_SECONDS = 2.0
@@ -27,7 +30,7 @@ _END_SECONDS = 2.0
 
 
 class Ranks:
-    """Rank 0's side of a group of ranks. If any rank ends or hangs, the whole group fails.
+    """Rank 0's side of a group of ranks. If any rank ends, stops or hangs, the whole group fails.
 
     Args:
         config: the settings of the engine.
@@ -35,43 +38,77 @@ class Ranks:
 
     Attributes:
         collectives: those of rank 0, whose errors say why the group has failed.
+        failure: gets the reason when the group fails.
+
+    Raises:
+        OSError: a process cannot be started.
     """
 
     def __init__(self, config: EngineConfig, num_ranks: int) -> None:
-        num_threads = max(1, torch.get_num_threads() // num_ranks)
-        torch.set_num_threads(num_threads)
-        self._memory = SharedMemory(shared_sizes(config, num_ranks))
-        self.collectives = Collectives(self._memory, 0)
+        self.failure: Future[str] = Future()
         self._limit = _LOAD_SECONDS
-        life, self._life = os.pipe()
-        settings = RankSettings(
-            rank=0,
-            model=config.model_path,
-            dtype=config.dtype,
-            weight_dtype=config.weight_dtype,
-            block_size=config.block_size,
-            num_threads=num_threads,
-            sizes=self._memory.sizes,
-            memory=self._memory.descriptor,
-            control=-1,
-            life=life,
-        )
         self._controls: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(1, num_ranks):
-            control, ours = os.pipe()
-            self._controls.append(ours)
-            self._processes.append(_start(replace(settings, rank=rank, control=control)))
-            os.close(control)
-        os.close(life)
         self._is_closed = Event()
+        num_threads = max(1, torch.get_num_threads() // num_ranks)
+        with ExitStack() as resources:
+            self._memory = SharedMemory(shared_sizes(config, num_ranks))
+            resources.callback(os.close, self._memory.descriptor)
+            self._pool = shared_memory.create_shared()
+            resources.callback(os.close, self._pool)
+            settings = RankSettings(
+                rank=0,
+                model=config.model_path,
+                dtype=config.dtype,
+                weight_dtype=config.weight_dtype,
+                block_size=config.block_size,
+                num_threads=num_threads,
+                sizes=self._memory.sizes,
+                memory=self._memory.descriptor,
+                pool=self._pool,
+                control=-1,
+                life=-1,
+            )
+            resources.callback(self._await_ends)
+            self._start(settings, resources)
+            self._resources = resources.pop_all()
+        torch.set_num_threads(num_threads)
+        self.collectives = Collectives(self._memory, 0)
         self._watcher = Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
+
+    def _start(self, settings: RankSettings, resources: ExitStack) -> None:
+        """Start the processes; ``resources`` gets the ends of their pipes, and closing these ends them."""
+        with ExitStack() as theirs:
+            life, own_end = os.pipe()
+            theirs.callback(os.close, life)
+            resources.callback(os.close, own_end)
+            for rank in range(1, settings.sizes.num_ranks):
+                control, own_end = os.pipe()
+                theirs.callback(os.close, control)
+                resources.callback(os.close, own_end)
+                self._controls.append(own_end)
+                self._processes.append(_start(replace(settings, rank=rank, control=control, life=life)))
 
     @property
     def process_ids(self) -> list[int]:
         """The processes of the ranks from 1."""
         return [each.pid for each in self._processes]
+
+    def share_pool(self, num_bytes: int) -> shared_memory.SharedMemory:
+        """Return memory for the KV blocks; all ranks have mapped it, and from now on others can only read it.
+
+        Call this once, when rank 0 has loaded its part of the model.
+
+        Raises:
+            RanksError: a rank has failed.
+        """
+        os.ftruncate(self._pool, num_bytes)
+        memory = shared_memory.map_shared(self._pool)
+        self.send(Header(Kind.MAP_POOL))
+        self.collectives.meet()
+        shared_memory.seal_shared(self._pool)
+        return memory
 
     def send(self, header: Header) -> None:
         """Send a message to all ranks; its tensors are in shared memory.
@@ -88,7 +125,7 @@ class Ranks:
                 self.collectives.check()
 
     def expect_steps(self) -> None:
-        """From now on, let the group fail if a rank is late in a step; call this when all have loaded."""
+        """From now on, let the group fail if a rank is late in a step; call this after the first step."""
         self._limit = _STEP_SECONDS
 
     def close(self) -> None:
@@ -98,8 +135,10 @@ class Ranks:
         self._is_closed.set()
         self._watcher.join()
         self._memory.break_off()
-        for descriptor in (*self._controls, self._life):
-            os.close(descriptor)
+        self._resources.close()
+
+    def _await_ends(self) -> None:
+        """Wait until all processes have ended, whose pipes are closed; kill those that do not end."""
         deadline = time.monotonic() + _END_SECONDS
         for process in self._processes:
             try:
@@ -107,21 +146,14 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        os.close(self._memory.descriptor)
 
     def _watch(self) -> None:
-        """Fail the group when a rank ends, or when rank 0 has waited too long for it."""
-        slowest, since = 0, time.monotonic()
+        """Fail the group when something is wrong with a rank."""
+        watch = RankWatch(self._processes, self._memory)
         while not self._is_closed.wait(_POLL_SECONDS):
-            for rank, process in enumerate(self._processes, 1):
-                if process.poll() is not None:
-                    self._fail(f"rank {rank} has ended with code {process.returncode}")
-                    return
-            rounds = self._memory.counters[:: LINE // 8][: len(self._processes) + 1].tolist()
-            if min(rounds) != slowest or rounds[0] == slowest:
-                slowest, since = min(rounds), time.monotonic()
-            elif time.monotonic() - since > self._limit:
-                self._fail(f"rank {rounds.index(slowest)} has not answered for {self._limit:.0f} s")
+            problem = watch.observe(_POLL_SECONDS, self._limit)
+            if problem is not None:
+                self._fail(problem)
                 return
 
     def _fail(self, problem: str) -> None:
@@ -130,11 +162,26 @@ class Ranks:
         self._memory.break_off()
         for process in self._processes:
             process.kill()
+        with suppress(InvalidStateError):  # it has failed before
+            self.failure.set_result(problem)
+
+
+def start_ranks(config: EngineConfig, device: torch.device) -> Ranks | None:
+    """Start the processes that a model is divided among; return None if there is only this one.
+
+    Raises:
+        SettingError: ranks do not work on the device.
+        OSError: a process cannot be started.
+    """
+    if config.tensor_parallel_size == 1:
+        return None
+    check_device(config, device)
+    return Ranks(config, config.tensor_parallel_size)
 
 
 def _start(settings: RankSettings) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "quire.engine.parallel.rank", settings.to_json()],
         stdin=subprocess.DEVNULL,
-        pass_fds=(settings.memory, settings.control, settings.life),
+        pass_fds=(settings.memory, settings.pool, settings.control, settings.life),
     )

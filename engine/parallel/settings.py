@@ -11,7 +11,6 @@ from transformers import AutoConfig
 from quire.engine.config import EngineConfig
 from quire.engine.parallel.collectives import SharedSizes
 from quire.engine.parallel.messages import message_bytes
-from quire.kernels.cpu.exchange import MOST_RANKS
 from quire.models.source import find_model
 from quire.settings.setting import SettingError
 
@@ -29,8 +28,8 @@ class RankSettings:
         model: the model's folder.
         num_threads: threads of each rank.
         sizes: the sizes of the shared memory.
-        memory, control, life: file descriptors of the shared memory, of the pipe with messages for this rank,
-            and of a pipe that closes when rank 0 ends.
+        memory, pool, control, life: file descriptors of the shared memory, of the KV blocks, of the pipe with
+            messages for this rank, and of a pipe that closes when rank 0 ends.
     """
 
     rank: int
@@ -41,6 +40,7 @@ class RankSettings:
     num_threads: int
     sizes: SharedSizes
     memory: int
+    pool: int
     control: int
     life: int
 
@@ -58,7 +58,8 @@ class RankSettings:
 def shared_sizes(config: EngineConfig, num_ranks: int) -> SharedSizes:
     """Return the sizes of the memory that the ranks of an engine share."""
     text_config = AutoConfig.from_pretrained(find_model(config.model_path)).get_text_config()
-    max_rows = max(config.max_num_batched_tokens, _LEAST_ROWS)
+    # Besides the rows that score a prompt's tokens, each sequence has one to sample from.
+    max_rows = max(config.max_num_batched_tokens + config.max_num_seqs, _LEAST_ROWS)
     width = -(-(config.max_model_len or _LONGEST) // config.block_size) + 1
     return SharedSizes(
         num_ranks,
@@ -69,17 +70,11 @@ def shared_sizes(config: EngineConfig, num_ranks: int) -> SharedSizes:
     )
 
 
-def check_ranks(config: EngineConfig, num_ranks: int, device: torch.device) -> None:
-    """Raise SettingError for a setting that does not work on several ranks."""
-    problems = {
-        "the device is no CPU": device.type != "cpu",
-        f"the number of ranks must be a power of two, at most {MOST_RANKS}": (
-            num_ranks & (num_ranks - 1) or num_ranks > MOST_RANKS
-        ),
-        f"{config.name_of('speculation')} must be off": config.speculation != "off",
-        f"{config.name_of('weight_dtype')} must be auto": config.weight_dtype != "auto",
-        f"{config.name_of('kv_cache_dtype')} must be auto": config.kv_cache_dtype != "auto",
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise SettingError(f"the model cannot run on {num_ranks} ranks: {problem}")
+def check_device(config: EngineConfig, device: torch.device) -> None:
+    """Raise SettingError if a model cannot be divided among processes on a device."""
+    if device.type != "cpu":
+        size = config.name_of("tensor_parallel_size")
+        raise SettingError(
+            f"{size} {config.tensor_parallel_size} runs on CPUs only, and the device is {device.type!r}: "
+            f"leave {size} at 1, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.engine import attention
 from quire.engine.model_check import UnsupportedModelError
+from quire.engine.model_digest import model_digest
 from quire.engine.parallel.layers import head_units
-from quire.engine.parallel.plan import DividedLinear, Division, ParallelPlan, read_plan
+from quire.engine.parallel.plan import DividedLinear, Division, ParallelPlan, own_parts, read_plan
 from quire.kernels.cpu.linear import UNIT
 
 
@@ -41,7 +42,7 @@ def load_slices(
         plan.check(num_ranks)
         _check_names(model, checkpoint)
         _check_head(model, num_ranks)
-        own = _own_parts(model, plan, rank, num_ranks)
+        own = _slices(model, plan, rank, num_ranks)
         tensors = {
             name: checkpoint.read(name, own.get(name)).to(parameter.dtype)
             for name, parameter in model.named_parameters()
@@ -51,6 +52,20 @@ def load_slices(
     model.tie_weights()
     _set_sizes(model, plan, num_ranks)
     return model, plan
+
+
+def digest_of_whole(folder: Path, module: PreTrainedModel, weight_dtype: str) -> str:
+    """Return ``model_digest`` of the model that a module with slices is a part of."""
+    own = module.state_dict(keep_vars=True)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    with _Checkpoint(folder) as checkpoint:
+
+        def read(name: str) -> torch.Tensor:
+            tensor: torch.Tensor = own[name]
+            is_buffer = id(tensor) not in names
+            return tensor if is_buffer else checkpoint.read(names[id(tensor)], None).to(tensor.dtype)
+
+        return model_digest(folder, own, read, weight_dtype)
 
 
 class _Checkpoint:
@@ -139,7 +154,7 @@ def _check_head(model: PreTrainedModel, num_ranks: int) -> None:
         raise UnsupportedModelError(f"{num_ranks} ranks cannot divide a vocabulary of {vocab_size} tokens")
 
 
-def _own_parts(
+def _slices(
     model: PreTrainedModel, plan: ParallelPlan, rank: int, num_ranks: int
 ) -> dict[str, tuple[int, slice]]:
     """Return the dimension and the indices of this rank's part of each divided parameter."""
@@ -161,11 +176,10 @@ def _own_parts(
 
 
 def _own_indices(linear: DividedLinear, size: int, rank: int, num_ranks: int) -> slice:
-    """Return this rank's indices; if there are more ranks than parts, several ranks have the same part."""
+    """Return this rank's indices."""
     part_size = size // linear.num_parts
-    first = rank * linear.num_parts // num_ranks
-    count = max(1, linear.num_parts // num_ranks)
-    return slice(first * part_size, (first + count) * part_size)
+    own = own_parts(linear.num_parts, rank, num_ranks)
+    return slice(own.start * part_size, own.stop * part_size)
 
 
 def _set_parameter(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:

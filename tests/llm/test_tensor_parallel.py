@@ -15,10 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine.config import MAX_RANKS
 from quire.engine.model_check import UnsupportedModelError
 from quire.engine.parallel import ranks as ranks_module
 from quire.engine.parallel.collectives import RanksError
+from quire.engine.parallel.settings import check_device
+from quire.kernels.cpu import exchange
 from quire.llm import LLM, SamplingParams
+from quire.llm.config import LLMConfig
 from quire.models.random_model import make_random_model
 from quire.settings.setting import SettingError
 
@@ -101,7 +105,7 @@ def test_any_number_of_ranks_gives_the_same_bits(
         assert not any(map(is_running, others))
 
 
-def test_blocks_are_moved_on_all_ranks(model: Callable[..., Path]) -> None:
+def test_blocks_are_moved_for_all_ranks(model: Callable[..., Path]) -> None:
     """Samples that share a partial block copy it, and preempted requests are swapped out and in."""
     folder = model("llama")
     params = SamplingParams(n=3, max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
@@ -123,10 +127,9 @@ def test_blocks_are_moved_on_all_ranks(model: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_in_a_step_ends_all(
-    model: Callable[..., Path], sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_that_dies_or_stops_in_a_step_ends_all(
+    model: Callable[..., Path], sent: signal.Signals
 ) -> None:
-    monkeypatch.setattr(ranks_module, "_STEP_SECONDS", 2.0)
     with start(model("llama"), 2) as llm:
         others = process_ids(llm)
         timer = Timer(0.3, os.kill, (others[0], sent))
@@ -168,13 +171,21 @@ def test_a_rank_that_dies_while_it_loads_ends_all(
         ({"weight_dtype": "int8"}, "weight_dtype"),
     ],
 )
-def test_settings_that_do_not_work_on_ranks_are_refused(
-    model: Callable[..., Path], settings: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(SettingError, match=problem):
-        start(model("llama"), 2, **settings)
-    with pytest.raises(SettingError, match="power of two"):
-        start(model("llama"), 3)
+def test_settings_that_do_not_work_on_ranks_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor_parallel_size 2 and {problem} .* leave {problem} at"):
+        LLMConfig(tensor_parallel_size=2, **settings)
+
+
+def test_the_number_of_ranks_is_a_power_of_two_that_the_kernels_take() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size must be a power of two"):
+        LLMConfig(tensor_parallel_size=3)
+    with pytest.raises(ValueError, match=f"from 1 to {exchange.MOST_RANKS}"):
+        LLMConfig(tensor_parallel_size=2 * MAX_RANKS)
+
+
+def test_ranks_do_not_run_on_a_gpu() -> None:
+    with pytest.raises(SettingError, match="tensor_parallel_size 2 runs on CPUs only"):
+        check_device(LLMConfig(tensor_parallel_size=2), torch.device("cuda"))
 
 
 def test_a_checkpoint_with_other_names_is_refused(model: Callable[..., Path]) -> None:
@@ -188,9 +199,60 @@ def test_a_model_that_cannot_be_divided_is_refused(model: Callable[..., Path]) -
         start(model("llama", intermediate_size=96), 2)
 
 
-def test_requests_with_a_kv_budget_are_refused(model: Callable[..., Path]) -> None:
-    with start(model("llama"), 2) as llm, pytest.raises(ValueError, match="its own heads"):
-        llm.generate([_PROMPTS[0]], SamplingParams(max_tokens=4, kv_budget_tokens=64), use_tqdm=False)
+def test_a_kv_budget_frees_the_same_blocks_on_any_number_of_ranks(model: Callable[..., Path]) -> None:
+    params = SamplingParams(max_tokens=24, kv_budget_tokens=64, temperature=0.8, seed=3, ignore_eos=True)
+    answered = []
+    for num_ranks in (1, 2):
+        with start(model("llama"), num_ranks) as llm:
+            answered.append(
+                llm.generate([list(range(5, 205))], params, use_tqdm=False)[0].outputs[0].token_ids
+            )
+    assert answered[0] == answered[1]
+
+
+def test_prompt_logprobs_of_a_prompt_in_chunks(model: Callable[..., Path]) -> None:
+    params = SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0.0)
+    scored = []
+    for num_ranks in (1, 2):
+        with start(model("llama"), num_ranks, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+            scored.append(llm.generate([list(range(5, 155))], params, use_tqdm=False)[0].prompt_logprobs)
+    assert scored[0] == scored[1]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "dtype"),
+    [("llama", {"tie_word_embeddings": True}, "bfloat16"), ("qwen2", {"num_key_value_heads": 2}, "auto")],
+)
+def test_blocks_and_their_origin_are_described_alike(
+    model: Callable[..., Path], architecture: str, overrides: dict[str, Any], dtype: str
+) -> None:
+    """Workers with different numbers of ranks exchange blocks."""
+    described = []
+    for num_ranks in (1, 2):
+        with start(model(architecture, **overrides), num_ranks, dtype) as llm:
+            described.append((llm.engine.model.digest, llm.engine.memory.shape))
+    assert described[0] == described[1]
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing_open(
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    start_rank = ranks_module._start
+
+    def start_first(settings: Any) -> Any:
+        if started:
+            raise OSError("no more processes")
+        process = start_rank(settings)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(ranks_module, "_start", start_first)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="no more processes"):
+        ranks_module.Ranks(LLMConfig(str(model("llama")), tensor_parallel_size=4), 4)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not is_running(started[0])
 
 
 def test_ranks_end_when_rank_0_is_killed(model: Callable[..., Path]) -> None:

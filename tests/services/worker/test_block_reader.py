@@ -7,6 +7,7 @@ import torch
 
 from quire.engine.block_pool import BlockPool
 from quire.engine.kv_memory import KvMemory
+from quire.engine.shared_memory import allocate_shared
 from quire.kvindex.kv_layout import KvShape
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import DigestMismatchError
@@ -22,7 +23,8 @@ class Setup:
     """A pool, its memory, and how often a digest was computed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_shared: bool) -> None:
-        self.memory = KvMemory(SHAPE, 4, torch.device("cpu"), is_shared=is_shared)
+        shared = allocate_shared(4 * SHAPE.block_bytes) if is_shared else None
+        self.memory = KvMemory(SHAPE, 4, torch.device("cpu"), shared=shared)
         self.pool = BlockPool(4)
         self.reader = BlockReader(self.memory, self.pool)
         self.num_digests = 0
