@@ -19,9 +19,12 @@ from quire.engine.engine import Engine, EngineParts, longest_sequence
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory, dtype_name
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.parallel.parallel_runner import ParallelRunner
+from quire.engine.parallel.ranks import Ranks, start_ranks
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
+from quire.engine.shared_memory import allocate_shared
 from quire.engine.speculators import load_draft_model, make_speculator
 from quire.engine.step_watch import StepKind
 from quire.kvindex.block_hash import block_hash
@@ -38,11 +41,21 @@ _log = get_logger("worker")
 
 
 class Models(NamedTuple):
-    """What a worker computes with, and the memory of its blocks."""
+    """What a worker computes with, and the memory of its blocks.
+
+    Attributes:
+        ranks: the other processes that the model is divided among; None if there are none.
+    """
 
     model: LoadedModel
     draft: LoadedModel | None
     memory: KvMemory
+    ranks: Ranks | None
+
+    def close(self) -> None:
+        """End the other processes."""
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def load_models(config: WorkerConfig) -> Models:
@@ -50,27 +63,45 @@ def load_models(config: WorkerConfig) -> Models:
 
     Raises:
         BadFileError: the model's folder is missing or holds no model, or the hub does not have it.
-        ValueError: the pool would hold fewer than two blocks.
+        ValueError: the pool would hold fewer than two blocks, or the model cannot be divided as asked.
+        RanksError: another process that the model is divided among has failed.
     """
     device = choose_device()
+    ranks = start_ranks(config, device)
     try:
-        model = load_model(config.model_path, config.dtype, device, config.weight_dtype)
+        return _load_models(config, device, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _load_models(config: WorkerConfig, device: torch.device, ranks: Ranks | None) -> Models:
+    collectives = None if ranks is None else ranks.collectives
+    try:
+        model = load_model(config.model_path, config.dtype, device, config.weight_dtype, collectives)
     except (OSError, ValueError) as error:
         raise BadFileError(f"cannot load the model {config.model_path}: {error}") from error
     # A prefill worker samples one token of each request, so it needs no draft tokens.
     draft = load_draft_model(config, model, device) if config.role == "decode" else None
-    return Models(model, draft, _allocate_pool(config, model, draft, device))
+    return Models(model, draft, _allocate_pool(config, model, draft, device, ranks), ranks)
 
 
 def _allocate_pool(
-    config: WorkerConfig, model: LoadedModel, draft: LoadedModel | None, device: torch.device
+    config: WorkerConfig,
+    model: LoadedModel,
+    draft: LoadedModel | None,
+    device: torch.device,
+    ranks: Ranks | None,
 ) -> KvMemory:
     """Allocate the block pool, so that other workers can map it if the system and the settings allow."""
     allocate = partial(allocate_pool, config, model, draft, device, config.num_sharing_gpu)
+    if ranks is not None:
+        return allocate(share=ranks.share_pool)
     if config.transport == "grpc":
         return allocate()
     try:
-        return allocate(is_shared=True)
+        return allocate(share=allocate_shared)
     except OSError as error:
         if config.transport == "shared":
             raise SettingError(
@@ -120,17 +151,19 @@ def build_engine(
     disk_cache: DiskCache | None,
 ) -> Engine:
     """Build an engine and compile all that its requests will run; takes seconds."""
-    model, draft, memory = models
+    model, draft, memory, ranks = models
     limits = SchedulerConfig.of(config)
     speculator = None
     if config.role == "decode":
         speculator = make_speculator(config, draft, model, memory, limits, block_hash)
+    swap_memory = allocate_swap_space(config, memory)
     parts = EngineParts(
         listener=listener,
-        swap_memory=allocate_swap_space(config, memory),
+        swap_memory=swap_memory,
         host_cache=_host_cache(config, memory),
         disk_cache=disk_cache,
         speculator=speculator,
+        runner=None if ranks is None else ParallelRunner(model, memory, swap_memory, ranks),
     )
     engine = Engine(model, memory, limits, block_hash, identity.max_model_len, parts)
     _warm_up(engine)

@@ -53,8 +53,9 @@ async def serve(
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     keep_freed_buffers()
     models = await asyncio.to_thread(load_models, config)
-    identity = identify(config, worker_id, models)
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, models.close)
+        identity = identify(config, worker_id, models)
         start = begin(config, models, identity, stack)
         engine = await start_engine(start)
         await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(start.registry)))

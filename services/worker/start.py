@@ -6,7 +6,8 @@ import asyncio
 import gc
 import time
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,10 @@ import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from quire.engine.engine_thread import EngineStoppedError, EngineThread
+from quire.engine.engine_thread import EngineFailedError, EngineStoppedError, EngineThread
 from quire.engine.grammar import GrammarCompiler
 from quire.engine.kv_memory import KvMemory
+from quire.engine.parallel.ranks import Ranks
 from quire.engine.step_watch import StepWatch
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
@@ -161,8 +163,22 @@ async def start_engine(start: Start) -> EngineThread:
     )
     thread.start()
     stack.push_async_callback(_stop_engine, thread)
+    if models.ranks is not None:
+        _fail_with_ranks(thread, models.ranks)
     _describe(start.registry, thread, models.memory)
     return thread
+
+
+def _fail_with_ranks(thread: EngineThread, ranks: Ranks) -> None:
+    """Give the engine up when a rank fails, even if no step runs that would notice."""
+    loop = asyncio.get_running_loop()
+
+    def give_up(failure: Future[str]) -> None:
+        error = EngineFailedError(f"the engine has failed: {failure.result()}")
+        with suppress(RuntimeError):  # the loop is closed: the worker is ending
+            loop.call_soon_threadsafe(thread.give_up, error)
+
+    ranks.failure.add_done_callback(give_up)
 
 
 async def _stop_engine(thread: EngineThread) -> None:

@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 class Model:
     """A model of which only the shape of its blocks is asked for."""
 
+    own_kv_heads = None
+
     def kv_shape(self, block_size: int, dtype: str) -> KvShape:
         return SHAPE
 
@@ -42,7 +44,7 @@ def config(transport: Any, directory: str | None = None) -> WorkerConfig:
 
 
 def pool(transport: Any) -> KvMemory:
-    return build._allocate_pool(config(transport), cast("LoadedModel", Model()), None, CPU)
+    return build._allocate_pool(config(transport), cast("LoadedModel", Model()), None, CPU, None)
 
 
 def no_shared_memory(num_bytes: int) -> None:

@@ -1,0 +1,290 @@
+"""Workers that divide the model among processes: the same bits from every pair, and no half workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.models.random_model import make_random_model
+from quire.protos import inference_pb2, worker_pb2
+from quire.routing.planner import PolicyConfig
+from quire.services.local import stack as stack_module
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
+from quire.services.worker.config import DiskFolder, WorkerConfig
+
+SIZES = {"prefill-0": 1, "prefill-1": 2, "decode-0": 1, "decode-1": 2}
+"""How many processes each worker has."""
+PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+LENGTH, NUM_NEW, NUM_FULL = 200, 24, 12
+WAIT_SECONDS = 60.0
+_names = count()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny model that two ranks can divide."""
+    sizes = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    return make_random_model("llama", tmp_path_factory.mktemp("llama"), **sizes)
+
+
+@pytest.fixture(scope="module")
+def start(model: Path) -> Iterator[Callable[..., Any]]:
+    """Return a function that starts a stack whose workers have these numbers of processes, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        make_configs = stack_module.worker_configs
+
+        def start(sizes: dict[str, int], **settings: Any) -> Any:
+            def configs(*arguments: Any) -> dict[str, WorkerConfig]:
+                return {
+                    name: replace(config, tensor_parallel_size=sizes[name])
+                    for name, config in make_configs(*arguments).items()
+                }
+
+            patch.setattr(stack_module, "worker_configs", configs)
+            worker = {"num_blocks": 256, "max_model_len": 400, "threads": 1, **settings}
+            config = LocalStackConfig(
+                num_prefill=sum(name.startswith("prefill") for name in sizes),
+                num_decode=sum(name.startswith("decode") for name in sizes),
+                router=RouterConfig(port=0, placing=PolicyConfig(local_prefill_tokens=0)),
+                worker=WorkerConfig(role="decode", model=str(model), dtype="float32", **worker),
+                log_level="error",
+            )
+            return local_stack(config)
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def stack(start: Callable[..., Any]) -> Iterator[RunningStack]:
+    """Run prefill and decode workers of one and of two processes."""
+    with start(SIZES) as running:
+        yield running
+
+
+def sequence_of(prompt: list[int], max_tokens: int = NUM_NEW) -> worker_pb2.Sequence:
+    return worker_pb2.Sequence(
+        sequence_id=f"ranks-{next(_names)}",
+        token_ids=prompt,
+        logprobs=2,
+        sampling=inference_pb2.SamplingParams(temperature=0.8, top_p=1.0, seed=3),
+        stopping=inference_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+def answer_of(messages: list[Any]) -> list[Any]:
+    """Return the tokens and the exact logprobs of the best ones."""
+    tokens = [token for each in messages for token in each.tokens]
+    return [(token.token_id, token.logprobs.SerializeToString(deterministic=True)) for token in tokens]
+
+
+async def disaggregated(
+    workers: dict[str, Any], prefill: str, decode: str, prompt: list[int], **fields: Any
+) -> tuple[list[Any], worker_pb2.Accepted, worker_pb2.PrefillResponse]:
+    """Let two workers answer: the one computes the prompt and pushes its blocks to the other."""
+    sequence = sequence_of(prompt)
+    request = worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=True)
+    responses = aiter(workers[decode].Decode(request, timeout=WAIT_SECONDS))
+    accepted = (await anext(responses)).accepted
+    pushing = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket, **fields)
+    prefilled = [m async for m in workers[prefill].Prefill(pushing, timeout=WAIT_SECONDS)]
+    decoded = [output async for message in responses for output in message.outputs]
+    return answer_of([*prefilled, *decoded]), accepted, prefilled[0]
+
+
+async def local(
+    workers: dict[str, Any], name: str, prompt: list[int], **fields: Any
+) -> tuple[list[Any], Any]:
+    """Let a decode worker compute the prompt, too."""
+    request = worker_pb2.DecodeRequest(sequence=sequence_of(prompt), **fields)
+    accepted, *rest = [m async for m in workers[name].Decode(request, timeout=WAIT_SECONDS)]
+    return answer_of([output for message in rest for output in message.outputs]), accepted.accepted
+
+
+async def source(stack: RunningStack, workers: dict[str, Any], name: str) -> worker_pb2.PullSource:
+    info = await workers[name].GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+    return worker_pb2.PullSource(address=stack.ready[name].address, epoch=info.epoch, num_blocks=NUM_FULL + 1)
+
+
+def ranks_of(stack: RunningStack, name: str) -> list[int]:
+    """Return the processes that a worker has started and that run a rank."""
+    worker = stack.workers[name].process.pid
+    assert worker is not None
+    children = Path(f"/proc/{worker}/task").glob("*/children")
+    found = [int(pid) for path in children for pid in path.read_text().split()]
+    return [
+        pid for pid in found if b"quire.engine.parallel.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+async def ended(process_ids: list[int], seconds: float = WAIT_SECONDS) -> float:
+    """Wait until processes have ended; return how long that took."""
+    began_at = time.monotonic()
+    async with asyncio.timeout(seconds):
+        while any(map(is_running, process_ids)):
+            await asyncio.sleep(0.02)
+    return time.monotonic() - began_at
+
+
+async def test_workers_describe_their_blocks_alike(stack: RunningStack, e2e: Any) -> None:
+    async with e2e.connected(stack) as (_, workers):
+        request = worker_pb2.GetWorkerInfoRequest()
+        infos = [await stub.GetWorkerInfo(request) for stub in workers.values()]
+        assert len({each.cache_descriptor for each in infos}) == 1
+        assert {each.layout.num_kv_heads for each in infos} == {4}
+    assert {name: len(ranks_of(stack, name)) + 1 for name in SIZES} == SIZES
+
+
+async def test_every_pair_of_workers_gives_the_same_bits(stack: RunningStack, e2e: Any) -> None:
+    """Prompts that no worker knows, that both know, and that the decode worker knows."""
+    async with e2e.connected(stack) as (_, workers):
+        for seed, length in ((1, LENGTH), (2, 37)):
+            prompt = e2e.make_prompt(length, seed=seed)
+            expected, _ = await local(workers, "decode-0", e2e.make_prompt(length, seed=seed))
+            assert len(expected) == NUM_NEW
+            for prefill in PREFILLS:
+                for decode in DECODES:
+                    fresh, accepted, _ = await disaggregated(workers, prefill, decode, prompt)
+                    again, reused, computed = await disaggregated(workers, prefill, decode, prompt)
+                    assert fresh == again == expected
+                    assert reused.num_cached_tokens >= accepted.num_cached_tokens
+                    assert computed.num_cached_tokens == (length - 1) // 16 * 16
+        await e2e.quiet(workers)
+
+
+async def test_the_beginning_of_a_prompt_comes_from_workers_of_both_sizes(
+    stack: RunningStack, e2e: Any
+) -> None:
+    async with e2e.connected(stack) as (_, workers):
+        for seed, (prefill, decode) in enumerate([(p, d) for p in PREFILLS for d in DECODES], start=10):
+            prompt = e2e.make_prompt(LENGTH, seed=seed)
+            await local(workers, decode, prompt[:100])
+            answer, accepted, _ = await disaggregated(workers, prefill, decode, prompt)
+            assert accepted.num_cached_tokens == 96
+            other = DECODES[1 - DECODES.index(decode)]
+            assert answer == (await local(workers, other, prompt))[0]
+        await e2e.quiet(workers)
+
+
+@pytest.mark.parametrize(("owner", "taker"), [("prefill-0", "decode-1"), ("prefill-1", "decode-0")])
+async def test_blocks_are_pulled_from_a_peer_of_another_size(
+    stack: RunningStack, e2e: Any, owner: str, taker: str
+) -> None:
+    async with e2e.connected(stack) as (_, workers):
+        prompt = e2e.make_prompt(LENGTH, seed=20 + SIZES[owner])
+        call = workers[owner].Prefill(worker_pb2.PrefillRequest(sequence=sequence_of(prompt)))
+        assert [message async for message in call]
+        answer, accepted = await local(workers, taker, prompt, pull_from=await source(stack, workers, owner))
+        assert (accepted.pulled.num_blocks, accepted.pulled.failure) == (NUM_FULL, "")
+        other = DECODES[1 - DECODES.index(taker)]
+        assert answer == (await local(workers, other, prompt))[0]
+        await e2e.quiet(workers)
+
+
+@asynccontextmanager
+async def streaming(client: Any, prompt: list[int]) -> AsyncIterator[tuple[list[int], asyncio.Task[None]]]:
+    """Stream a greedy answer in a task; yield its tokens once there are some."""
+    tokens: list[int] = []
+    has_begun = asyncio.Event()
+
+    async def read() -> None:
+        async for delta in client.stream(prompt, temperature=0.0, ignore_eos=True, max_tokens=150):
+            tokens.extend(delta.token_ids)
+            has_begun.set()
+
+    task = asyncio.create_task(read())
+    await has_begun.wait()
+    yield tokens, task
+    await task
+
+
+async def busy(workers: dict[str, Any]) -> str:
+    """Return the decode worker that has a request, once one has."""
+    while True:
+        for name in DECODES:
+            load = await workers[name].GetLoad(worker_pb2.GetLoadRequest())
+            if load.num_running:
+                return name
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("victim", ["worker", "rank", "stopped rank"])
+async def test_an_answer_goes_on_at_a_worker_of_another_size(
+    start: Callable[..., Any], e2e: Any, victim: str
+) -> None:
+    with start({"prefill-0": 2, "decode-0": 2, "decode-1": 1}) as stack:
+        async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
+            prompt = e2e.make_prompt(60, seed=30)
+            greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 150}
+            expected = list((await client.generate(prompt, **greedy)).token_ids)
+            ranks = ranks_of(stack, "decode-0")
+            worker = stack.workers["decode-0"].process.pid
+            assert worker is not None
+            for _ in range(10):
+                async with streaming(client, prompt) as (tokens, task):
+                    name = await busy(workers)
+                    if name == "decode-0":
+                        sent = signal.SIGSTOP if victim == "stopped rank" else signal.SIGKILL
+                        os.kill(worker if victim == "worker" else ranks[0], sent)
+                    await task
+                assert tokens == expected
+                if name == "decode-0":
+                    break
+            else:
+                pytest.fail("no answer came to the worker with two processes")
+            assert await ended([*ranks, worker]) < 10
+            assert list((await client.generate(prompt, **greedy)).token_ids) == expected
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+async def test_an_idle_worker_ends_with_its_rank(
+    start: Callable[..., Any], e2e: Any, sent: signal.Signals
+) -> None:
+    with start({"decode-0": 2, "decode-1": 1}) as stack:
+        async with e2e.connected(stack) as (client, _):
+            [rank] = ranks_of(stack, "decode-0")
+            worker = stack.workers["decode-0"].process.pid
+            assert worker is not None
+            os.kill(rank, sent)
+            assert await ended([rank, worker]) < 10
+            answer = await client.generate(e2e.make_prompt(20, seed=31), max_tokens=4, ignore_eos=True)
+            assert len(answer.token_ids) == 4
+
+
+async def test_the_same_tokens_from_every_tier(start: Callable[..., Any], e2e: Any, tmp_path: Path) -> None:
+    """A pool so small that blocks cycle through host memory and disk, and are written by another size."""
+    block_bytes = 3 * 2 * 4 * 16 * 32 * 4
+    settings = {
+        "num_blocks": 26,
+        "max_num_seqs": 4,
+        "host_cache_bytes": 20 * block_bytes,
+        "disk_cache": DiskFolder(str(tmp_path), 400 * (block_bytes + 32)),
+    }
+    prompts = [e2e.make_prompt(LENGTH, seed=40 + index) for index in range(4)]
+    answers = []
+    with start({"prefill-0": 2, "decode-0": 1}, **settings) as stack:
+        async with e2e.connected(stack) as (client, workers):
+            for prompt in (*prompts, *prompts):
+                answer = await client.generate(prompt, temperature=0.8, seed=1, max_tokens=NUM_NEW)
+                answers.append((list(answer.token_ids), answer.usage.cached_prompt_tokens))
+                await e2e.quiet(workers)
+    assert [tokens for tokens, _ in answers[:4]] == [tokens for tokens, _ in answers[4:]]
+    assert [cached for _, cached in answers] == [0] * 4 + [NUM_FULL * 16] * 4
