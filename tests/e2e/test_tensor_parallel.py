@@ -6,8 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -177,10 +176,10 @@ async def test_the_beginning_of_a_prompt_comes_from_workers_of_both_sizes(
         for seed, (prefill, decode) in enumerate([(p, d) for p in PREFILLS for d in DECODES], start=10):
             prompt = e2e.make_prompt(LENGTH, seed=seed)
             await local(workers, decode, prompt[:100])
-            answer, accepted, _ = await disaggregated(workers, prefill, decode, prompt)
+            given, accepted, _ = await disaggregated(workers, prefill, decode, prompt)
             assert accepted.num_cached_tokens == 96
             other = DECODES[1 - DECODES.index(decode)]
-            assert answer == (await local(workers, other, prompt))[0]
+            assert given == (await local(workers, other, prompt))[0]
         await e2e.quiet(workers)
 
 
@@ -192,66 +191,45 @@ async def test_blocks_are_pulled_from_a_peer_of_another_size(
         prompt = e2e.make_prompt(LENGTH, seed=20 + SIZES[owner])
         call = workers[owner].Prefill(worker_pb2.PrefillRequest(sequence=sequence_of(prompt)))
         assert [message async for message in call]
-        answer, accepted = await local(workers, taker, prompt, pull_from=await source(stack, workers, owner))
+        given, accepted = await local(workers, taker, prompt, pull_from=await source(stack, workers, owner))
         assert (accepted.pulled.num_blocks, accepted.pulled.failure) == (NUM_FULL, "")
         other = DECODES[1 - DECODES.index(taker)]
-        assert answer == (await local(workers, other, prompt))[0]
+        assert given == (await local(workers, other, prompt))[0]
         await e2e.quiet(workers)
 
 
-@asynccontextmanager
-async def streaming(client: Any, prompt: list[int]) -> AsyncIterator[tuple[list[int], asyncio.Task[None]]]:
-    """Stream a greedy answer in a task; yield its tokens once there are some."""
+async def answer(client: Any, prompt: list[int], has_begun: asyncio.Event | None = None) -> list[int]:
+    """Stream a long greedy answer."""
     tokens: list[int] = []
-    has_begun = asyncio.Event()
-
-    async def read() -> None:
-        async for delta in client.stream(prompt, temperature=0.0, ignore_eos=True, max_tokens=150):
-            tokens.extend(delta.token_ids)
+    async for delta in client.stream(prompt, temperature=0.0, ignore_eos=True, max_tokens=250):
+        tokens += delta.token_ids
+        if has_begun is not None:
             has_begun.set()
-
-    task = asyncio.create_task(read())
-    await has_begun.wait()
-    yield tokens, task
-    await task
-
-
-async def busy(workers: dict[str, Any]) -> str:
-    """Return the decode worker that has a request, once one has."""
-    while True:
-        for name in DECODES:
-            load = await workers[name].GetLoad(worker_pb2.GetLoadRequest())
-            if load.num_running:
-                return name
-        await asyncio.sleep(0.005)
+    return tokens
 
 
 @pytest.mark.parametrize("victim", ["worker", "rank", "stopped rank"])
-async def test_an_answer_goes_on_at_a_worker_of_another_size(
+async def test_answers_go_on_at_a_worker_of_another_size(
     start: Callable[..., Any], e2e: Any, victim: str
 ) -> None:
     with start({"prefill-0": 2, "decode-0": 2, "decode-1": 1}) as stack:
+        ranks, worker = ranks_of(stack, "decode-0"), stack.workers["decode-0"].process.pid
+        assert worker is not None
         async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
-            prompt = e2e.make_prompt(60, seed=30)
-            greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 150}
-            expected = list((await client.generate(prompt, **greedy)).token_ids)
-            ranks = ranks_of(stack, "decode-0")
-            worker = stack.workers["decode-0"].process.pid
-            assert worker is not None
-            for _ in range(10):
-                async with streaming(client, prompt) as (tokens, task):
-                    name = await busy(workers)
-                    if name == "decode-0":
-                        sent = signal.SIGSTOP if victim == "stopped rank" else signal.SIGKILL
-                        os.kill(worker if victim == "worker" else ranks[0], sent)
-                    await task
-                assert tokens == expected
-                if name == "decode-0":
-                    break
-            else:
-                pytest.fail("no answer came to the worker with two processes")
-            assert await ended([*ranks, worker]) < 10
-            assert list((await client.generate(prompt, **greedy)).token_ids) == expected
+            prompts = [e2e.make_prompt(60, seed=30 + index) for index in range(6)]
+            expected = [await answer(client, prompt) for prompt in prompts]
+            begun = [asyncio.Event() for _ in prompts]
+            answers = [
+                asyncio.create_task(answer(client, prompt, has_begun))
+                for prompt, has_begun in zip(prompts, begun, strict=True)
+            ]
+            await asyncio.gather(*(each.wait() for each in begun))
+            load = await workers["decode-0"].GetLoad(worker_pb2.GetLoadRequest())
+            assert load.num_running, "its answers have ended too soon"
+            sent = signal.SIGSTOP if victim == "stopped rank" else signal.SIGKILL
+            os.kill(worker if victim == "worker" else ranks[0], sent)
+            assert await ended([*ranks, worker]) < 15
+            assert await asyncio.gather(*answers) == expected
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
@@ -265,12 +243,15 @@ async def test_an_idle_worker_ends_with_its_rank(
             assert worker is not None
             os.kill(rank, sent)
             assert await ended([rank, worker]) < 10
-            answer = await client.generate(e2e.make_prompt(20, seed=31), max_tokens=4, ignore_eos=True)
-            assert len(answer.token_ids) == 4
+            response = await client.generate(e2e.make_prompt(20, seed=31), max_tokens=4, ignore_eos=True)
+            assert len(response.token_ids) == 4
 
 
-async def test_the_same_tokens_from_every_tier(start: Callable[..., Any], e2e: Any, tmp_path: Path) -> None:
-    """A pool so small that blocks cycle through host memory and disk, and are written by another size."""
+async def test_blocks_on_disk_are_the_same_for_any_number_of_processes(
+    start: Callable[..., Any], e2e: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool so small that blocks cycle through host memory and disk, and a restart with another size."""
+    monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "known")  # the disk's blocks are of this cluster
     block_bytes = 3 * 2 * 4 * 16 * 32 * 4
     settings = {
         "num_blocks": 26,
@@ -280,11 +261,16 @@ async def test_the_same_tokens_from_every_tier(start: Callable[..., Any], e2e: A
     }
     prompts = [e2e.make_prompt(LENGTH, seed=40 + index) for index in range(4)]
     answers = []
-    with start({"prefill-0": 2, "decode-0": 1}, **settings) as stack:
-        async with e2e.connected(stack) as (client, workers):
-            for prompt in (*prompts, *prompts):
-                answer = await client.generate(prompt, temperature=0.8, seed=1, max_tokens=NUM_NEW)
-                answers.append((list(answer.token_ids), answer.usage.cached_prompt_tokens))
-                await e2e.quiet(workers)
-    assert [tokens for tokens, _ in answers[:4]] == [tokens for tokens, _ in answers[4:]]
-    assert [cached for _, cached in answers] == [0] * 4 + [NUM_FULL * 16] * 4
+    for sizes in ({"prefill-0": 2, "decode-0": 1}, {"prefill-0": 1, "decode-0": 2}):
+        with start(sizes, **settings) as stack:
+            async with e2e.connected(stack) as (client, workers):
+                for prompt in (*prompts, *prompts):
+                    response = await client.generate(prompt, temperature=0.8, seed=1, max_tokens=NUM_NEW)
+                    answers.append((list(response.token_ids), response.usage.cached_prompt_tokens))
+                    await e2e.quiet(workers)
+    tokens, cached = zip(*answers, strict=True)
+    assert tokens == tokens[:4] * 4
+    assert cached[:4] == (0,) * 4
+    # The last blocks may still be on their way to disk, or be lost when the worker ends.
+    assert all(each >= NUM_FULL // 2 * 16 for each in cached[4:8]), cached
+    assert sum(cached[8:12]) >= 2 * NUM_FULL * 16, cached

@@ -60,7 +60,7 @@ def test_a_pool_is_shared_unless_messages_are_chosen() -> None:
 def test_without_shared_memory_the_pool_is_private_and_a_line_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire.engine.kv_memory.allocate_shared", no_shared_memory)
+    monkeypatch.setattr(build, "allocate_shared", no_shared_memory)
     log = Mock()
     monkeypatch.setattr(build, "_log", log)
     assert pool("auto").descriptor is None
