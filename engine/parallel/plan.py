@@ -79,7 +79,10 @@ class ParallelPlan:
         """Raise SettingError if the model cannot be divided among this many processes."""
         problem = self._problem(num_ranks)
         if problem is not None:
-            raise SettingError(f"the model cannot run on {num_ranks} ranks: {problem}")
+            raise SettingError(
+                f"the model cannot be divided among {num_ranks} processes: {problem}; "
+                "choose another tensor-parallel size, or 1"
+            )
 
     def _problem(self, num_ranks: int) -> str | None:
         if num_ranks & (num_ranks - 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from quire.engine.engine import Engine, EngineParts, longest_sequence
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory, dtype_name
 from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.parallel.collectives import RanksError
 from quire.engine.parallel.parallel_runner import ParallelRunner
 from quire.engine.parallel.ranks import Ranks, start_ranks
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
@@ -64,16 +66,18 @@ def load_models(config: WorkerConfig) -> Models:
     Raises:
         BadFileError: the model's folder is missing or holds no model, or the hub does not have it.
         ValueError: the pool would hold fewer than two blocks, or the model cannot be divided as asked.
-        RanksError: another process that the model is divided among has failed.
+        ChildProcessError: another process that the model is divided among has failed.
     """
     device = choose_device()
-    ranks = start_ranks(config, device)
-    try:
-        return _load_models(config, device, ranks)
-    except BaseException:
-        if ranks is not None:
-            ranks.close()
-        raise
+    with ExitStack() as stack:
+        if (ranks := start_ranks(config, device)) is not None:
+            stack.callback(ranks.close)
+        try:
+            models = _load_models(config, device, ranks)
+        except RanksError as error:
+            raise ChildProcessError(f"the worker did not start: {error}") from error
+        stack.pop_all()
+        return models
 
 
 def _load_models(config: WorkerConfig, device: torch.device, ranks: Ranks | None) -> Models:

@@ -232,6 +232,28 @@ async def test_answers_go_on_at_a_worker_of_another_size(
             assert await asyncio.gather(*answers) == expected
 
 
+@pytest.mark.parametrize("victim", ["worker", "rank"])
+async def test_a_prompt_goes_elsewhere_when_its_worker_ends_in_mid_push(
+    start: Callable[..., Any], e2e: Any, victim: str
+) -> None:
+    sizes = {"prefill-0": 2, "decode-0": 1}
+    with start(sizes, max_num_batched_tokens=4, max_num_seqs=4) as stack:
+        ranks, worker = ranks_of(stack, "prefill-0"), stack.workers["prefill-0"].process.pid
+        assert worker is not None
+        async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
+            prompt = e2e.make_prompt(350, seed=50)
+            greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16}
+            asking = asyncio.create_task(client.generate(prompt, **greedy))
+            while not (load := await workers["decode-0"].GetLoad(worker_pb2.GetLoadRequest())).used_blocks:
+                await asyncio.sleep(0.001)
+            assert load.num_transferring, "the push has ended too soon"
+            os.kill(worker if victim == "worker" else ranks[0], signal.SIGKILL)
+            tokens = list((await asking).token_ids)
+            assert await ended([*ranks, worker]) < 15
+            assert list((await client.generate(prompt, **greedy)).token_ids) == tokens
+            await e2e.quiet({"decode-0": workers["decode-0"]})
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 async def test_an_idle_worker_ends_with_its_rank(
     start: Callable[..., Any], e2e: Any, sent: signal.Signals

@@ -19,6 +19,7 @@ from quire.engine.config import MAX_RANKS
 from quire.engine.model_check import UnsupportedModelError
 from quire.engine.parallel import ranks as ranks_module
 from quire.engine.parallel.collectives import RanksError
+from quire.engine.parallel.messages import Header, Kind
 from quire.engine.parallel.settings import check_device
 from quire.kernels.cpu import exchange
 from quire.llm import LLM, SamplingParams
@@ -142,6 +143,20 @@ def test_a_rank_that_dies_or_stops_in_a_step_ends_all(
         with pytest.raises(RanksError):
             answers(llm)
     assert not any(map(is_running, others))
+
+
+def test_a_rank_that_raises_in_a_step_ends_all(
+    model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with start(model("llama"), 2) as llm:
+        others = process_ids(llm)
+        assert llm._ranks is not None
+        llm._ranks.send(Header(Kind.STEP, 1 << 40))
+        assert "code 1" in llm._ranks.failure.result(10)
+        with pytest.raises(RanksError, match="rank 1 has ended with code 1"):
+            answers(llm)
+    assert not any(map(is_running, others))
+    assert "Traceback" in capfd.readouterr().err
 
 
 def test_a_rank_that_dies_while_it_loads_ends_all(
