@@ -29,6 +29,7 @@ from quire.services.worker.metrics import (
     EngineSnapshot,
     PromptMetrics,
     StepMetrics,
+    describe_division,
     describe_role,
 )
 
@@ -97,6 +98,7 @@ def worker_registry() -> RecordingRegistry:
     PromptMetrics(registry)
     describe_role(registry, lambda: "decode")
     CacheInfo(registry).describe(block_size=16, num_blocks=1, block_bytes=1)
+    describe_division(registry, 1)
     TransferMetrics(registry)
     PullMetrics(registry)
     PublisherMetrics(registry, PublishLedger())

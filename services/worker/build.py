@@ -37,6 +37,7 @@ from quire.services.server.errors import BadFileError
 from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.processors import num_processors
 from quire.settings.setting import SettingError
 
 _log = get_logger("worker")
@@ -72,12 +73,20 @@ def load_models(config: WorkerConfig) -> Models:
     with ExitStack() as stack:
         if (ranks := start_ranks(config, device)) is not None:
             stack.callback(ranks.close)
+            _tell_of_few_processors(config)
         try:
             models = _load_models(config, device, ranks)
         except RanksError as error:
             raise ChildProcessError(f"the worker did not start: {error}") from error
         stack.pop_all()
         return models
+
+
+def _tell_of_few_processors(config: WorkerConfig) -> None:
+    num_processes, available = config.tensor_parallel_size, num_processors()
+    if available < num_processes:
+        details = "they wait for each other in each layer: give the worker more, or lower the size"
+        _log.warning("few_processors", processes=num_processes, processors=available, details=details)
 
 
 def _load_models(config: WorkerConfig, device: torch.device, ranks: Ranks | None) -> Models:

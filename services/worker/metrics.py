@@ -126,6 +126,16 @@ class CacheInfo:
         )
 
 
+def describe_division(registry: CollectorRegistry, tensor_parallel_size: int) -> None:
+    """Publish among how many processes the worker divides the model."""
+    gauge = Gauge(
+        "quire_tensor_parallel_size",
+        "Processes that the worker divides the model among.",
+        registry=registry,
+    )
+    gauge.set(tensor_parallel_size)
+
+
 def describe_role(registry: CollectorRegistry, present: Callable[[], str]) -> None:
     """Publish the worker's present role."""
     gauge = Gauge(

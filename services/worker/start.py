@@ -53,6 +53,7 @@ from quire.services.worker.metrics import (
     PromptMetrics,
     StepMetrics,
     ask_for_snapshot,
+    describe_division,
     describe_role,
 )
 from quire.services.worker.output_streams import OutputStreams
@@ -166,6 +167,7 @@ async def start_engine(start: Start) -> EngineThread:
     if models.ranks is not None:
         _fail_with_ranks(thread, models.ranks)
     _describe(start.registry, thread, models.memory)
+    describe_division(start.registry, config.tensor_parallel_size)
     return thread
 
 

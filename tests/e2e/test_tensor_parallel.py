@@ -67,8 +67,8 @@ def start(model: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="module")
 def stack(start: Callable[..., Any]) -> Iterator[RunningStack]:
-    """Run prefill and decode workers of one and of two processes."""
-    with start(SIZES) as running:
+    """Run prefill and decode workers of one and of two processes, which map each other's pools."""
+    with start(SIZES, transport="shared") as running:
         yield running
 
 
@@ -237,7 +237,7 @@ async def test_a_prompt_goes_elsewhere_when_its_worker_ends_in_mid_push(
     start: Callable[..., Any], e2e: Any, victim: str
 ) -> None:
     sizes = {"prefill-0": 2, "decode-0": 1}
-    with start(sizes, max_num_batched_tokens=4, max_num_seqs=4) as stack:
+    with start(sizes, max_num_batched_tokens=4, max_num_seqs=4, transport="grpc") as stack:
         ranks, worker = ranks_of(stack, "prefill-0"), stack.workers["prefill-0"].process.pid
         assert worker is not None
         async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
