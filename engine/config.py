@@ -139,12 +139,12 @@ class EngineConfig:
             raise ValueError(
                 f"{name} must be a power of two, since other numbers of sums give other bits; got {size}"
             )
-        for field, value in (("speculation", "off"), ("weight_dtype", "auto"), ("kv_cache_dtype", "auto")):
-            if size > 1 and getattr(self, field) != value:
-                raise ValueError(
-                    f"{name} {size} and {self.name_of(field)} {getattr(self, field)} do not work together: "
-                    f"leave {self.name_of(field)} at {value}, or {name} at 1"
-                )
+        if size > 1 and self.weight_dtype != "auto":
+            weights = self.name_of("weight_dtype")
+            raise ValueError(
+                f"{name} {size} and {weights} {self.weight_dtype} do not work together: "
+                f"leave {weights} at auto, or {name} at 1"
+            )
 
     def name_of(self, field: str) -> str:
         """Return what error messages call a field: here its name, which is also the keyword of ``LLM``."""

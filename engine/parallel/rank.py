@@ -64,7 +64,7 @@ def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives)
 
 
 def _make_runner(settings: RankSettings, model: LoadedModel) -> ModelRunner:
-    shape = model.kv_shape(settings.block_size)
+    shape = model.kv_shape(settings.block_size, settings.kv_cache_dtype)
     shared = map_shared(settings.pool)
     num_blocks = len(shared.bytes) // shape.block_bytes
     return ModelRunner(model, KvMemory(shape, num_blocks, _CPU, shared=shared, own_heads=model.own_kv_heads))

@@ -62,6 +62,7 @@ class Ranks:
                 dtype=config.dtype,
                 weight_dtype=config.weight_dtype,
                 block_size=config.block_size,
+                kv_cache_dtype=config.kv_cache_dtype,
                 num_threads=num_threads,
                 sizes=self._memory.sizes,
                 memory=self._memory.descriptor,

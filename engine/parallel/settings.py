@@ -37,6 +37,7 @@ class RankSettings:
     dtype: str
     weight_dtype: str
     block_size: int
+    kv_cache_dtype: str
     num_threads: int
     sizes: SharedSizes
     memory: int

@@ -178,17 +178,32 @@ def test_a_rank_that_dies_while_it_loads_ends_all(
     assert not any(map(is_running, started))
 
 
+def test_quantized_weights_are_not_divided() -> None:
+    with pytest.raises(ValueError, match="leave weight_dtype at auto, or tensor_parallel_size at 1"):
+        LLMConfig(tensor_parallel_size=2, weight_dtype="int8")
+
+
 @pytest.mark.parametrize(
-    ("settings", "problem"),
+    ("settings", "num_kv_heads"),
     [
-        ({"speculation": "ngram"}, "speculation"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
-        ({"weight_dtype": "int8"}, "weight_dtype"),
+        ({"kv_cache_dtype": "int8"}, 4),
+        ({"kv_cache_dtype": "fp8"}, 1),
+        ({"speculation": "ngram", "max_num_batched_tokens": 16, "max_num_seqs": 8}, 4),
+        ({"speculation": "draft"}, 4),
     ],
+    ids=["int8", "fp8 with a head on both ranks", "ngram", "draft"],
 )
-def test_settings_that_do_not_work_on_ranks_are_refused(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=f"tensor_parallel_size 2 and {problem} .* leave {problem} at"):
-        LLMConfig(tensor_parallel_size=2, **settings)
+def test_other_settings_give_the_same_bits_on_ranks(
+    model: Callable[..., Path], settings: dict[str, Any], num_kv_heads: int
+) -> None:
+    folder = model("llama", num_key_value_heads=num_kv_heads)
+    if settings.get("speculation") == "draft":
+        settings = {**settings, "draft_model": str(folder)}
+    answered = []
+    for num_ranks in (1, 2):
+        with start(folder, num_ranks, **settings) as llm:
+            answered.append(answers(llm))
+    assert answered[0] == answered[1]
 
 
 def test_the_number_of_ranks_is_a_power_of_two_that_the_kernels_take() -> None:
