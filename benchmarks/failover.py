@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -85,13 +86,41 @@ def start(model: str, stack: ExitStack, *, copies: bool, num_decode: int) -> Run
     return stack.enter_context(local_stack(config))
 
 
-def num_computed(stack: RunningStack, name: str) -> int:
-    """Return how many tokens a worker has computed."""
+class Computed(NamedTuple):
+    """Tokens that a worker has computed, and the steps that it took."""
+
+    tokens: int
+    steps: int
+
+
+def num_computed(stack: RunningStack, name: str) -> Computed:
+    """Return what a worker has computed since its start."""
     url = f"http://127.0.0.1:{stack.ready[name].metrics_port}/metrics"
     with urlopen(url, timeout=END_SECONDS) as response:
         text = response.read().decode()
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return int(next(sample.value for sample in samples if sample.name == "quire_step_tokens_sum"))
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    values = {sample.name: int(sample.value) for sample in samples if sample.name.startswith("quire_step_")}
+    return Computed(values["quire_step_tokens_sum"], values["quire_step_tokens_count"])
+
+
+class Ended(NamedTuple):
+    """When a worker got a signal and when it had ended; and what the others had computed before."""
+
+    signalled_at: float
+    ended_at: float
+    others: dict[str, Computed]
+
+
+def end_worker(stack: RunningStack, case: Case, before: dict[str, Computed]) -> Ended:
+    """End the worker that has computed most since ``before``, and wait until it has ended."""
+    now = {name: num_computed(stack, name) for name in before}
+    busy = max(before, key=lambda name: now[name].tokens - before[name].tokens)
+    process = stack.workers[busy].process
+    assert process.pid is not None
+    signalled_at = time.perf_counter()
+    os.kill(process.pid, case.signal)
+    process.join(END_SECONDS)
+    return Ended(signalled_at, time.perf_counter(), {name: now[name] for name in now if name != busy})
 
 
 async def measure(stack: RunningStack, case: Case, num_tokens: int, seed: int) -> Row:
@@ -102,36 +131,29 @@ async def measure(stack: RunningStack, case: Case, num_tokens: int, seed: int) -
     async with AsyncClient(stack.address, timeout=600) as client:
         before = {name: num_computed(stack, name) for name in alive}
         tokens: list[int] = []
-        ends: list[float] = []
-        times, sizes, signalled_at, ended = [], [], 0.0, None
+        times: list[float] = []
+        ending: asyncio.Task[Ended] | None = None
         async for delta in client.stream(prompt, max_tokens=max_tokens, **OPTIONS):
             tokens += delta.token_ids
             times.append(time.perf_counter())
-            sizes.append(len(tokens))
-            if ended is None and len(tokens) >= num_tokens:
-                busy = max(alive, key=lambda name: num_computed(stack, name) - before[name])
-                before = {name: num_computed(stack, name) for name in alive if name != busy}
-                process = stack.workers[busy].process
-                assert process.pid is not None
-                signalled_at = time.perf_counter()
-                os.kill(process.pid, case.signal)
-                ended = asyncio.create_task(asyncio.to_thread(process.join, END_SECONDS))
-                ended.add_done_callback(lambda _: ends.append(time.perf_counter()))
-        assert ended is not None
-        await ended
-        computed = sum(num_computed(stack, name) - number for name, number in before.items())
+            if ending is None and len(tokens) >= num_tokens:
+                # The reader must not wait for this.
+                ending = asyncio.create_task(asyncio.to_thread(end_worker, stack, case, before))
+        assert ending is not None
+        ended = await ending
+        after = [(num_computed(stack, name), computed) for name, computed in ended.others.items()]
         # Only now, since the workers would have cached it.
         expected = await client.generate(prompt, max_tokens=max_tokens, **OPTIONS)
     if tokens != list(expected.token_ids):
         raise SystemExit("the answer differs from the undisturbed one")
-    gaps = [(later - earlier, at) for earlier, later, at in zip(times, times[1:], sizes, strict=False)]
-    first = next(index for index, at in enumerate(times) if at > signalled_at)
-    longest, sent = max(gaps[max(0, first - 1) :])
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    first = next(index for index, at in enumerate(times) if at > ended.signalled_at)
     return Row(
-        1000 * longest,
-        1000 * median(gap for gap, _ in gaps),
-        max(0, computed - (max_tokens - sent)),
-        ends[0] - signalled_at,
+        1000 * max(gaps[max(0, first - 1) :]),
+        1000 * median(gaps),
+        # A step computes one new token, and the other tokens again.
+        sum(now.tokens - then.tokens - (now.steps - then.steps) for now, then in after),
+        ended.ended_at - ended.signalled_at,
     )
 
 
