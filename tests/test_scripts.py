@@ -45,8 +45,8 @@ ALL_STAGES = [
     "ruff check",
     "ruff format --check",
     "mypy ",
-    "slipcover -m pytest tests --ignore tests/e2e",
-    "python -P -m pytest tests/e2e",
+    "slipcover -m pytest tests --ignore tests/e2e --ignore tests/kernels",
+    "python -P -m pytest tests/kernels tests/e2e",
     "coverage ",
 ]
 
@@ -66,7 +66,7 @@ def test_all_stages_passed(tmp_path: Path) -> None:
     assert status == 0
     assert sorted(ran) == sorted(ALL_STAGES)
     # Two stages run side by side.
-    apart = ALL_STAGES.index("python -P -m pytest tests/e2e")
+    apart = ALL_STAGES.index("python -P -m pytest tests/kernels tests/e2e")
     assert [each for each in ran if each != ALL_STAGES[apart]] == ALL_STAGES[:apart] + ALL_STAGES[apart + 1 :]
     assert [line.split()[-3] for line in said[-6:]] == ["passed"] * 6
 

@@ -182,7 +182,7 @@ def test_a_row_does_not_depend_on_the_other_sequences() -> None:
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"logit_softcap": 3.0}], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "stored", "group"),
-    [(torch.float32, None, 3), (torch.bfloat16, None, 1), (torch.float16, torch.int8, 4)],
+    [(torch.float32, None, 3), (torch.bfloat16, None, 2), (torch.bfloat16, torch.int8, 2)],
     ids=str,
 )
 def test_sequences_that_begin_with_the_same_blocks_have_the_bits_that_they_have_alone(
