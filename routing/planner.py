@@ -204,6 +204,8 @@ class Planner:
         self._answer_tokens = ANSWER_TOKENS
         self._history = PrefixHistory(clock)
         self._busy_until: dict[str, float] = {}
+        self._present: set[str] = set()
+        """Workers that prompts were placed among, and that have not left."""
         self.work = PromptWork()
 
     def place(
@@ -222,6 +224,7 @@ class Planner:
         key = policy.affinity_key(prompt.block_hashes) or self._rng.randbytes(8)
         rule = self.config.policy
         states = {state.worker_id: state for state in (*prefill, *decode)}
+        self._present.update(states)
         growth = prompt.num_answers * min(prompt.max_output_tokens, round(self._answer_tokens))
         resident_tokens = prompt.num_tokens + growth
         decoder = policy.choose_decode(
@@ -269,11 +272,20 @@ class Planner:
     ) -> None:
         """Update the rates when the first token of a prompt has just arrived.
 
+        Nothing is kept of workers that have left: a prompt that they still compute may end later.
+
         Args:
             cached_tokens: prompt tokens that were not computed.
             seconds: time since the worker was called.
         """
+        if placement.pull is not None and placement.pull.worker_id in self._present:
+            self._pulled(placement.pull, pull)
+        for candidate in (placement.estimate.candidate, placement.decode.candidate):
+            if candidate.worker_id in self._present:
+                self._note(candidate, placement.prompt)
         worker_id, now = placement.computing, self._clock()
+        if worker_id not in self._present:
+            return
         # Workers serve prompts in order of arrival, so this worker was busy with earlier prompts until the
         # first token of the last of them.
         begin = max(now - seconds + pull.seconds, self._busy_until.get(worker_id, 0.0))
@@ -281,10 +293,6 @@ class Planner:
         num_computed = placement.num_tokens - cached_tokens
         if num_computed >= MIN_MEASURED_TOKENS and now > begin:
             self._prefill_rates.add(worker_id, num_computed, now - begin)
-        if placement.pull is not None:
-            self._pulled(placement.pull, pull)
-        self._note(placement.estimate.candidate, placement.prompt)
-        self._note(placement.decode.candidate, placement.prompt)
 
     def forget(self, worker_id: str) -> None:
         """Drop the history and the rates of a worker that has left."""
@@ -292,6 +300,7 @@ class Planner:
         self._prefill_rates.forget(worker_id)
         self._pull_rates.forget(worker_id)
         self._busy_until.pop(worker_id, None)
+        self._present.discard(worker_id)
 
     def _note(self, candidate: CandidateWorker, prompt: PlannedPrompt) -> None:
         max_blocks = candidate.capacity_tokens // self._blocks.tokens

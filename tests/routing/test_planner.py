@@ -174,6 +174,17 @@ def test_without_an_answer_of_the_index_the_history_stands_in(cluster: Cluster) 
     assert cluster.place(prompt(1)).estimate.cached_tokens == 0
 
 
+def test_nothing_is_kept_of_a_worker_whose_prompt_is_computed_after_it_has_left(cluster: Cluster) -> None:
+    placement = cluster.place(prompt())
+    for worker_id in (placement.computing, "d"):
+        cluster.planner.forget(worker_id)
+    cluster.compute(placement, 10.0)
+    planner = cluster.planner
+    kept = (planner._history._sent, planner._prefill_rates._measured, planner._pull_rates._measured)
+    assert not any(kept), kept
+    assert not planner._busy_until
+
+
 def test_work_leaves_a_worker_that_turned_slow_and_comes_back_in_time(cluster: Cluster) -> None:
     slow = cluster.place(prompt()).computing
     for number in range(1, 9):
