@@ -44,6 +44,8 @@ SMALL_PROMPT, SMALL_OUTPUT = 48, 16
 HUGE_PROMPT = 3500
 WARM_SECONDS = 3.0
 """How long a costly client runs before the small one is measured."""
+MIN_SECONDS = 10.0
+"""Least time for which the small client is measured."""
 _SPAWN = multiprocessing.get_context("spawn")
 
 Send = Callable[[AsyncClient, int], Awaitable[None]]
@@ -103,13 +105,15 @@ LOADS = {
 }
 
 
-def run_costly(name: str, address: str, key: str, ends: Event, num_served: Synchronized[int]) -> None:
+def run_costly(
+    name: str, address: str, key: str, begun: Event, ends: Event, num_served: Synchronized[int]
+) -> None:
     """Send costly requests until ``ends`` is set; runs in a process of its own."""
-    asyncio.run(_send_costly(LOADS[name], address, key, ends, num_served))
+    asyncio.run(_send_costly(LOADS[name], address, key, begun, ends, num_served))
 
 
 async def _send_costly(
-    load: Load, address: str, key: str, ends: Event, num_served: Synchronized[int]
+    load: Load, address: str, key: str, begun: Event, ends: Event, num_served: Synchronized[int]
 ) -> None:
     numbers = itertools.count()
 
@@ -120,6 +124,7 @@ async def _send_costly(
 
     async with AsyncClient(address, api_key=key, timeout=TIMEOUT_SECONDS) as client:
         tasks = [asyncio.create_task(go_on(client)) for _ in range(load.concurrency)]
+        begun.set()
         ended = asyncio.create_task(asyncio.to_thread(ends.wait))
         await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -135,10 +140,13 @@ def costly_client(name: str | None, address: str, key: str) -> Iterator[Callable
     if name is None:
         yield lambda: 0
         return
-    ends, num_served = _SPAWN.Event(), _SPAWN.Value("i", 0)
-    process = _SPAWN.Process(target=run_costly, args=(name, address, key, ends, num_served))
+    begun, ends, num_served = _SPAWN.Event(), _SPAWN.Event(), _SPAWN.Value("i", 0)
+    process = _SPAWN.Process(target=run_costly, args=(name, address, key, begun, ends, num_served))
     process.start()
     try:
+        if not begun.wait(TIMEOUT_SECONDS):
+            raise RuntimeError(f"the costly client of {name} has not begun")
+        time.sleep(WARM_SECONDS)
         yield lambda: num_served.value
     finally:
         ends.set()
@@ -156,9 +164,12 @@ class Times(NamedTuple):
 
 async def small_requests(address: str, key: str, num_requests: int, seed: int) -> list[Times]:
     """Send short requests one after the other, and return the times of each."""
-    times = []
+    times: list[Times] = []
+    started = time.perf_counter()
     async with AsyncClient(address, api_key=key, timeout=TIMEOUT_SECONDS) as client:
-        for number in range(num_requests):
+        for number in itertools.count():
+            if number >= num_requests and time.perf_counter() - started >= MIN_SECONDS:
+                break
             prompt = prompt_of(seed * 1_000_000 + number, SMALL_PROMPT)
             begun, first = time.perf_counter(), 0.0
             async for delta in client.stream(prompt, max_tokens=SMALL_OUTPUT, ignore_eos=True, seed=number):
@@ -171,8 +182,6 @@ async def small_requests(address: str, key: str, num_requests: int, seed: int) -
 def measure(name: str | None, address: str, keys: dict[str, str], num_requests: int, seed: int) -> Row:
     """Measure the small client beside one costly client, or alone."""
     with costly_client(name, address, keys["costly"]) as num_served:
-        if name is not None:
-            time.sleep(WARM_SECONDS)
         before, begun = num_served(), time.perf_counter()
         times = asyncio.run(small_requests(address, keys["small"], num_requests, seed))
         served, seconds = num_served() - before, time.perf_counter() - begun
@@ -202,7 +211,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m quire.benchmarks.fairness", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--loads", default=",".join(LOADS), help="kinds of costly clients")
-    parser.add_argument("--requests", type=int, default=60, help="small requests in each case and round")
+    parser.add_argument(
+        "--requests", type=int, default=60, help="least small requests in each case and round"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="rounds, whose requests count together")
     parser.add_argument("--prefill", type=int, default=1, help="prefill workers")
     options = parser.parse_args()

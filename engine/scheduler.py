@@ -236,7 +236,7 @@ class Scheduler:
         return chosen
 
     def _started_sequences(self, group: SequenceGroup, most: int | None) -> list[Sequence]:
-        """Return the sequences of a group that can be computed, the first ones if there are more than ``most``.
+        """Return the sequences of a group that can be computed, only the first ones if there are too many.
 
         After a preemption all sequences may have to be recomputed. The others then wait until the first one
         has sealed the blocks of the prompt. Otherwise each would compute the prompt into blocks of its own.

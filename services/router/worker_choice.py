@@ -107,7 +107,7 @@ class WorkerChoice:
         return self._cluster.workers.is_unhealthy(worker) or worker.worker_id in self._avoided
 
     def _serving(self, role: str, group: AnswerGroup) -> list[Worker]:
-        """Return the workers that may get a group: a suspect goes only where a later death would accuse it."""
+        """Return the workers that may get a group: a suspect, those that have outlived the dead."""
         serving = self._cluster.workers.serving(role)
         return [worker for worker in serving if not group.deaths or worker.answered_at >= group.died_at]
 

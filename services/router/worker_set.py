@@ -110,9 +110,9 @@ class WorkerSet:
         return worker.is_in_doubt or self._clock() < worker.unhealthy_until
 
     async def ask_again(self, since: float) -> None:
-        """Ask the workers that may get requests, but for those that have answered since a reading of the clock.
+        """Ask the workers that may get requests, except those that have answered since a clock reading.
 
-        Those that have just ended leave, whether or not their connections have closed yet.
+        Those that have just ended then leave, and those that do not answer stay without a newer answer.
         """
         serving = [worker for role in ROLES for worker in self.serving(role) if worker.answered_at < since]
         for worker in serving:
