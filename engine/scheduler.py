@@ -103,9 +103,12 @@ class _Budget:
 
     def spend(self, group: SequenceGroup, chosen: list[ScheduledSequence]) -> None:
         """Subtract the tokens of a group's scheduled sequences."""
-        num_tokens = sum(each.num_scheduled_tokens for each in chosen)
-        self.num_tokens -= num_tokens
+        self.spend_tokens(group, sum(each.num_scheduled_tokens for each in chosen))
         self.num_drafts -= sum(len(each.sequence.draft_token_ids) for each in chosen)
+
+    def spend_tokens(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Subtract tokens of a group."""
+        self.num_tokens -= num_tokens
         if self.num_by_client is not None and group.client in self.num_by_client:
             self.num_by_client[group.client] -= num_tokens
 
@@ -179,7 +182,7 @@ class Scheduler:
                 continue
             if budget.tokens_for(group) > 0 and self._has_next_token(group.prompt):
                 schedule.sequences.append(group.next_token)
-                budget.spend(group, [group.next_token])
+                budget.spend_tokens(group, 1)
                 budget.num_slots -= 1
                 continue
             # A victim of a preemption is newer than the group that needs blocks, so it was not scheduled yet.
