@@ -284,7 +284,8 @@ class Scheduler:
         has no sequence or token left.
         """
         queues, num_passed = self._queues, 0
-        queues.num_owed_blocks = owed = {}
+        owed: dict[str, int] = {}
+        queues.num_owed_blocks = owed
         blocked_after = next((group.arrival for group in queues.transfers), math.inf)
         while num_passed < len(queues.waiting):
             group = queues.waiting[num_passed]
