@@ -20,14 +20,14 @@ pytest.importorskip("triton", reason="Triton is not installed: there are wheels 
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels run there", allow_module_level=True)
 
+from quire.benchmarks.ptx import fragments
+from quire.benchmarks.ptx.arithmetic import find_operation, round_to_bfloat16
+from quire.benchmarks.ptx.launch import Emulator, Launch, installed
+from quire.benchmarks.ptx.memory import SharedMemory
+from quire.benchmarks.ptx.program import Fault, parse
 from quire.kernels.triton import blocks, configs
 from tests.kernels import triton_kernels as interpreted
-from tests.kernels.ptx import fragments
-from tests.kernels.ptx.arithmetic import find_operation, round_to_bfloat16
-from tests.kernels.ptx.launch import Emulator, Launch, installed
-from tests.kernels.ptx.memory import SharedMemory
-from tests.kernels.ptx.mutations import MUTATIONS, Mutation
-from tests.kernels.ptx.program import Fault, parse
+from tests.kernels.mutations import MUTATIONS, Mutation
 from tests.kernels.triton_kernels import FEATURES, TOLERANCE, Case, Layout, Lengths
 
 TYPES_IN_TRITON = {

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.kernels.ptx import fragments
-from tests.kernels.ptx.arithmetic import TYPES, Dtype, find_operation
-from tests.kernels.ptx.fragments import WARP
-from tests.kernels.ptx.memory import POISON, GlobalMemory, SharedMemory
-from tests.kernels.ptx.program import (
+from quire.benchmarks.ptx import fragments
+from quire.benchmarks.ptx.arithmetic import TYPES, Dtype, find_operation
+from quire.benchmarks.ptx.fragments import WARP
+from quire.benchmarks.ptx.memory import POISON, GlobalMemory, SharedMemory
+from quire.benchmarks.ptx.program import (
     Address,
     Fault,
     Immediate,

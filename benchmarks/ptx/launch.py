@@ -1,4 +1,5 @@
-"""Executes the PTX that Triton emits for sm_80 on a CPU: tests run the compiled kernels without a GPU.
+"""Executes the PTX that Triton emits for sm_80 on a CPU: tests run the compiled kernels without a GPU, and
+``kernel_economy`` counts what they do.
 
 ::
 
@@ -8,7 +9,7 @@
     arithmetic    instructions on each thread's own registers
     fragments     matrix instructions of a warp
     memory        global and shared memory with their checks, and the race detector
-    mutations     faults for the tests of the checks
+    tally         counts instructions, sectors of global memory and bank conflicts
 
 What it does not show: faults of ``ptxas``, the rounding of tensor cores, speed, and memory ordering finer
 than barriers. Code for sm_90 is another program.
@@ -27,17 +28,17 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.ptx.machine import Cta
-from tests.kernels.ptx.memory import GlobalMemory, SharedMemory
-from tests.kernels.ptx.program import Program, parse
+from quire.benchmarks.ptx.machine import Cta
+from quire.benchmarks.ptx.memory import GlobalMemory, SharedMemory
+from quire.benchmarks.ptx.program import Program, parse
 
 TARGET = GPUTarget("cuda", 80, 32)
 _compile = JITFunction.run
@@ -120,9 +121,7 @@ def installed(emulator: Emulator) -> Iterator[None]:
     def run(kernel: Any, *args: Any, **options: Any) -> None:
         emulator.run(kernel, *args, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _Driver())
-        patch.setattr(JITFunction, "run", run)
+    with patch.object(driver, "_active", _Driver()), patch.object(JITFunction, "run", run):
         yield
 
 
