@@ -43,6 +43,28 @@ def _load_rows(base, rows, is_known, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
+def _find_rows(
+    table,
+    key_position,
+    is_known,
+    stride_block,
+    stride_slot,
+    stride_scale_block,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return the offset of each key's vector within its layer and head, and that of its block's scale."""
+    entries = table + key_position // BLOCK_SIZE
+    # A block id times a stride may exceed 2^31.
+    if MASKED:
+        block = tl.load(entries, mask=is_known, other=0).to(tl.int64)
+    else:
+        block = tl.load(entries).to(tl.int64)
+    rows = block * stride_block + (key_position % BLOCK_SIZE) * stride_slot
+    return rows, block * stride_scale_block
+
+
+@triton.jit
 def _soft_cap(logits, cap):
     # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both infinities.
     return cap * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E / cap)) + 1.0))
@@ -86,19 +108,14 @@ def _attend(
     for start in range(first, last, BLOCK_N):
         key_position = start + tl.arange(0, BLOCK_N)
         is_known = (key_position >= lowest) & (key_position < last)
-        entries = table + key_position // BLOCK_SIZE
-        # A block id times a stride may exceed 2^31.
-        if MASKED:
-            block = tl.load(entries, mask=is_known, other=0).to(tl.int64)
-        else:
-            block = tl.load(entries).to(tl.int64)
-        rows = block * stride_block + (key_position % BLOCK_SIZE) * stride_slot
-
+        rows, scale_rows = _find_rows(
+            table, key_position, is_known, stride_block, stride_slot, stride_scale_block, BLOCK_SIZE, MASKED
+        )
         k = _load_rows(keys, rows, is_known, HEAD_DIM, BLOCK_D, MASKED)
         k = decode_values(k, query.dtype, KV_FORMAT)
         logits = tl.dot(query, tl.trans(k), input_precision="ieee")
         if key_scales is not None:
-            key_scale = tl.load(key_scales + block * stride_scale_block, mask=is_known, other=0.0)
+            key_scale = tl.load(key_scales + scale_rows, mask=is_known, other=0.0)
             logits *= key_scale[None, :]
         factor = scale * LOG2_E
         if softcap is not None or slopes is not None:
@@ -127,7 +144,7 @@ def _attend(
 
         v = _load_rows(values, rows, is_known, HEAD_DIM, BLOCK_D, MASKED)
         if value_scales is not None:
-            value_scale = tl.load(value_scales + block * stride_scale_block, mask=is_known, other=0.0)
+            value_scale = tl.load(value_scales + scale_rows, mask=is_known, other=0.0)
             weights *= value_scale[None, :]
         # Scaled weights may be too small for float16.
         is_narrow: tl.constexpr = KV_FORMAT is not None and query.dtype == tl.float16
