@@ -127,7 +127,7 @@ def test_many_tiles_and_splits_equal_the_reference(features: str, executed: list
 def decode_bytes(bits, values, KV_FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.arange(0, 256)
     stored = tl.load(bits + index)
-    decoded = decode_values(stored, values.dtype.element_ty, KV_FORMAT)  # type: ignore[no-untyped-call]
+    decoded = decode_values(stored, values.dtype.element_ty, KV_FORMAT)
     tl.store(values + index, decoded)
 
 
