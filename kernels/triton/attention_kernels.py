@@ -60,7 +60,7 @@ def _find_keys(
         entries = table + start // BLOCK_SIZE + offset // BLOCK_SIZE
         slot = offset % BLOCK_SIZE
     else:
-        position = start.to(tl.uint32) + offset
+        position = (start + tl.arange(0, BLOCK_N)).to(tl.uint32)
         entries = table + position // BLOCK_SIZE
         slot = position % BLOCK_SIZE
     block = tl.load(entries, mask=is_known, other=0) if MASKED else tl.load(entries)
