@@ -107,7 +107,7 @@ def costly_and_small() -> list[Sequence]:
 
 
 def test_tokens_are_the_same_and_a_small_client_ends_first(load: Callable[[str], LoadedModel]) -> None:
-    expected = {}
+    expected: dict[tuple[str, int], list[int]] = {}
     for request in costly_and_small():
         expected |= run(make_engine(load("llama")), request)
     engine = make_engine(load("llama"), max_num_seqs=4, max_num_batched_tokens=16)
