@@ -160,11 +160,12 @@ async def test_every_pair_of_workers_gives_the_same_bits(stack: RunningStack, e2
             expected, _ = await local(workers, "prefill-0", prompt)
             assert len(expected) == NUM_NEW
             for prefill, decode in PAIRS:
-                given, _, computed = await disaggregated(workers, prefill, decode, prompt)
+                given, _, _ = await disaggregated(workers, prefill, decode, prompt)
                 assert given == expected, (prefill, decode)
                 again, _, computed = await disaggregated(workers, prefill, decode, prompt)
                 assert again == expected, (prefill, decode)
-                assert computed.num_cached_tokens == (length - 1) // 16 * 16
+                # A worker that has decoded the answer also has the block with the prompt's last tokens.
+                assert computed.num_cached_tokens >= (length - 1) // 16 * 16
         await e2e.quiet(workers)
 
 
