@@ -1,0 +1,55 @@
+"""Connects this process to a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from quire.services.launch.launcher import LaunchError
+from quire.services.server.grpc_server import STOP_SIGNALS
+
+LOCAL = "local"
+"""Instead of an address: start a Ray cluster of this machine alone, which ends with this process."""
+
+
+@contextmanager
+def connected(address: str) -> Iterator[str]:
+    """Connect to a cluster, yield the address of this machine in it, and leave it.
+
+    Args:
+        address: host:port of the cluster's head; "auto": the cluster of which this machine is a node;
+            "local": start one.
+
+    Raises:
+        LaunchError: there is no such cluster, or this machine is not one of its nodes.
+    """
+    # Ray would report its use to its makers.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    only_here: dict[str, Any] = {}
+    if address == LOCAL:
+        only_here = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, **only_here)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"no Ray cluster at {address}, of which this machine is a node ({_first_line(error)}): start it "
+            "with `ray start --head`, join it with `ray start --address=HOST:PORT`, or give --ray local"
+        ) from error
+    # Ray has put its own in their place, which end the process at once.
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    try:
+        yield str(ray.util.get_node_ip_address())
+    finally:
+        ray.shutdown()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
