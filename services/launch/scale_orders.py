@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from queue import SimpleQueue
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -14,12 +15,14 @@ from quire.protos import admin_pb2 as pb
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.services.launch.mailbox import Mailbox
 
+ANSWER_SECONDS = 5.0
+
 
 class ScaleOrder(NamedTuple):
-    """An order of an operator; who carries it out puts one result into ``results``."""
+    """An order of an operator, and what tells the router its result."""
 
     num_workers: Mapping[str, int]
-    results: SimpleQueue[pb.ScaleResult | None]
+    answer: Callable[[pb.ScaleResult], None]
 
 
 class ScaleOrders:
@@ -31,30 +34,26 @@ class ScaleOrders:
     def __init__(self) -> None:
         self.arrived: Mailbox[ScaleOrder] = Mailbox()
         self._channels: dict[str, grpc.Channel] = {}
-        self._results: dict[str, SimpleQueue[pb.ScaleResult | None]] = {}
         self._threads: list[threading.Thread] = []
 
     def follow(self, router: str, address: str) -> None:
         """Take orders from a router's admin port until it ends; call this again when it is started again."""
         self._close(router)
-        channel = self._channels[router] = grpc.insecure_channel(address)
-        results = self._results[router] = SimpleQueue()
-        thread = threading.Thread(target=self._receive, args=(channel, results), name="orders", daemon=True)
+        self._channels[router] = grpc.insecure_channel(address)
+        stub = AdminServiceStub(self._channels[router])
+        thread = threading.Thread(target=self._receive, args=(stub,), name="orders", daemon=True)
         thread.start()
         self._threads.append(thread)
 
-    def _receive(self, channel: grpc.Channel, results: SimpleQueue[pb.ScaleResult | None]) -> None:
-        stub = AdminServiceStub(channel)
-        try:
-            for order in stub.FollowScaleOrders(_until_none(results), wait_for_ready=True):
-                self.arrived.put(ScaleOrder(dict(order.num_workers), results))
-        except (grpc.RpcError, ValueError):
-            # The router has ended, or this stack has closed the channel.
-            results.put(None)
+    def _receive(self, stub: AdminServiceStub) -> None:
+        # It ends with the router, or when this stack closes the channel.
+        with suppress(grpc.RpcError, ValueError):
+            for order in stub.FollowScaleOrders(pb.FollowScaleOrdersRequest(), wait_for_ready=True):
+                answer = partial(_answer, stub, order.number)
+                self.arrived.put(ScaleOrder(dict(order.request.num_workers), answer))
 
     def _close(self, router: str) -> None:
         if channel := self._channels.pop(router, None):
-            self._results.pop(router).put(None)
             channel.close()
 
     def __enter__(self) -> Self:
@@ -69,6 +68,8 @@ class ScaleOrders:
             thread.join()
 
 
-def _until_none(results: SimpleQueue[pb.ScaleResult | None]) -> Iterator[pb.ScaleResult]:
-    while (result := results.get()) is not None:
-        yield result
+def _answer(stub: AdminServiceStub, number: int, result: pb.ScaleResult) -> None:
+    result.number = number
+    # The router may have ended, and the operator's call with it.
+    with suppress(grpc.RpcError, ValueError):
+        stub.AnswerScaleOrder(result, timeout=ANSWER_SECONDS)

@@ -100,6 +100,6 @@ class Scaling:
         running = self._running
         if running is None or running.starting or running.stopping:
             return
-        running.order.results.put(running.result)
+        running.order.answer(running.result)
         self._running = None
         self.take(())

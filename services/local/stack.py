@@ -328,7 +328,9 @@ def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStac
             f"metrics at :{worker.metrics_port}"
         )
     show(f"  admin      {stack.admin_address}")
-    redis = "127.0.0.1, private" if config.redis_url is None else config.redis_url.rpartition("@")[2]
+    redis = (
+        f"{stack.launcher.host}, private" if config.redis_url is None else config.redis_url.rpartition("@")[2]
+    )
     show(f"  redis      {redis}; requests up to {some.max_model_len} tokens")
 
 

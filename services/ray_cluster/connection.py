@@ -46,9 +46,16 @@ def connected(address: str) -> Iterator[str]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     try:
-        yield str(ray.util.get_node_ip_address())
+        yield node_address()
     finally:
         ray.shutdown()
+
+
+def node_address() -> str:
+    """Return the address of the node on which this process runs, as the node's owner has named it."""
+    here = ray.get_runtime_context().get_node_id()
+    [address] = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here]
+    return address
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Runs one worker on the node where Ray puts it; importing this loads neither Ray nor torch."""
+"""Runs one worker on the node where Ray puts it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from quire.services.launch.launcher import RESTART_SECONDS
 from quire.services.local.child_processes import KILL_SECONDS, end_of, start_child
+from quire.services.ray_cluster.connection import node_address
 from quire.services.worker.config import RunningWorker, WorkerConfig
 from quire.services.worker_process import run_worker
 
@@ -23,9 +24,7 @@ class WorkerActor:
     """
 
     def __init__(self, config: WorkerConfig) -> None:
-        import ray
-
-        config = replace(config, host=ray.util.get_node_ip_address())
+        config = replace(config, host=node_address())
         assert config.worker_id is not None
         self._name = config.worker_id
         self._grace_seconds = config.grace_seconds

@@ -106,10 +106,15 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         return response
 
     def FollowScaleOrders(
-        self, request_iterator: AsyncIterator[pb.ScaleResult], context: Any
-    ) -> AsyncIterator[pb.ScaleWorkersRequest]:
+        self, request: pb.FollowScaleOrdersRequest, context: Any
+    ) -> AsyncIterator[pb.ScaleOrder]:
         """Yield the orders of ``ScaleWorkers`` to the process that starts workers."""
-        return self._scaling.orders(request_iterator)
+        return self._scaling.orders()
+
+    async def AnswerScaleOrder(self, request: pb.ScaleResult, context: Any) -> pb.AnswerScaleOrderResponse:
+        """Pass the result of an order on to the call that waits for it."""
+        self._scaling.answer(request)
+        return pb.AnswerScaleOrderResponse()
 
     def _find(self, worker_ids: Sequence[str]) -> list[Worker]:
         known = {worker.worker_id: worker for worker in self._workers.all()}
