@@ -31,12 +31,10 @@ def connected(address: str) -> Iterator[str]:
     """
     # Ray would report its use to its makers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    only_here: dict[str, Any] = {}
-    if address == LOCAL:
-        only_here = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    settings: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        ray.init(address=address, logging_level=logging.ERROR, **only_here)
+        ray.init(address=address, logging_level=logging.ERROR, **settings)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"no Ray cluster at {address}, of which this machine is a node ({_first_line(error)}): start it "

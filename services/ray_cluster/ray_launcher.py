@@ -47,10 +47,15 @@ _log = get_logger("stack")
 
 @dataclass
 class _Placed:
-    """A worker, the reservation of its processors, and its actor once it is placed."""
+    """A worker, the reservation of its processors, and its actor once it is placed.
+
+    Attributes:
+        late: logs that Ray does not start the worker again, unless it is cancelled.
+    """
 
     config: WorkerConfig
     group: PlacementGroup
+    late: threading.Timer
     actor: Any = None
     is_stopping: bool = False
 
@@ -80,7 +85,7 @@ class RayLauncher(Launcher):
             config = replace(config, threads=config.threads or config.tensor_parallel_size)
             # The ranks of a worker share memory, so its reservation is one bundle, which lies on one node.
             group = placement_group([{"CPU": num_cpus(config)}], strategy="STRICT_PACK", name=name)
-            self._workers[name] = _Placed(config, group)
+            self._workers[name] = _Placed(config, group, late=_timer(name, config))
             thread = threading.Thread(target=self._follow, args=(name,), name=name, daemon=True)
             self._threads[name] = thread
             thread.start()
@@ -123,6 +128,7 @@ class RayLauncher(Launcher):
 
     def _remove(self, name: str) -> None:
         worker = self._workers.pop(name)
+        worker.late.cancel()
         if worker.actor is not None:
             ray.kill(worker.actor, no_restart=True)
         remove_placement_group(worker.group)
@@ -160,11 +166,12 @@ class RayLauncher(Launcher):
         """Report the start and the end of one process; return whether it served."""
         has_served = False
         try:
-            report = self._when_started(name, worker, is_again)
+            report = ray.get(worker.actor.started.remote())
             if isinstance(report, str):
                 self._happened.put(NotStarted(name, LaunchError(report)))
             else:
                 has_served = True
+                worker.late.cancel()
                 self._happened.put(Started(name, report))
                 if is_again:
                     _log.info("process_started_again", name=name, address=report.address)
@@ -172,15 +179,20 @@ class RayLauncher(Launcher):
         except RayActorError:
             if has_served and not worker.is_stopping:
                 _log.error("process_ended", name=name, end="ended, or its node did")
+                worker.late = _timer(name, worker.config)
+                worker.late.start()
             time.sleep(AGAIN_SECONDS)
         return has_served
 
-    def _when_started(self, name: str, worker: _Placed, is_again: bool) -> Any:
-        answer = worker.actor.started.remote()
-        if is_again and not ray.wait([answer], timeout=PLACE_SECONDS)[0]:
-            needed = f"a node with {num_cpus(worker.config)} free CPUs"
-            _log.warning("process_not_started_again", name=name, needs=needed)
-        return ray.get(answer)
+
+def _timer(name: str, config: WorkerConfig) -> threading.Timer:
+    """Return what logs that Ray has not started a worker again; Ray itself says nothing."""
+    needs = f"a node with {num_cpus(config)} free CPUs"
+    timer = threading.Timer(
+        PLACE_SECONDS, partial(_log.warning, "process_not_started_again", name=name, needs=needs)
+    )
+    timer.daemon = True
+    return timer
 
 
 def _remote(worker: _Placed) -> Any:

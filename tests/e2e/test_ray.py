@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 NUM_ANSWERS, NUM_TOKENS = 8, 400
 WAIT_SECONDS = 240.0
 
-pytest.importorskip("ray", reason="Ray has no wheel for this Python")
+if find_spec("ray") is None:
+    pytest.skip("Ray has no wheel for this Python", allow_module_level=True)
 
 
 class Stack(NamedTuple):
@@ -36,11 +38,14 @@ class Stack(NamedTuple):
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Run three nodes on this machine; the first has room for one worker, each other one for three."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        # Ray then keeps to the loopback, here and in the processes that inherit this.
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         from ray.cluster_utils import Cluster
 
-        node = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20}
+        node: dict[str, Any] = {"object_store_memory": 80 << 20}
         nodes = Cluster(
             initialize_head=True, head_node_args={**node, "num_cpus": 1, "include_dashboard": False}
         )
