@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import ray
 from quire.services.launch.launcher import LaunchError
 from quire.services.server.grpc_server import STOP_SIGNALS
 
+CONNECT_SECONDS = 5.0
 LOCAL = "local"
 """Instead of an address: start a Ray cluster of this machine alone, which ends with this process."""
 
@@ -31,11 +33,14 @@ def connected(address: str) -> Iterator[str]:
     """
     # Ray would report its use to its makers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # By default actors give way to all other processes of the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     settings: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
+        _check_port(address)
         ray.init(address=address, logging_level=logging.ERROR, **settings)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"no Ray cluster at {address}, of which this machine is a node ({_first_line(error)}): start it "
             "with `ray start --head`, join it with `ray start --address=HOST:PORT`, or give --ray local"
@@ -47,6 +52,13 @@ def connected(address: str) -> Iterator[str]:
         yield node_address()
     finally:
         ray.shutdown()
+
+
+def _check_port(address: str) -> None:
+    """Raise OSError if nothing listens at host:port; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 
 def node_address() -> str:
