@@ -22,7 +22,7 @@ class ScaleOrder(NamedTuple):
     """An order of an operator, and what tells the router its result."""
 
     num_workers: Mapping[str, int]
-    answer: Callable[[pb.ScaleResult], None]
+    answer: Callable[[pb.AnswerScaleOrderRequest], None]
 
 
 class ScaleOrders:
@@ -68,7 +68,7 @@ class ScaleOrders:
             thread.join()
 
 
-def _answer(stub: AdminServiceStub, number: int, result: pb.ScaleResult) -> None:
+def _answer(stub: AdminServiceStub, number: int, result: pb.AnswerScaleOrderRequest) -> None:
     result.number = number
     # The router may have ended, and the operator's call with it.
     with suppress(grpc.RpcError, ValueError):

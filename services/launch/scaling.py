@@ -14,6 +14,8 @@ from quire.services.worker.config import WorkerConfig
 
 LEAST = {"prefill": 0, "decode": 1}
 """Fewest workers of each role; decode workers generate the tokens, so there has to be one."""
+MOST = 256
+"""Most workers of a role, so that a slip of the finger does not start millions."""
 
 
 @dataclass
@@ -23,7 +25,7 @@ class _Running:
     order: ScaleOrder
     starting: set[str] = field(default_factory=set)
     stopping: set[str] = field(default_factory=set)
-    result: pb.ScaleResult = field(default_factory=pb.ScaleResult)
+    result: pb.AnswerScaleOrderRequest = field(default_factory=pb.AnswerScaleOrderRequest)
 
 
 class Scaling:
@@ -71,9 +73,9 @@ class Scaling:
     def _begin(self, order: ScaleOrder) -> _Running:
         running = _Running(order)
         for role, number in order.num_workers.items():
-            if role not in LEAST or number < LEAST[role]:
-                least = " and ".join(f"{each} at least {fewest}" for each, fewest in LEAST.items())
-                running.result.problem = f"{role}={number} is not possible: {least}"
+            if role not in LEAST or not LEAST[role] <= number <= MOST:
+                possible = " and ".join(f"{each} {fewest} to {MOST}" for each, fewest in LEAST.items())
+                running.result.problem = f"{role}={number} is not possible, only {possible}"
                 return running
         for role, number in order.num_workers.items():
             self._scale(role, number, running)

@@ -107,11 +107,11 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 
     def FollowScaleOrders(
         self, request: pb.FollowScaleOrdersRequest, context: Any
-    ) -> AsyncIterator[pb.ScaleOrder]:
+    ) -> AsyncIterator[pb.FollowScaleOrdersResponse]:
         """Yield the orders of ``ScaleWorkers`` to the process that starts workers."""
         return self._scaling.orders()
 
-    async def AnswerScaleOrder(self, request: pb.ScaleResult, context: Any) -> pb.AnswerScaleOrderResponse:
+    async def AnswerScaleOrder(self, request: pb.AnswerScaleOrderRequest, context: Any) -> pb.AnswerScaleOrderResponse:
         """Pass the result of an order on to the call that waits for it."""
         self._scaling.answer(request)
         return pb.AnswerScaleOrderResponse()
