@@ -42,10 +42,12 @@ def pool_mappings(stack: RunningStack, worker: str) -> list[tuple[int, int]]:
     return [(int(start, 16), int(end, 16)) for start, end in ranges]
 
 
-@pytest.mark.parametrize(("choice", "used"), [("auto", "shared"), ("grpc", "grpc")])
+@pytest.mark.parametrize(("choice", "used"), [("auto", "shared"), ("grpc", "grpc"), ("nixl", "nixl")])
 async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
     start_stack: StartStack, expected: Any, e2e: Any, choice: str, used: str
 ) -> None:
+    if choice == "nixl":
+        pytest.importorskip("nixl_cu12", reason="the extra 'nixl' is not installed")
     with start_stack("llama", transport=choice) as stack:
         async with e2e.connected(stack) as (client, workers):
             prompts = [e2e.make_prompt(length) for length in (40, 100, 200)]
@@ -58,7 +60,7 @@ async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
                 transport: await sample(
                     stack, worker, "quire_kv_transfer_bytes_total", direction=direction, transport=transport
                 )
-                for transport in ("grpc", "shared")
+                for transport in ("grpc", "shared", "nixl")
             }
             assert counted[used] > 0
             assert sum(counted.values()) == counted[used]

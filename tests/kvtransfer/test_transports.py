@@ -44,7 +44,7 @@ from tests.kvtransfer.transport_pair import (
 BLOCK = LAYOUT.block_bytes
 FIRST_TOKEN = 42
 
-TRANSPORTS: tuple[Transport, ...] = ("grpc", "shared")
+TRANSPORTS: tuple[Transport, ...] = ("grpc", "shared", "nixl")
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,11 @@ def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> Transport:
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Transport:
     kind: Transport = request.param
+    if kind == "nixl":
+        pytest.importorskip("nixl_cu12", reason="the extra 'nixl' is not installed")
+        monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     return kind
 
 
@@ -265,10 +268,10 @@ async def test_a_pull_of_bytes_that_changed_after_their_digest_brings_those_befo
 
 
 async def test_bytes_that_change_while_they_are_copied_are_refused(pair: Pair, transport: Transport) -> None:
-    """A message has its own copy. Of a shared pool the receiver's copy counts, not its origin."""
+    """A message has its own copy, and so has a READ. Of a shared pool the receiver's copy counts."""
     pair.sink.before_write = lambda index: pair.pool.flip_a_bit(index) if index == 2 else None
     expected = pair.expected(0, 4)
-    if transport == "grpc":
+    if transport != "shared":
         async with pair.push(4) as push:
             await push.send(pair.pool.prompt(0, 4))
             await push.commit(FIRST_TOKEN)
@@ -300,7 +303,7 @@ async def _ending(
     with pair.channels.peer(pair.address, RECEIVER_EPOCH) as peer:
         call: Any = kvtransfer_pb2_grpc.KvTransferServiceStub(peer).Push(timeout=WAIT_SECONDS)
     prompt = pair.pool.prompt(indices.start, indices.stop)
-    message = frames.to_proto(prompt, is_shared=transport == "shared")
+    message = frames.to_proto(prompt, is_shared=transport != "grpc")
     for name, value in changes.items():
         setattr(message.frames.frames[0], name, value)
     async with asyncio.timeout(WAIT_SECONDS):
@@ -424,6 +427,9 @@ async def test_roles_may_swap(transport: Transport, directory: Path) -> None:
             await push.commit(FIRST_TOKEN)
         if transport == "shared":
             pair.receiver.share(RECEIVER_EPOCH, pair.pool.descriptor)
+        if transport == "nixl":
+            rows = pair.pool.rows
+            pair.receiver.share_by_nixl(RECEIVER_EPOCH, rows.ctypes.data, rows.nbytes)
         intake = await pair.sender.choose(pair.receiver.offer)
         assert intake.transport == transport
 
