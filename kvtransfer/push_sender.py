@@ -94,6 +94,7 @@ class BlockPush:
         self._responses: asyncio.Queue[pb.PushResponse | None] = asyncio.Queue()
         self._refused: pb.PushRefused | None = None
         self._unproven: grpc.aio.AioRpcError | None = None
+        self._checked = asyncio.Event()
         self._num_left = blocks.number - ticket.first_block
         self._num_sent = 0
         self._credit = 0
@@ -106,7 +107,7 @@ class BlockPush:
         self._peer = self._in_use.enter_context(self._channels.peer(self._address, self._open.receiver_epoch))
         self._call = kvtransfer_pb2_grpc.KvTransferServiceStub(self._peer).Push(timeout=self._timeout)
         self._reading = asyncio.create_task(self._read_responses())
-        self._writing = self._start_write(pb.PushRequest(open=self._open))
+        self._writing = asyncio.create_task(self._write_open())
         return self
 
     async def __aexit__(
@@ -202,6 +203,14 @@ class BlockPush:
     def _start_write(self, message: pb.PushRequest) -> asyncio.Task[None]:
         return asyncio.create_task(self._write(message))
 
+    async def _write_open(self) -> None:
+        if self._open.shared_pool.nixl_metadata:
+            # It has the keys to the whole pool, so no stranger at the address may get it.
+            await self._checked.wait()
+            if self._unproven is not None:
+                raise await self._failure()
+        await self._write(pb.PushRequest(open=self._open))
+
     async def _write(self, message: pb.PushRequest) -> None:
         start = perf_counter()
         try:
@@ -222,6 +231,7 @@ class BlockPush:
             await self._peer.check(self._call)
         except grpc.aio.AioRpcError as error:
             self._unproven = error
+        self._checked.set()
         with suppress(grpc.aio.AioRpcError):
             # Iterate, since that reads to the end; ``read`` would stop at a failed write and miss the
             # refusal.

@@ -31,6 +31,7 @@ from quire.kvtransfer.errors import NotSharedError
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pool_socket import default_directory
+from quire.kvtransfer.remedy import REMEDY
 from quire.kvtransfer.proof import Caller
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
@@ -277,6 +278,15 @@ def _open_nixl(config: WorkerConfig, epoch: str, memory: KvMemory) -> Transports
     if config.cluster_tls is not None:
         # UCX neither encrypts nor asks for a certificate, so it would be a way around both.
         raise SettingError("--transport nixl is not possible with TLS between workers: use grpc or shared")
+    if not config.cluster_secret:
+        # Who has a pool's UCX keys can read and write all of it.
+        raise SettingError(
+            f"--transport nixl needs a cluster secret, since strangers would get the pool: {REMEDY}"
+        )
+    if config.tensor_parallel_size > 1:
+        raise SettingError(
+            "--transport nixl is possible without --tensor-parallel-size only: use grpc or shared"
+        )
     if memory.device.type != "cpu":
         raise SettingError("--transport nixl is possible for pools on the CPU only")
     transports = Transports("nixl", Path(), _tell_transport, _tell_speed)
