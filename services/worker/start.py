@@ -31,10 +31,10 @@ from quire.kvtransfer.errors import NotSharedError
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pool_socket import default_directory
-from quire.kvtransfer.remedy import REMEDY
 from quire.kvtransfer.proof import Caller
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
+from quire.kvtransfer.remedy import REMEDY
 from quire.kvtransfer.transports import Transport, Transports
 from quire.protos import kvtransfer_pb2_grpc
 from quire.services.server.call_limits import READ_SECONDS
