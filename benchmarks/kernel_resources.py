@@ -138,11 +138,26 @@ def attention_kernel(config: AttentionConfig, variant: Variant) -> Compiled:
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_D": config.head_dim,
+        **_strides_of_blocks(config, variant, is_quantized=kv_format is not None),
         "KV_FORMAT": kv_format,
         "SPLIT_TOKENS": config.split_tokens,
         "MAX_SPLITS": configs.max_splits(8),
     }
     return compile_kernel(kernel, types, constants, config.arch, config.num_warps, config.num_stages)
+
+
+def _strides_of_blocks(config: AttentionConfig, variant: Variant, is_quantized: bool) -> dict[str, int]:
+    """Return the strides of a model with 32 layers; the scales lie behind a block's keys and values."""
+    num_kv_heads = 1 if variant.has_one_kv_head else 8
+    head_dim = variant.head_dim or config.head_dim
+    num_scales = 32 * 2 * num_kv_heads if is_quantized else 0
+    block = 32 * 2 * num_kv_heads * variant.block_size * head_dim + 4 * num_scales
+    return {
+        "STRIDE_BLOCK": block,
+        "STRIDE_VALUE": num_kv_heads * variant.block_size * head_dim,
+        "STRIDE_SLOT": head_dim,
+        "STRIDE_SCALE_BLOCK": block // 4 if is_quantized else 0,
+    }
 
 
 def attention_resources(config: AttentionConfig, variant: Variant = PLAIN) -> Resources:

@@ -340,7 +340,7 @@ def _fill_layer(row: Any, layer: LayerRecipe) -> None:
     for name, linear in (("output", layer.output), ("down", layer.mlp.down)):
         row[name] = _linear(linear)
         if isinstance(linear, RowLinear):
-            row[f"is_{name}_divided"] = 1
+            row[f"{name}_borders"] = linear.borders.ctypes.data
             row[f"{name}_bias"], row[name]["bias"] = row[name]["bias"], 0
     _fill_mlp(row, layer.mlp)
 

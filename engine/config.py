@@ -48,7 +48,7 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1,
         "--tensor-parallel-size",
-        "Processes on this machine that the model is divided among, a power of two; on the CPU.",
+        "Processes on this machine that the model is divided among; on the CPU.",
         Panel.MODEL,
         minimum=1,
         maximum=MAX_RANKS,
@@ -135,10 +135,6 @@ class EngineConfig:
     def _check_ranks(self) -> None:
         """Raise ValueError for a setting that does not work on several ranks."""
         size, name = self.tensor_parallel_size, self.name_of("tensor_parallel_size")
-        if size & (size - 1):
-            raise ValueError(
-                f"{name} must be a power of two, since other numbers of sums give other bits; got {size}"
-            )
         if size > 1 and self.weight_dtype != "auto":
             weights = self.name_of("weight_dtype")
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from quire.engine.block_pool import BlockPool
@@ -24,12 +24,16 @@ class GroupQueues:
         running: groups that the next step computes, in the order of arrival.
         waiting: groups to compute here, new or preempted, in the order of arrival.
         transfers: groups whose prompts other workers compute and that lack blocks, in the order of arrival.
+        num_owed_blocks: the clients whose next group waits for a sequence in a step, not for blocks, and how
+            many blocks others leave to each.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self.running: list[SequenceGroup] = []
         self.waiting: deque[SequenceGroup] = deque()
         self.transfers: dict[SequenceGroup, OnOutcome] = {}
+        self.num_owed_blocks: dict[str, int] = {}
+        self._num_by_client: Counter[str] = Counter()
         self._with_blocks: set[SequenceGroup] = set()
         """Waiting groups that hold blocks, or did when this was noted. There are far fewer than may wait."""
         self._pool = pool
@@ -44,7 +48,15 @@ class GroupQueues:
     @property
     def num_spare_blocks(self) -> int:
         """Blocks that a group without blocks may take; while groups run, some are kept for their growth."""
-        return self._pool.num_allocatable - (self._num_watermark_blocks if self.running else 0)
+        if not self.running:
+            return self._pool.num_allocatable
+        num_owed = sum(self.num_owed_blocks.values()) if self.waiting else 0
+        return self._pool.num_allocatable - self._num_watermark_blocks - num_owed
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients whose groups run or wait."""
+        return len(self._num_by_client)
 
     def add_waiting(self, group: SequenceGroup) -> None:
         """Queue a new group, or one whose blocks were computed elsewhere and are in its table.
@@ -53,6 +65,7 @@ class GroupQueues:
         """
         self._stamp_arrival(group)
         insort(self.waiting, group, key=_arrival)
+        self._num_by_client[group.client] += 1
         self.note_blocks(group)
 
     def note_blocks(self, group: SequenceGroup) -> None:
@@ -81,15 +94,23 @@ class GroupQueues:
         """Let a group wait that has run; do nothing if it waits already."""
         if group in self.running:
             self.running.remove(group)
+            self._count_out(group)
             self.add_waiting(group)
 
     def remove_group(self, group: SequenceGroup) -> None:
         """Take a group out of ``running`` or ``waiting``, if it is in one of them."""
         if group in self.running:
             self.running.remove(group)
+            self._count_out(group)
         elif group in self.waiting:
             self.waiting.remove(group)
             self._with_blocks.discard(group)
+            self._count_out(group)
+
+    def _count_out(self, group: SequenceGroup) -> None:
+        self._num_by_client[group.client] -= 1
+        if not self._num_by_client[group.client]:
+            del self._num_by_client[group.client]
 
     def _stamp_arrival(self, group: SequenceGroup) -> None:
         """Give a group its position in the order of arrival, unless it has one."""

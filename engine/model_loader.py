@@ -19,7 +19,7 @@ from quire.engine.model_digest import model_digest
 from quire.engine.packed_linear import pack_linear_layers
 from quire.engine.parallel.collectives import Collectives
 from quire.engine.parallel.divided_model import connect_ranks
-from quire.engine.parallel.plan import ParallelPlan, own_parts, read_plan
+from quire.engine.parallel.plan import ParallelPlan, read_plan
 from quire.engine.parallel.sliced_weights import digest_of_whole, load_slices
 from quire.engine.row_layers import make_batch_invariant
 from quire.engine.step_recipe import StepRecipe
@@ -127,9 +127,9 @@ def load_model(
     if device.type == "cpu":
         recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings, collectives)
     num_kv_heads, own_kv_heads = heads.num_kv_heads, None
-    if collectives is not None and plan.num_kv_heads:
-        num_kv_heads = plan.num_kv_heads
-        own_kv_heads = own_parts(num_kv_heads, collectives.rank, collectives.num_ranks)
+    if collectives is not None and plan.attention is not None:
+        num_kv_heads = plan.attention.num_kv_heads
+        own_kv_heads = plan.attention.own_kv_heads(collectives.rank, collectives.num_ranks)
     return LoadedModel(
         module=module,
         folder=folder,
@@ -174,7 +174,7 @@ def _load_whole(folder: Path, dtype: str, device: torch.device, weight_dtype: st
     module = _load_module(folder, dtype)
     digest = _digest(folder, module, weight_dtype)
     plan = read_plan(module)
-    return _Loaded(_prepare_module(module, device, weight_dtype, plan.num_segments), digest, plan)
+    return _Loaded(_prepare_module(module, device, weight_dtype, plan.num_segments(0, 1)), digest, plan)
 
 
 def _digest(folder: Path, module: PreTrainedModel, weight_dtype: str) -> str:
@@ -188,7 +188,7 @@ def _load_part(
     rank, num_ranks = collectives.rank, collectives.num_ranks
     module, plan = load_slices(folder, config, None if dtype == "auto" else DTYPES[dtype], rank, num_ranks)
     digest = digest_of_whole(folder, module, weight_dtype) if rank == 0 else ""
-    segments = {name: count // num_ranks for name, count in plan.num_segments.items()}
+    segments = plan.num_segments(rank, num_ranks)
     module = _prepare_module(module, torch.device("cpu"), weight_dtype, segments)
     connect_ranks(module, plan, config.get_text_config().vocab_size, collectives)
     return _Loaded(module, digest, plan)

@@ -1,8 +1,9 @@
-"""Decides what each step computes: first come first served, under a token budget.
+"""Decides what each step computes: first come first served, under a token budget, and fairly between clients.
 
 There is no prefill phase and no decode phase. A sequence has tokens that are not computed yet: many for a
 new prompt, one for a sequence that decodes. Each step takes the oldest groups first and computes as many of
 those tokens as the budget allows. A long prompt is thus prefilled in chunks, in the same steps as decodes.
+What does not all fit into a step is divided among clients (``fair_turns.py``).
 
 When blocks run out, the newest group gives up all of its blocks (``preemption.py``). It resumes when there is
 room for all of them.
@@ -14,6 +15,8 @@ worker computes (``transfers.py``), get blocks in one order of arrival (``group_
   all their blocks may run meanwhile. Each of them passes a blocked group at most once, because it keeps its
   blocks until it ends or is preempted, and because no newer transfer gets blocks while the older group waits.
 * A new group leaves 1 % of the blocks free while other groups run, so that these can grow.
+* A group may get blocks before an older one of another client that waits for a sequence in a step. It leaves
+  as many blocks free as the largest such group of each client needs.
 
 Every group runs eventually:
 
@@ -34,6 +37,7 @@ from dataclasses import dataclass
 
 from quire.engine.block_tables import BlockTables
 from quire.engine.config import EngineConfig
+from quire.engine.fair_turns import FairTurns, Turns
 from quire.engine.first_blocks import FirstBlocks
 from quire.engine.group_queues import GroupQueues
 from quire.engine.preemption import Preemption
@@ -72,20 +76,41 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class _Budget:
-    """What a step has left: tokens, draft tokens among them, and sequences that it may still admit."""
+    """What a step has left: tokens, draft tokens among them, and sequences that it may still admit.
+
+    Attributes:
+        turns: how many sequences of each group it computes; None: all.
+        num_by_client: how many tokens it may still compute for each client; None: any number.
+    """
 
     num_tokens: int
     num_drafts: int
     num_slots: int
+    turns: Turns | None = None
+    num_by_client: dict[str, int] | None = None
 
     def has_room(self, group: SequenceGroup) -> bool:
         """Return whether a group can start in this step."""
-        return self.num_tokens > 0 and group.num_slots <= self.num_slots
+        if self.tokens_for(group) <= 0:
+            return False
+        return group.num_slots <= self.num_slots if self.turns is None else self.turns.get(group, 0) > 0
 
-    def spend(self, chosen: list[ScheduledSequence]) -> None:
-        """Subtract the tokens of scheduled sequences."""
-        self.num_tokens -= sum(each.num_scheduled_tokens for each in chosen)
+    def tokens_for(self, group: SequenceGroup) -> int:
+        """Return how many tokens are left for a group."""
+        if self.num_by_client is None:
+            return self.num_tokens
+        return min(self.num_tokens, self.num_by_client.get(group.client, self.num_tokens))
+
+    def spend(self, group: SequenceGroup, chosen: list[ScheduledSequence]) -> None:
+        """Subtract the tokens of a group's scheduled sequences."""
+        self.spend_tokens(group, sum(each.num_scheduled_tokens for each in chosen))
         self.num_drafts -= sum(len(each.sequence.draft_token_ids) for each in chosen)
+
+    def spend_tokens(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Subtract tokens of a group."""
+        self.num_tokens -= num_tokens
+        if self.num_by_client is not None and group.client in self.num_by_client:
+            self.num_by_client[group.client] -= num_tokens
 
 
 class Scheduler:
@@ -115,6 +140,7 @@ class Scheduler:
         self._preemption = preemption
         self._swapping = swapping
         self._first_blocks = first_blocks
+        self._fair_turns = FairTurns(queues, config.max_num_seqs, config.max_num_batched_tokens)
 
     def schedule(self) -> Schedule:
         """Return the next step: choose its tokens and allocate their blocks."""
@@ -123,12 +149,14 @@ class Scheduler:
         # Draft tokens leave room in the budget for one token of every running sequence.
         num_drafts = max(0, num_tokens - sum([len(group.sequences) for group in queues.running]))
         budget = _Budget(num_tokens, num_drafts, self.config.max_num_seqs)
+        budget.turns = self._fair_turns.divide_sequences()
+        budget.num_by_client = self._fair_turns.divide_tokens()
         num_preempted = self._preemption.num_preempted
         self._continue_running(schedule, budget)
         # After a preemption nothing is admitted, since the running groups would soon preempt it again.
         if self._preemption.num_preempted == num_preempted or not queues.running:
             if not queues.running:
-                budget.num_slots = self.config.max_num_seqs
+                budget = _Budget(num_tokens, num_drafts, self.config.max_num_seqs)
             self._admit_waiting(schedule, budget)
             # If nothing runs, waiting groups that hold blocks would never release them.
             if not queues.running:
@@ -150,9 +178,11 @@ class Scheduler:
         """Schedule the running groups, the oldest first; preempt the newest if there are too few blocks."""
         num_preempted = self._preemption.num_preempted
         for group in self._queues.running[:]:
-            if budget.num_tokens and self._has_next_token(group.prompt):
+            if budget.turns is not None and not budget.turns.get(group):
+                continue
+            if budget.tokens_for(group) > 0 and self._has_next_token(group.prompt):
                 schedule.sequences.append(group.next_token)
-                budget.num_tokens -= 1
+                budget.spend_tokens(group, 1)
                 budget.num_slots -= 1
                 continue
             # A victim of a preemption is newer than the group that needs blocks, so it was not scheduled yet.
@@ -166,7 +196,7 @@ class Scheduler:
             if chosen and self._make_room(group, chosen, schedule):
                 self._append(chosen, schedule)
                 schedule.sequences += chosen
-                budget.spend(chosen)
+                budget.spend(group, chosen)
 
     def _has_next_token(self, sequence: Sequence) -> bool:
         """Return whether a sequence is plain, lacks one token and has room for it, perhaps in a new block.
@@ -185,8 +215,8 @@ class Scheduler:
 
         Beams advance together: the step computes the last tokens of all of them, or of none.
         """
-        started = self._started_sequences(group)
-        num_tokens_left, num_drafts_left, num_kept_back = budget.num_tokens, budget.num_drafts, 0
+        started = self._started_sequences(group, budget.turns.get(group) if budget.turns else None)
+        num_tokens_left, num_drafts_left, num_kept_back = budget.tokens_for(group), budget.num_drafts, 0
         if group.beam is not None and group.is_forked:
             if any(s.num_tokens - s.num_computed_tokens > 1 for s in group.sequences):
                 num_kept_back = 1
@@ -208,13 +238,13 @@ class Scheduler:
                 num_tokens_left -= num_tokens
         return chosen
 
-    def _started_sequences(self, group: SequenceGroup) -> list[Sequence]:
-        """Return the sequences of a group that can be computed.
+    def _started_sequences(self, group: SequenceGroup, most: int | None) -> list[Sequence]:
+        """Return the sequences of a group that can be computed, only the first ones if there are too many.
 
         After a preemption all sequences may have to be recomputed. The others then wait until the first one
         has sealed the blocks of the prompt. Otherwise each would compute the prompt into blocks of its own.
         """
-        first, *others = group.sequences
+        first, *others = group.sequences[:most]
         started = [first]
         for sequence in others:
             if not sequence.block_table:
@@ -248,25 +278,45 @@ class Scheduler:
     # --- waiting groups -----------------------------------------------------------------------------------
 
     def _admit_waiting(self, schedule: Schedule, budget: _Budget) -> None:
-        """Admit groups in the order of arrival; a group with blocks may pass a group without."""
+        """Admit groups in the order of arrival.
+
+        A group with blocks may pass a group without, and any group one of another client for which the step
+        has no sequence or token left.
+        """
         queues, num_passed = self._queues, 0
+        owed: dict[str, int] = {}
+        queues.num_owed_blocks = owed
         blocked_after = next((group.arrival for group in queues.transfers), math.inf)
         while num_passed < len(queues.waiting):
             group = queues.waiting[num_passed]
             if group.arrival > blocked_after:
                 break
-            if self._first_blocks.is_loading(group):
+            if group.client not in owed and self._first_blocks.is_loading(group):
                 num_passed += 1
-            elif not budget.has_room(group):
-                return
+            elif group.client in owed or not budget.has_room(group):
+                self._pass(group, owed)
+                if len(owed) == queues.num_clients or budget.num_tokens <= 0:
+                    return
+                num_passed += 1
             elif not self._start(group, schedule, budget):
                 blocked_after = group.arrival
                 break
         for group in queues.waiting_with_blocks():
-            if group.arrival > blocked_after:
+            if group.arrival > blocked_after and group.client not in owed:
                 if not budget.has_room(group):
-                    return
-                self._start(group, schedule, budget)
+                    self._pass(group, owed)
+                else:
+                    self._start(group, schedule, budget)
+
+    def _pass(self, group: SequenceGroup, owed: dict[str, int]) -> None:
+        """Let other clients' groups pass one, which they leave the blocks that it may need."""
+        num_blocks = 0
+        if not group.holds_blocks:
+            swapped = group.swapped
+            num_blocks = (
+                len(swapped.host_ids) if swapped else self._tables.blocks_for(group.prompt.num_tokens)
+            )
+        owed[group.client] = max(owed.get(group.client, 0), num_blocks)
 
     def _start(self, group: SequenceGroup, schedule: Schedule, budget: _Budget) -> bool:
         """Let a waiting group run if it can be admitted; return whether it can."""
@@ -278,7 +328,7 @@ class Scheduler:
         schedule.sequences += chosen
         schedule.admitted.append(group)
         budget.num_slots -= group.num_slots
-        budget.spend(chosen)
+        budget.spend(group, chosen)
         return True
 
     def _admit(

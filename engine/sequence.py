@@ -66,6 +66,8 @@ class Sequence:
     num_prompt_tokens: int
     params: SamplingParams
     root_hash: bytes
+    client: str = ""
+    """Whose request it is: clients share the steps fairly."""
     stops_after_prefill: bool = False
     """True on a prefill worker: the sequence ends with its prompt, and its blocks stay until released."""
     samples_tokens: bool = True

@@ -57,6 +57,7 @@ class SequenceGroup:
         lack: why it could not begin the last time that it was tried.
         awaited: index of the block that another sequence was computing then; None: it waited for no block.
         is_forked: whether its samples or beams have been made from the prompt.
+        turn: number of the last step that was divided and computed it (``fair_turns.py``).
         next_token: one token of the first sequence, which is what most steps compute of a plain request.
     """
 
@@ -69,6 +70,7 @@ class SequenceGroup:
     lack: Lack | None = None
     awaited: int | None = None
     is_forked: bool = field(default=False)
+    turn: int = 0
     next_token: ScheduledSequence = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +80,11 @@ class SequenceGroup:
     def attempt_id(self) -> str:
         """Id of the request."""
         return self.prompt.attempt_id
+
+    @property
+    def client(self) -> str:
+        """Whose request it is."""
+        return self.prompt.client
 
     @property
     def params(self) -> SamplingParams:

@@ -122,9 +122,15 @@ class Transfers:
         return True
 
     def _is_behind_waiting_group(self, transfer: SequenceGroup) -> bool:
-        """Return whether an older group than a transfer waits for all its blocks, and not for a disk."""
+        """Return whether an older group than a transfer waits for all its blocks.
+
+        A group does not if it waits for a disk, or, as another client's, for a sequence in a step.
+        """
         older = takewhile(lambda group: group.arrival < transfer.arrival, self._queues.waiting)
-        return any(not group.holds_blocks and not group.is_loading for group in older)
+        passed = {client for client in self._queues.num_owed_blocks if client != transfer.client}
+        return any(
+            not group.holds_blocks and not group.is_loading and group.client not in passed for group in older
+        )
 
     def end_deadlocked(self) -> bool:
         """End the newest transfer if only waiting transfers hold blocks, so that none would come free.

@@ -198,12 +198,21 @@ class Transports:
         async with self._fetching:
             if (pool := self._pools.get(offer.epoch)) is not None:
                 return pool
-            pool = PeerPool(*await asyncio.to_thread(fetch_pool, self._directory, offer.epoch))
+            pool = await self._fetch(offer.epoch)
             self._pools[offer.epoch] = pool
             # The peer sends nothing more, so the connection becomes readable when the peer ends.
             asyncio.get_running_loop().add_reader(pool.connection, self._unmap, offer.epoch)
         self._tell_once(offer.epoch, "shared", "")
         return pool
+
+    async def _fetch(self, epoch: str) -> PeerPool:
+        """Map a pool in a thread. If the caller is cancelled, the thread goes on, and its pool is closed."""
+        in_thread = asyncio.get_running_loop().run_in_executor(None, fetch_pool, self._directory, epoch)
+        try:
+            return PeerPool(*await asyncio.shield(in_thread))
+        except asyncio.CancelledError:
+            in_thread.add_done_callback(_close_fetched)
+            raise
 
     def _unmap(self, epoch: str) -> None:
         pool = self._pools.pop(epoch)
@@ -232,6 +241,11 @@ def agreed(*, is_shared: bool, is_nixl: bool) -> Transport:
     if not is_shared:
         return "grpc"
     return "nixl" if is_nixl else "shared"
+
+
+def _close_fetched(fetched: asyncio.Future[tuple[mmap.mmap, socket.socket]]) -> None:
+    if not fetched.cancelled() and fetched.exception() is None:
+        PeerPool(*fetched.result()).close()
 
 
 MESSAGES = Messages()

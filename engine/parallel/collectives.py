@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from quire.kernels.cpu import exchange, threads
+from quire.kernels.cpu.futex import futex_call
 from quire.kernels.cpu.linear import UNIT
 
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
 _PAGE = mmap.PAGESIZE
+_piece_size: Callable[[int, int], int] = exchange.piece_size.py_func  # type: ignore[attr-defined]
+_LOOK_NANOSECONDS = 5_000_000
+"""After this time a rank that sleeps looks whether another has failed."""
 
 
 class RanksError(RuntimeError):
@@ -27,7 +35,7 @@ class SharedSizes:
     """The sizes of the memory that ranks share.
 
     Attributes:
-        num_ranks: number of ranks, a power of two.
+        num_ranks: number of ranks.
         max_rows: most rows of a sum, and of the logits.
         hidden_size: values of a row of a sum.
         vocab_size: logits of a row.
@@ -51,9 +59,14 @@ class SharedSizes:
         return _rounded(self.vocab_size, UNIT)
 
     @property
+    def piece_bytes(self) -> int:
+        """Bytes of the partial sums of one piece of segments."""
+        return _rounded(4 * self.max_rows * self.sum_width, _PAGE)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of the partial sums of one rank."""
-        return _rounded(4 * self.max_rows * self.sum_width, _PAGE)
+        return exchange.MOST_PIECES * self.piece_bytes
 
     @property
     def offsets(self) -> tuple[int, int, int, int]:
@@ -122,6 +135,7 @@ class Collectives:
         self.num_rounds = 0
         self.failure: str | None = None
         sizes = memory.sizes
+        self._patience = np.array([0, _LOOK_NANOSECONDS], np.int64)
         self._arguments = np.array(
             [
                 (
@@ -131,7 +145,10 @@ class Collectives:
                     memory.address + 8 * _BROKEN,
                     memory.address + sizes.offsets[0],
                     sizes.slot_bytes,
-                    threads.yield_address(),
+                    sizes.piece_bytes,
+                    exchange.SPINS if len(os.sched_getaffinity(0)) >= sizes.num_ranks else 1,
+                    *futex_call(),
+                    self._patience.ctypes.data,
                 )
             ],
             exchange.EXCHANGE,
@@ -144,26 +161,31 @@ class Collectives:
         """Number of ranks."""
         return self.memory.sizes.num_ranks
 
-    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+    def sum(self, partials: Sequence[torch.Tensor], borders: Int64s) -> torch.Tensor:
         """Return the sum of all ranks' tensors ``[num_rows, sum_width]`` in float32, in a fixed tree.
 
+        Args:
+            partials: the sums of this rank's ``pieces``.
+            borders: the first segment of each rank, and the number of segments.
+
         Raises:
-            RanksError: a rank has failed, or the tensor is larger than the memory for it.
+            RanksError: a rank has failed, or the tensors are larger than the memory for them.
         """
         sizes = self.memory.sizes
-        num_rows, width = partial.shape
+        num_rows, width = partials[0].shape
         if num_rows > sizes.max_rows or width != sizes.sum_width:
             raise RanksError(
                 f"a sum of {num_rows} x {width} values does not fit {sizes.max_rows} x {sizes.sum_width}"
             )
         self.num_rounds += 1
         number = (self.num_rounds & 1) * sizes.num_ranks + self.rank
-        slot = self.memory.slots[number * sizes.slot_bytes :][: 4 * num_rows * width]
-        slot.view(np.float32)[:] = partial.contiguous().view(-1).numpy()
-        output = torch.empty_like(partial)
-        arguments = np.array(
-            [(self.address, self.num_rounds, num_rows, width, output.data_ptr())], exchange.SUM
-        )
+        for index, partial in enumerate(partials):
+            begin = number * sizes.slot_bytes + index * sizes.piece_bytes
+            piece = self.memory.slots[begin : begin + 4 * num_rows * width]
+            piece.view(np.float32)[:] = partial.contiguous().view(-1).numpy()
+        output = torch.empty_like(partials[0])
+        values = self.address, self.num_rounds, borders.ctypes.data, num_rows, width, output.data_ptr()
+        arguments = np.array([values], exchange.SUM)
         threads.run(exchange.sum_kernel().address, arguments.ctypes.data, 1)
         self.check()
         return output
@@ -207,6 +229,17 @@ class Collectives:
         """Raise RanksError if a rank has failed."""
         if self.memory.is_broken:
             raise RanksError(self.failure or "a rank of this worker has failed")
+
+
+def pieces(borders: Int64s, rank: int) -> list[range]:
+    """Return the segments of each of a rank's pieces, counted from its own first segment."""
+    own_first, end = borders[rank : rank + 2].tolist()
+    first, found = own_first, []
+    while first < end:
+        size = _piece_size(first, end)
+        found.append(range(first - own_first, first - own_first + size))
+        first += size
+    return found
 
 
 def _create(num_bytes: int) -> int:

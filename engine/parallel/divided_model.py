@@ -8,7 +8,7 @@ from quire.engine.model_check import UnsupportedModelError
 from quire.engine.packed_linear import PackedLinear
 from quire.engine.parallel.collectives import Collectives
 from quire.engine.parallel.layers import DividedHead, RowLinear
-from quire.engine.parallel.plan import ParallelPlan
+from quire.engine.parallel.plan import Division, ParallelPlan
 
 
 def connect_ranks(
@@ -19,10 +19,12 @@ def connect_ranks(
     Raises:
         UnsupportedModelError: the output layer is no linear layer.
     """
-    for path in plan.num_segments:
-        own = model.get_submodule(path)
-        assert isinstance(own, PackedLinear)
-        model.set_submodule(path, RowLinear(own, collectives))
+    for path, each in plan.linears.items():
+        if each.division is Division.ROW:
+            own = model.get_submodule(path)
+            assert isinstance(own, PackedLinear)
+            borders = each.shares.borders(collectives.num_ranks)
+            model.set_submodule(path, RowLinear(own, borders, collectives))
     head = model.get_output_embeddings()
     if not isinstance(head, PackedLinear):
         raise UnsupportedModelError("its output layer is no linear layer, so ranks cannot divide it")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from quire.engine.packed_linear import PackedLinear
-from quire.engine.parallel.collectives import Collectives
+from quire.engine.parallel.collectives import Collectives, pieces
 from quire.kernels.cpu.linear import UNIT, linear, sums
 
 
@@ -14,13 +17,18 @@ class RowLinear(PackedLinear):
 
     Args:
         own: the layer with this rank's inputs and segments, and the bias of the whole layer.
+        borders: the first segment of each rank, and the number of segments.
         collectives: those of the ranks.
+
+    Attributes:
+        borders: the same as int64.
     """
 
-    def __init__(self, own: PackedLinear, collectives: Collectives) -> None:
+    def __init__(self, own: PackedLinear, borders: Sequence[int], collectives: Collectives) -> None:
         torch.nn.Module.__init__(self)
         self.packed, self.bias, self.num_segments = own.packed, own.bias, own.num_segments
         self.out_features, self.in_features = own.out_features, own.in_features
+        self.borders = np.array(borders, np.int64)
         self._collectives = collectives
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -29,7 +37,12 @@ class RowLinear(PackedLinear):
         Raises:
             RanksError: a rank has failed.
         """
-        total = self._collectives.sum(sums(inputs, self.packed, None, self.num_segments))
+        depth = self.in_features // self.num_segments
+        partials = [
+            sums(inputs, self.packed, None, len(piece), range(piece.start * depth, piece.stop * depth))
+            for piece in pieces(self.borders, self._collectives.rank)
+        ]
+        total = self._collectives.sum(partials, self.borders)
         if self.bias is not None:
             total += self.bias
         output = total[:, : self.out_features].to(inputs.dtype)

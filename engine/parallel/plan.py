@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
+from quire.engine.parallel.shares import Shares
 from quire.kernels.cpu.linear import num_segments_of
 from quire.settings.setting import SettingError
 
@@ -42,16 +43,20 @@ class DividedLinear:
     """A linear layer that can be divided.
 
     Attributes:
-        num_parts: equal parts that stay together, of the outputs or of the inputs: attention heads, or single
-            values of an MLP.
         is_key_value: whether its outputs are keys or values.
-        num_segments: segments of inputs that are summed separately; 1 if it is divided by its outputs.
+        shares: those of the attention or MLP that it belongs to.
     """
 
     division: Division
-    num_parts: int
     is_key_value: bool
-    num_segments: int
+    shares: Shares
+
+    def own(self, size: int, rank: int, num_ranks: int) -> slice:
+        """Return a rank's part of the outputs, or of the inputs, which are ``size``."""
+        if not self.is_key_value:
+            return self.shares.own(size, rank, num_ranks)
+        heads, head_dim = self.shares.own_kv_heads(rank, num_ranks), size // self.shares.num_kv_heads
+        return slice(heads.start * head_dim, heads.stop * head_dim)
 
 
 @dataclass(frozen=True)
@@ -60,20 +65,20 @@ class ParallelPlan:
 
     Attributes:
         linears: the layers by their full names; each process computes all others as a whole.
-        num_heads: query heads of each attention; 0 if attention is not divided.
-        num_kv_heads: key-value heads of each attention.
+        attention: the shares of each attention; None if attention is not divided.
     """
 
     linears: dict[str, DividedLinear]
-    num_heads: int
-    num_kv_heads: int
+    attention: Shares | None
 
-    @property
-    def num_segments(self) -> dict[str, int]:
-        """The number of segments of inputs of each layer that is divided by its inputs."""
-        return {
-            name: each.num_segments for name, each in self.linears.items() if each.division is Division.ROW
-        }
+    def num_segments(self, rank: int, num_ranks: int) -> dict[str, int]:
+        """Return how many segments of inputs a rank has, for each layer that is divided by its inputs."""
+        found = {}
+        for name, each in self.linears.items():
+            if each.division is Division.ROW:
+                first, end = each.shares.borders(num_ranks)[rank : rank + 2]
+                found[name] = end - first
+        return found
 
     def check(self, num_ranks: int) -> None:
         """Raise SettingError if the model cannot be divided among this many processes."""
@@ -85,28 +90,13 @@ class ParallelPlan:
             )
 
     def _problem(self, num_ranks: int) -> str | None:
-        if num_ranks & (num_ranks - 1):
-            return "the number of ranks must be a power of two, or other sums would give other bits"
         if not self.linears:
             return "its architecture has no plan to divide its layers"
-        if self.num_heads % num_ranks:
-            return f"it has {self.num_heads} attention heads"
-        if self.num_heads and self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
-            return f"it has {self.num_kv_heads} key-value heads"
         for name, each in self.linears.items():
-            if each.division is Division.ROW and each.num_segments % num_ranks:
-                return f"the inputs of {name} have only {each.num_segments} segments that are summed apart"
+            problem = each.shares.problem(num_ranks)
+            if problem is not None and each.division is Division.ROW:
+                return f"{name}: {problem}"
         return None
-
-
-def own_parts(num_parts: int, rank: int, num_ranks: int) -> range:
-    """Return the parts of a rank, of parts in equal shares.
-
-    The number of parts is a multiple of the number of ranks, or divides it. If there are more ranks than
-    parts, several ranks have the same part.
-    """
-    first = rank * num_parts // num_ranks
-    return range(first, first + max(1, num_parts // num_ranks))
 
 
 def read_plan(model: PreTrainedModel) -> ParallelPlan:
@@ -114,13 +104,10 @@ def read_plan(model: PreTrainedModel) -> ParallelPlan:
     config = model.config.get_text_config()
     styles = _styles(model, config)
     linears: dict[str, DividedLinear] = {}
-    num_heads, num_kv_heads = int(getattr(config, "num_attention_heads", 0)), 0
     for name, block in model.named_modules():
-        divided = _divide_block(name, block, styles, config)
-        linears |= divided
-        if any(each.is_key_value for each in divided.values()):
-            num_kv_heads = _num_kv_heads(config)
-    return ParallelPlan(linears, num_heads if num_kv_heads else 0, num_kv_heads)
+        linears |= _divide_block(name, block, styles, config)
+    attention = next((each.shares for each in linears.values() if each.is_key_value), None)
+    return ParallelPlan(linears, attention)
 
 
 def _styles(model: PreTrainedModel, config: Any) -> dict[str, str]:
@@ -162,8 +149,9 @@ def _divide_block(
         return _divide_attention(name, rows[0], outputs, inputs, config)
     if hasattr(block, "layer_idx") or set(outputs.values()) != {inputs}:
         return {}
-    layers = {path: DividedLinear(Division.COLUMN, inputs, False, 1) for path in columns}
-    return layers | {rows[0]: DividedLinear(Division.ROW, inputs, False, num_segments_of(inputs, inputs))}
+    shares = Shares(num_segments_of(inputs, inputs))
+    layers = {path: DividedLinear(Division.COLUMN, False, shares) for path in columns}
+    return layers | {rows[0]: DividedLinear(Division.ROW, False, shares)}
 
 
 def _divide_attention(
@@ -174,11 +162,12 @@ def _divide_attention(
     kv_size = inputs // num_heads * num_kv_heads
     if inputs % num_heads or outputs != {"q_proj": inputs, "k_proj": kv_size, "v_proj": kv_size}:
         return {}
+    shares = Shares(num_segments_of(inputs, num_heads), num_heads, num_kv_heads)
     return {
-        f"{name}.q_proj": DividedLinear(Division.COLUMN, num_heads, False, 1),
-        f"{name}.k_proj": DividedLinear(Division.COLUMN, num_kv_heads, True, 1),
-        f"{name}.v_proj": DividedLinear(Division.COLUMN, num_kv_heads, True, 1),
-        row: DividedLinear(Division.ROW, num_heads, False, num_segments_of(inputs, num_heads)),
+        f"{name}.q_proj": DividedLinear(Division.COLUMN, False, shares),
+        f"{name}.k_proj": DividedLinear(Division.COLUMN, True, shares),
+        f"{name}.v_proj": DividedLinear(Division.COLUMN, True, shares),
+        row: DividedLinear(Division.ROW, False, shares),
     }
 
 

@@ -15,7 +15,7 @@ from quire.engine import attention
 from quire.engine.model_check import UnsupportedModelError
 from quire.engine.model_digest import model_digest
 from quire.engine.parallel.layers import head_units
-from quire.engine.parallel.plan import DividedLinear, Division, ParallelPlan, own_parts, read_plan
+from quire.engine.parallel.plan import Division, ParallelPlan, read_plan
 from quire.kernels.cpu.linear import UNIT
 
 
@@ -50,7 +50,7 @@ def load_slices(
     for name, tensor in tensors.items():
         _set_parameter(model, name, tensor)
     model.tie_weights()
-    _set_sizes(model, plan, num_ranks)
+    _set_sizes(model, plan, rank, num_ranks)
     return model, plan
 
 
@@ -163,7 +163,7 @@ def _slices(
         linear = model.get_submodule(path)
         dimension = 0 if each.division is Division.COLUMN else 1
         size = linear.get_parameter("weight").shape[dimension]
-        own = _own_indices(each, size, rank, num_ranks)
+        own = each.own(size, rank, num_ranks)
         parts[f"{path}.weight"] = dimension, own
         if each.division is Division.COLUMN:
             parts[f"{path}.bias"] = 0, own
@@ -175,13 +175,6 @@ def _slices(
     return parts
 
 
-def _own_indices(linear: DividedLinear, size: int, rank: int, num_ranks: int) -> slice:
-    """Return this rank's indices."""
-    part_size = size // linear.num_parts
-    own = own_parts(linear.num_parts, rank, num_ranks)
-    return slice(own.start * part_size, own.stop * part_size)
-
-
 def _set_parameter(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
     path, _, own_name = name.rpartition(".")
     module = model.get_submodule(path)
@@ -190,11 +183,12 @@ def _set_parameter(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> N
         module.out_features, module.in_features = tensor.shape
 
 
-def _set_sizes(model: PreTrainedModel, plan: ParallelPlan, num_ranks: int) -> None:
+def _set_sizes(model: PreTrainedModel, plan: ParallelPlan, rank: int, num_ranks: int) -> None:
     """Tell each divided attention how many of its own queries share a key."""
-    if not plan.num_heads:
+    if plan.attention is None:
         return
-    num_groups = plan.num_heads // num_ranks // max(1, plan.num_kv_heads // num_ranks)
+    heads = plan.attention.own(plan.attention.num_heads, rank, num_ranks)
+    num_groups = (heads.stop - heads.start) // len(plan.attention.own_kv_heads(rank, num_ranks))
     for path, each in plan.linears.items():
         if each.is_key_value:
             block = model.get_submodule(path.rpartition(".")[0])

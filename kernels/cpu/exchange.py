@@ -5,6 +5,10 @@ it reads all slots and adds them in a fixed binary tree, so that each process ge
 two sets of slots, which are used in turns: a process that has come to a round has read the slots of the round
 before, so those may be written again.
 
+The leaves of the tree are segments of inputs. A process has some of them in a row. It adds those that form
+whole subtrees, its pieces, and leaves the rest to the reader: with 8 segments and 3 processes, the segments
+2, 3 and 4 are the pieces 2 + 3 and 4. A process whose segments are an aligned power of two has one piece.
+
 Reading all slots costs one meeting, where recursive doubling needs ``log2`` of the number of processes, and
 adds in the same tree.
 """
@@ -17,47 +21,79 @@ from typing import Any
 import numpy as np
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
-from quire.kernels.cpu.intrinsics import arrive, call_for_int, exact, keep_apart, pointer, read_shared
+from quire.kernels.cpu.futex import sleep_while, wake
+from quire.kernels.cpu.intrinsics import arrive, exact, keep_apart, pointer, raise_shared, read_shared
 from quire.kernels.cpu.kernel_cache import compile_kernel
+from quire.kernels.cpu.linear import MOST_SEGMENTS
 
 MOST_RANKS = 8
-_MOST_LEVELS = MOST_RANKS.bit_length() - 1
-_SPINS = 10_000
-"""How often a process looks for the others before it offers its core to them."""
+MOST_PIECES = 4
+"""Most pieces of up to 8 segments in a row: 1, 2 + 3, 4 + 5 and 6 of the segments 1 to 6."""
+_MOST_LEVELS = MOST_SEGMENTS.bit_length() - 1
+SPINS = 10_000
+"""How often a process looks for the others before it sleeps, if each of them has a core."""
 
 LINE = 64
 """Bytes from one process's counter to the next, so that each has a cache line of its own."""
+_ASLEEP = 8
+"""Bytes from a process's counter to the latest round for which others sleep at it."""
 
 EXCHANGE = np.dtype(
     [
         (name, np.int64)
-        for name in ("rank", "num_ranks", "counters", "is_broken", "slots", "slot_bytes", "yield_core")
+        for name in (
+            "rank",
+            "num_ranks",
+            "counters",
+            "is_broken",
+            "slots",
+            "slot_bytes",
+            "piece_bytes",
+            "spins",
+            "system_call",
+            "futex",
+            "patience",
+        )
     ]
 )
 """The memory of one process's exchanges.
 
 ``counters`` is the address of the rounds that each process has come to. ``is_broken`` is that of a counter
-above 0 if a process has failed. ``slots`` is that of ``[2, num_ranks, slot_bytes]``.
+above 0 if a process has failed. ``slots`` is that of ``[2, num_ranks, slot_bytes]``, and a slot has a piece
+every ``piece_bytes``. ``spins`` is how often a process looks for the others before it sleeps. For
+``system_call`` and ``futex`` see ``futex_call``. ``patience`` is the address of the seconds and nanoseconds
+after which a process that sleeps looks whether another has failed.
 """
 
 
 @exact
 def come(exchange: Any) -> None:
     """Tell the other processes that this one has come to its next round."""
-    arrive(exchange.counters + LINE * exchange.rank)
+    counter = exchange.counters + LINE * exchange.rank
+    round_number = arrive(counter) + 1
+    # Who sleeps has written this before it compared the counter, so one of the two sees the other.
+    if read_shared(counter + _ASLEEP) >= round_number:
+        wake(exchange.system_call, exchange.futex, counter)
 
 
 @exact
 def meet(exchange: Any, round_number: int) -> None:
-    """Wait until all processes have come to a round, or one has failed."""
-    spins = 0
+    """Wait until all processes have come to a round, or one has failed.
+
+    A core on which nobody computes may be needed by the process that is waited for.
+    """
     for rank in range(exchange.num_ranks):
-        while read_shared(exchange.counters + LINE * rank) < round_number:
+        counter, spins = exchange.counters + LINE * rank, 0
+        while True:
+            seen = read_shared(counter)
+            if seen >= round_number:
+                break
             if read_shared(exchange.is_broken) > 0:
                 return
             spins += 1
-            if spins > _SPINS:
-                call_for_int(exchange.yield_core)
+            if spins > exchange.spins:
+                raise_shared(counter + _ASLEEP, round_number)
+                sleep_while(exchange.system_call, exchange.futex, counter, seen, exchange.patience)
 
 
 @exact
@@ -69,45 +105,71 @@ def slot(exchange: Any, round_number: int, rank: int) -> int:
 
 
 @exact
-def add_slots(exchange: Any, round_number: int, first: int, end: int, width: int, output: int) -> None:
+def piece_size(first: int, end: int) -> int:
+    """Return the number of segments of the first piece: the largest subtree that begins there."""
+    size = 1
+    while first % (2 * size) == 0 and first + 2 * size <= end:
+        size *= 2
+    return size
+
+
+@exact
+def add_slots(
+    exchange: Any, round_number: int, borders_at: int, first: int, end: int, width: int, output: int
+) -> None:
     """Add some rows of all slots of a round.
 
     Args:
         round_number: a round that all processes have come to.
+        borders_at: address of int64 ``[num_ranks + 1]``: the first segment of each process, and their number.
         first, end: the rows.
         width: float32 values of a row.
         output: address of float32 ``[end, width]``.
     """
     keep_apart()
+    borders = carray(pointer(borders_at, np.int64), (exchange.num_ranks + 1,))
+    num_segments = borders[exchange.num_ranks]
     levels = np.empty((_MOST_LEVELS, width), np.float32)
     for row in range(first, end):
         total = carray(pointer(output + 4 * row * width, np.float32), (width,))
         for rank in range(exchange.num_ranks):
             part_at = slot(exchange, round_number, rank) + 4 * row * width
-            part = carray(pointer(part_at, np.float32), (width,))
-            num_waiting = 0
-            while rank >> num_waiting & 1:
-                num_waiting += 1
-            if rank < exchange.num_ranks - 1:
-                _add_levels(levels[num_waiting], part, levels, num_waiting)
-            else:
-                _add_levels(total, part, levels, num_waiting)
+            segment = borders[rank]
+            while segment < borders[rank + 1]:
+                size = piece_size(segment, borders[rank + 1])
+                part = carray(pointer(part_at, np.float32), (width,))
+                low = 0
+                while 1 << low < size:
+                    low += 1
+                high = low
+                while segment >> high & 1:
+                    high += 1
+                segment += size
+                part_at += exchange.piece_bytes
+                if segment < num_segments:
+                    _add_levels(levels[high], part, levels, low, high)
+                else:
+                    _add_levels(total, part, levels, low, high)
 
 
 @exact
-def _add_levels(total: Any, part: Any, levels: Any, num_waiting: int) -> None:
-    """Write the sum of a part and of the levels that wait for it."""
+def _add_levels(total: Any, part: Any, levels: Any, low: int, high: int) -> None:
+    """Write the sum of a part and of the levels that wait for it, from the lowest."""
     for i in range(len(part)):
         total[i] = part[i]
-    for level in range(num_waiting):
+    for level in range(low, high):
         for i in range(len(part)):
             total[i] += levels[level, i]
 
 
 SUM = np.dtype(
-    [("exchange", np.int64), *((name, np.int64) for name in ("round", "num_rows", "width", "output"))]
+    [
+        ("exchange", np.int64),
+        *((name, np.int64) for name in ("round", "borders", "num_rows", "width", "output")),
+    ]
 )
-"""The arguments of a sum: addresses of an ``EXCHANGE`` and of the output, float32 ``[num_rows, width]``."""
+"""The arguments of a sum: addresses of an ``EXCHANGE``, of the borders (see ``add_slots``), and of the
+output, float32 ``[num_rows, width]``."""
 
 
 @cache
@@ -119,7 +181,7 @@ def sum_kernel() -> Any:
         exchange = carray(pointer(args.exchange, EXCHANGE), 1)[0]
         come(exchange)
         meet(exchange, args.round)
-        add_slots(exchange, args.round, 0, args.num_rows, args.width, args.output)
+        add_slots(exchange, args.round, args.borders, 0, args.num_rows, args.width, args.output)
 
     signature = types.void(types.CPointer(from_dtype(SUM)))
     return compile_kernel(signature, kernel, error_model="numpy")

@@ -126,7 +126,7 @@ def arrive(typingctx: Any, address: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         counter = builder.inttoptr(arguments[0], _INT64.as_pointer())
-        return builder.atomic_rmw("add", counter, ir.Constant(_INT64, 1), "acq_rel")
+        return builder.atomic_rmw("add", counter, ir.Constant(_INT64, 1), "seq_cst")
 
     return types.int64(types.int64), codegen
 
@@ -137,9 +137,20 @@ def read_shared(typingctx: Any, address: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         counter = builder.inttoptr(arguments[0], _INT64.as_pointer())
-        return builder.load_atomic(counter, "acquire", 8)
+        return builder.load_atomic(counter, "seq_cst", 8)
 
     return types.int64(types.int64), codegen
+
+
+@instruction
+def raise_shared(typingctx: Any, address: Any, value: Any) -> Any:
+    """Raise an int64 that threads share to a value, unless it is larger."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = builder.inttoptr(arguments[0], _INT64.as_pointer())
+        return builder.atomic_rmw("max", number, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
 
 
 @instruction

@@ -118,6 +118,7 @@ _FIELDS = (
     "next_unit",
     "num_rows",
     "in_features",
+    "num_inputs",
     "num_segments",
     "input_stride",
     "output_stride",
@@ -142,22 +143,32 @@ def linear(
 
 
 def sums(
-    inputs: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, num_segments: int = 1
+    inputs: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    num_segments: int = 1,
+    own_inputs: range | None = None,
 ) -> torch.Tensor:
-    """Return what ``linear`` rounds to the dtype of the inputs: float32 ``[num_rows, num_units * UNIT]``."""
+    """Return what ``linear`` rounds to the dtype of the inputs: float32 ``[num_rows, num_units * UNIT]``.
+
+    Args:
+        own_inputs: the inputs to sum; None means all. Then ``num_segments`` is the number of their segments.
+    """
+    own = own_inputs or range(weight.in_features)
     rows = inputs.reshape(-1, weight.in_features).float().contiguous()
     output = torch.empty((rows.shape[0], weight.num_units * UNIT))
     counter = np.zeros(1, np.int64)
     arguments = np.array(
         [
             (
-                rows.data_ptr(),
-                weight.panels.data_ptr(),
+                rows.data_ptr() + 4 * own.start,
+                weight.panels.data_ptr() + weight.unit_bytes // _PANELS // weight.in_features * own.start,
                 0 if bias is None else bias.data_ptr(),
                 output.data_ptr(),
                 counter.ctypes.data,
                 rows.shape[0],
                 weight.in_features,
+                len(own),
                 num_segments,
                 weight.in_features,
                 output.shape[1],
@@ -166,7 +177,7 @@ def sums(
         ],
         dtype=_ARGUMENTS,
     )
-    work = rows.shape[0] * weight.in_features * weight.out_features
+    work = rows.shape[0] * len(own) * weight.out_features
     num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
     threads.run(_kernel(weight.stored).address, arguments.ctypes.data, num_threads)
     return output
@@ -200,6 +211,7 @@ def multiply_unit(
     input_stride: int,
     weight: int,
     in_features: int,
+    num_inputs: int,
     num_segments: int,
     bias: int,
     output: int,
@@ -212,6 +224,8 @@ def multiply_unit(
     Args:
         inputs, weight, bias, output: addresses of the first row, of the unit's weights, of its bias (0 if
             there is none) and of its first output; all but the weight are float32.
+        in_features: inputs of the layer.
+        num_inputs: how many of them to sum, from the addresses on.
         num_segments: equal segments of inputs that are summed separately, a power of two.
         input_stride, output_stride: elements from one row to the next.
         stored: the NumPy type of the weight, in ``STORAGE`` or ``QUANTIZED``.
@@ -223,7 +237,7 @@ def multiply_unit(
             input_stride,
             weight,
             in_features,
-            in_features,
+            num_inputs,
             output,
             output_stride,
             num_rows,
@@ -235,6 +249,7 @@ def multiply_unit(
             input_stride,
             weight,
             in_features,
+            num_inputs,
             num_segments,
             output,
             output_stride,
@@ -255,6 +270,7 @@ def _sum_segments(
     input_stride: int,
     weight: int,
     in_features: int,
+    num_inputs: int,
     num_segments: int,
     output: int,
     output_stride: int,
@@ -267,7 +283,7 @@ def _sum_segments(
     the output.
     """
     keep_apart()
-    depth = in_features // num_segments
+    depth = num_inputs // num_segments
     levels = np.empty((_MOST_LEVELS, num_rows, UNIT), np.float32)
     for segment in range(num_segments):
         num_waiting = 0
@@ -417,6 +433,7 @@ def _kernel(stored: Any) -> Any:
                 args.input_stride,
                 args.weight + unit_offset(unit, args.in_features, stored),
                 args.in_features,
+                args.num_inputs,
                 args.num_segments,
                 args.bias + 4 * unit * UNIT if args.bias else 0,
                 args.output + 4 * (first * args.output_stride + unit * UNIT),

@@ -15,7 +15,7 @@ import numpy as np
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.blocks import quantize_vector
-from quire.kernels.cpu.exchange import EXCHANGE, add_slots, come, meet, slot
+from quire.kernels.cpu.exchange import EXCHANGE, add_slots, come, meet, piece_size, slot
 from quire.kernels.cpu.intrinsics import (
     TILE_COLUMNS,
     arrive,
@@ -58,7 +58,7 @@ LAYER = np.dtype(
         *((name, LINEAR) for name in ("gate", "up", "down")),
         ("activation", np.int64),
         ("query_scale", np.float64),
-        *((name, np.int64) for name in ("is_output_divided", "output_bias", "is_down_divided", "down_bias")),
+        *((name, np.int64) for name in ("output_borders", "output_bias", "down_borders", "down_bias")),
         ("cosines", np.int64),
         ("sines", np.int64),
         ("kv", np.int64),
@@ -70,7 +70,8 @@ LAYER = np.dtype(
 
 Up to three linear layers give the queries, keys and values: "query" may give all of them. Without "up" there
 is no gate, and "gate" is the only linear layer before the activation. The inputs of "output" and of "down"
-may be divided among processes. Then their sums are partial, and their biases are added after the sum over the
+may be divided among processes. Then their "borders" are the address of the processes' first segments (see
+``add_slots``), and 0 otherwise. Their sums are partial, and their biases are added after the sum over the
 processes.
 """
 
@@ -238,6 +239,7 @@ def _multiply(
         input_stride,
         linear.weight + unit_offset(unit, linear.in_features, stored),
         linear.in_features,
+        linear.in_features,
         linear.num_segments,
         linear.bias + 4 * unit * UNIT if linear.bias else 0,
         output,
@@ -298,7 +300,7 @@ def _run_linear(
 def _add_linear(
     args: Any,
     linear: Any,
-    is_divided: int,
+    borders_at: int,
     bias: int,
     counter: int,
     inputs: int,
@@ -316,36 +318,85 @@ def _add_linear(
     Return the next phase, and the round that this process has come to.
     """
     keep_apart()
+    if borders_at == 0:
+        _run_linear(
+            linear,
+            args.no_linear,
+            args.no_linear,
+            counter,
+            inputs,
+            input_stride,
+            args.update,
+            args.update_stride,
+            args.num_tokens,
+            storage,
+            item_bytes,
+            stored,
+        )
+        return _wait(args, num_threads, phase), round_number
     exchange = carray(pointer(args.exchange, EXCHANGE), 1)[0]
-    output, kept_bytes = np.int64(args.update), np.int64(item_bytes)
-    if is_divided:
-        # Partial sums are rounded only after they are added.
-        round_number += 1
-        output, kept_bytes = np.int64(slot(exchange, round_number, exchange.rank)), np.int64(4)
-    _run_linear(
-        linear,
-        args.no_linear,
-        args.no_linear,
-        counter,
-        inputs,
-        input_stride,
-        output,
-        args.update_stride,
-        args.num_tokens,
-        storage,
-        kept_bytes,
-        stored,
-    )
+    round_number += 1
+    _sum_pieces(args, exchange, linear, borders_at, counter, inputs, input_stride, round_number, stored)
     phase = _wait(args, num_threads, phase)
-    if is_divided:
-        if thread == 0:
-            come(exchange)
-        meet(exchange, round_number)
-        first = args.num_tokens * thread // num_threads
-        end = args.num_tokens * (thread + 1) // num_threads
-        add_slots(exchange, round_number, first, end, args.update_stride, args.update)
-        _finish_sums(args.update, args.update_stride, bias, first, end, storage)
+    if thread == 0:
+        come(exchange)
+    meet(exchange, round_number)
+    first = args.num_tokens * thread // num_threads
+    end = args.num_tokens * (thread + 1) // num_threads
+    add_slots(exchange, round_number, borders_at, first, end, args.update_stride, args.update)
+    _finish_sums(args.update, args.update_stride, bias, first, end, storage)
     return phase, round_number
+
+
+@exact
+def _sum_pieces(
+    args: Any,
+    exchange: Any,
+    linear: Any,
+    borders_at: int,
+    counter: int,
+    inputs: int,
+    input_stride: int,
+    round_number: int,
+    stored: Any,
+) -> None:
+    """Compute this process's partial sums of a linear layer: those of each of its pieces of segments.
+
+    They are rounded only after they are added.
+    """
+    keep_apart()
+    borders = carray(pointer(borders_at, np.int64), (exchange.num_ranks + 1,))
+    own_first, end = borders[exchange.rank], borders[exchange.rank + 1]
+    depth = linear.in_features // (end - own_first)
+    num_programs = linear.num_units * -(-args.num_tokens // ROWS)
+    first, first_program = own_first, 0
+    output = slot(exchange, round_number, exchange.rank)
+    program = np.int64(fetch_and_increment(counter))
+    while first < end:
+        size = piece_size(first, end)
+        while program < first_program + num_programs:
+            unit = (program - first_program) % linear.num_units
+            row = (program - first_program) // linear.num_units * ROWS
+            input_offset = (first - own_first) * depth
+            multiply_unit(
+                inputs + 4 * (row * input_stride + input_offset),
+                input_stride,
+                linear.weight
+                + unit_offset(unit, linear.in_features, stored)
+                + bytes_per_input(stored) * input_offset,
+                linear.in_features,
+                size * depth,
+                size,
+                0,
+                output + 4 * (row * args.update_stride + unit * UNIT),
+                args.update_stride,
+                min(ROWS, args.num_tokens - row),
+                stored,
+            )
+            program = np.int64(fetch_and_increment(counter))
+        first += size
+        first_program += num_programs
+        output += exchange.piece_bytes
 
 
 @exact
@@ -606,7 +657,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
         phase, round_number = _add_linear(
             args,
             layer.output,
-            layer.is_output_divided,
+            layer.output_borders,
             layer.output_bias,
             counters + 8,
             args.attended,
@@ -626,7 +677,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
         phase, round_number = _add_linear(
             args,
             layer.down,
-            layer.is_down_divided,
+            layer.down_borders,
             layer.down_bias,
             counters + 24,
             args.mlp,

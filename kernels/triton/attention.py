@@ -79,8 +79,8 @@ def paged_attention(
         strides=(
             *output.stride()[:2],
             *query.stride()[:2],
-            *kv_layer.stride()[:4],
-            *(kv_scales.stride() if kv_scales is not None else (0, 0, 0)),
+            kv_layer.stride(2),
+            *(kv_scales.stride()[1:] if kv_scales is not None else (0, 0)),
             block_tables.stride(0),
         ),
         constants={
@@ -88,6 +88,11 @@ def paged_attention(
             "BLOCK_SIZE": block_size,
             "HEAD_DIM": head_dim,
             "BLOCK_D": max(triton.next_power_of_2(head_dim), 32),
+            # Strides are constants, so that finding a key in a block takes one multiplication.
+            "STRIDE_BLOCK": kv_layer.stride(0),
+            "STRIDE_VALUE": kv_layer.stride(1),
+            "STRIDE_SLOT": kv_layer.stride(3),
+            "STRIDE_SCALE_BLOCK": kv_scales.stride(0) if kv_scales is not None else 0,
             "KV_FORMAT": kv_format.name if kv_format else None,
         },
     )

@@ -30,16 +30,42 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load_rows(base, rows, is_known, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+def _load_rows(pointers, is_known, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """Load vectors ``[rows, BLOCK_D]``, with zeros beyond head_dim and, if MASKED, in unknown rows."""
     d = tl.arange(0, BLOCK_D)
-    pointers = base + rows[:, None] + d[None, :]
     if MASKED:
         return tl.load(pointers, mask=is_known[:, None] & (d < HEAD_DIM)[None, :], other=0)
     elif HEAD_DIM < BLOCK_D:
         return tl.load(pointers, mask=(d < HEAD_DIM)[None, :], other=0)
     else:
         return tl.load(pointers)
+
+
+@triton.jit
+def _find_keys(
+    table,
+    start,
+    is_known,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return the block id, with 64 bits, and the slot of each key at ``start..start + BLOCK_N - 1``.
+
+    ``start`` must be a multiple of BLOCK_N. Where whole blocks fill a tile, only the ids change from tile to
+    tile. Divisions are unsigned, since one of signed integers takes several instructions.
+    """
+    offset = tl.arange(0, BLOCK_N).to(tl.uint32)
+    if BLOCK_N % BLOCK_SIZE == 0:
+        entries = table + start // BLOCK_SIZE + offset // BLOCK_SIZE
+        slot = offset % BLOCK_SIZE
+    else:
+        position = (start + tl.arange(0, BLOCK_N)).to(tl.uint32)
+        entries = table + position // BLOCK_SIZE
+        slot = position % BLOCK_SIZE
+    block = tl.load(entries, mask=is_known, other=0) if MASKED else tl.load(entries)
+    # A block id times a stride may exceed 2^31.
+    return block.to(tl.int64), slot.to(tl.int32)
 
 
 @triton.jit
@@ -64,9 +90,6 @@ def _attend(
     values,
     key_scales,
     value_scales,
-    stride_block,
-    stride_slot,
-    stride_scale_block,
     scale,
     window,
     softcap,
@@ -74,6 +97,9 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STRIDE_BLOCK: tl.constexpr,
+    STRIDE_SLOT: tl.constexpr,
+    STRIDE_SCALE_BLOCK: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -86,19 +112,16 @@ def _attend(
     for start in range(first, last, BLOCK_N):
         key_position = start + tl.arange(0, BLOCK_N)
         is_known = (key_position >= lowest) & (key_position < last)
-        entries = table + key_position // BLOCK_SIZE
-        # A block id times a stride may exceed 2^31.
-        if MASKED:
-            block = tl.load(entries, mask=is_known, other=0).to(tl.int64)
-        else:
-            block = tl.load(entries).to(tl.int64)
-        rows = block * stride_block + (key_position % BLOCK_SIZE) * stride_slot
+        block, slot = _find_keys(table, start, is_known, BLOCK_SIZE, BLOCK_N, MASKED)
+        # The block comes last: what is before it stays the same from tile to tile.
+        vector = slot[:, None] * STRIDE_SLOT + tl.arange(0, BLOCK_D)[None, :]
+        run = (block * STRIDE_BLOCK)[:, None]
 
-        k = _load_rows(keys, rows, is_known, HEAD_DIM, BLOCK_D, MASKED)
+        k = _load_rows(keys + vector + run, is_known, HEAD_DIM, BLOCK_D, MASKED)
         k = decode_values(k, query.dtype, KV_FORMAT)
         logits = tl.dot(query, tl.trans(k), input_precision="ieee")
         if key_scales is not None:
-            key_scale = tl.load(key_scales + block * stride_scale_block, mask=is_known, other=0.0)
+            key_scale = tl.load(key_scales + block * STRIDE_SCALE_BLOCK, mask=is_known, other=0.0)
             logits *= key_scale[None, :]
         factor = scale * LOG2_E
         if softcap is not None or slopes is not None:
@@ -125,9 +148,9 @@ def _attend(
         total = total * decay + tl.sum(weights, axis=1)
         peak = new_peak
 
-        v = _load_rows(values, rows, is_known, HEAD_DIM, BLOCK_D, MASKED)
+        v = _load_rows(values + vector + run, is_known, HEAD_DIM, BLOCK_D, MASKED)
         if value_scales is not None:
-            value_scale = tl.load(value_scales + block * stride_scale_block, mask=is_known, other=0.0)
+            value_scale = tl.load(value_scales + block * STRIDE_SCALE_BLOCK, mask=is_known, other=0.0)
             weights *= value_scale[None, :]
         # Scaled weights may be too small for float16.
         is_narrow: tl.constexpr = KV_FORMAT is not None and query.dtype == tl.float16
@@ -186,11 +209,7 @@ def prefill_kernel(
     stride_output_head,
     stride_query_token,
     stride_query_head,
-    stride_block,
-    stride_value,
     stride_head,
-    stride_slot,
-    stride_scale_block,
     stride_scale_value,
     stride_scale_head,
     stride_table,
@@ -200,6 +219,10 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STRIDE_BLOCK: tl.constexpr,
+    STRIDE_VALUE: tl.constexpr,
+    STRIDE_SLOT: tl.constexpr,
+    STRIDE_SCALE_BLOCK: tl.constexpr,
     KV_FORMAT: tl.constexpr,
 ):
     """Attend with the tiles of all sequences that have several new tokens. The grid is (tiles, KV heads)."""
@@ -224,9 +247,9 @@ def prefill_kernel(
     position = num_cached + tl.minimum(token, num_new - 1)
 
     token_row = (start + token).to(tl.int64)
-    q = _load_rows(
-        query, token_row * stride_query_token + head * stride_query_head, is_row, HEAD_DIM, BLOCK_D, True
-    )
+    d = tl.arange(0, BLOCK_D)
+    query_row = token_row * stride_query_token + head * stride_query_head
+    q = _load_rows(query + query_row[:, None] + d[None, :], is_row, HEAD_DIM, BLOCK_D, True)
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
@@ -237,7 +260,7 @@ def prefill_kernel(
         value_scales = key_scales + stride_scale_value
     table = block_tables + sequence.to(tl.int64) * stride_table
     keys = kv + kv_head.to(tl.int64) * stride_head
-    values = keys + stride_value
+    values = keys + STRIDE_VALUE
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -250,23 +273,22 @@ def prefill_kernel(
         masked_first = (first_position + 1) // BLOCK_N * BLOCK_N
         peak, total, accumulator = _attend(
             q, peak, total, accumulator, first, masked_first, lowest, position, slopes, table, keys, values,
-            key_scales, value_scales, stride_block, stride_slot, stride_scale_block, scale, window, softcap,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D, KV_FORMAT, MASKED=False,
+            key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
+            BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, MASKED=False,
         )  # fmt: skip
     else:
         lowest = tl.maximum(first_position - window + 1, 0)
         masked_first = lowest // BLOCK_N * BLOCK_N
     peak, total, accumulator = _attend(
         q, peak, total, accumulator, masked_first, last, lowest, position, slopes, table, keys, values,
-        key_scales, value_scales, stride_block, stride_slot, stride_scale_block, scale, window, softcap,
-        BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D, KV_FORMAT, MASKED=True,
+        key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
+        BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, MASKED=True,
     )  # fmt: skip
 
     head_sinks = None
     if sinks is not None:
         head_sinks = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
     accumulator = _normalize(peak, total, accumulator, head_sinks)
-    d = tl.arange(0, BLOCK_D)
     rows = token_row * stride_output_token + head * stride_output_head
     tl.store(
         output + rows[:, None] + d[None, :],
@@ -307,11 +329,7 @@ def decode_kernel(
     stride_output_head,
     stride_query_token,
     stride_query_head,
-    stride_block,
-    stride_value,
     stride_head,
-    stride_slot,
-    stride_scale_block,
     stride_scale_value,
     stride_scale_head,
     stride_table,
@@ -321,6 +339,10 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STRIDE_BLOCK: tl.constexpr,
+    STRIDE_VALUE: tl.constexpr,
+    STRIDE_SLOT: tl.constexpr,
+    STRIDE_SCALE_BLOCK: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     KV_FORMAT: tl.constexpr,
@@ -349,7 +371,9 @@ def decode_kernel(
     head = kv_head * GROUP + row
     position = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
     query += token.to(tl.int64) * stride_query_token
-    q = _load_rows(query, head * stride_query_head, is_row, HEAD_DIM, BLOCK_D, True)
+    d = tl.arange(0, BLOCK_D)
+    query_row = head * stride_query_head
+    q = _load_rows(query + query_row[:, None] + d[None, :], is_row, HEAD_DIM, BLOCK_D, True)
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
@@ -363,8 +387,7 @@ def decode_kernel(
         value_scales = key_scales + stride_scale_value
     table = block_tables + sequence.to(tl.int64) * stride_table
     keys = kv + kv_head.to(tl.int64) * stride_head
-    values = keys + stride_value
-    d = tl.arange(0, BLOCK_D)
+    values = keys + STRIDE_VALUE
     num_heads = tl.num_programs(1) // PARTS * GROUP
     slot_of_head = (sequence.to(tl.int64) * num_heads + head) * num_slots
 
@@ -376,8 +399,8 @@ def decode_kernel(
             tl.zeros([BLOCK_M], tl.float32),
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
             split_first, tl.minimum(split_first + split_tokens, length), lowest, position, slopes, table,
-            keys, values, key_scales, value_scales, stride_block, stride_slot, stride_scale_block, scale,
-            window, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D, KV_FORMAT, MASKED=True,
+            keys, values, key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM,
+            BLOCK_N, BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, MASKED=True,
         )  # fmt: skip
         if num_splits == 1:
             accumulator = _normalize(peak, total, accumulator, head_sinks)

@@ -47,10 +47,15 @@ def encode_values(x, KV_FORMAT: tl.constexpr):
 def decode_values(x, dtype: tl.constexpr, KV_FORMAT: tl.constexpr):
     """Return stored values in a dtype; float16, bfloat16 and float32 represent all 8-bit values exactly."""
     if KV_FORMAT == "e4m3":
-        # Moved into a float16, the bits represent 2^-8 times the value.
-        wide = x.to(tl.uint16)
-        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        return (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+        # Extended by its sign and moved up, a byte has its sign where the float has it, and again below,
+        # where the mask removes it. The exponents' biases differ by 8 and by 120.
+        signed = x.to(tl.int8, bitcast=True)
+        if dtype == tl.float16:
+            half = (signed.to(tl.int16) << 7) & -0x4080
+            return half.to(tl.float16, bitcast=True) * 256.0
+        else:
+            single = (signed.to(tl.int32) << 20) & -0x78100000
+            return (single.to(tl.float32, bitcast=True) * 1.329227995784915872903807060280344576e36).to(dtype)
     elif KV_FORMAT == "int8":
         return x.to(tl.float32).to(dtype)
     else:

@@ -29,6 +29,7 @@ class AnswerGroup:
         num_moves: number of those attempts that ended because their worker drains.
         num_retries: number of those attempts that failed while other workers were there.
         deaths: the workers that died with it since it was last cleared of suspicion.
+        died_at: when the router noticed the last of these deaths, a reading of its clock.
         next_worker: where the next attempt runs if that worker takes requests; None: where the planner says.
     """
 
@@ -40,6 +41,7 @@ class AnswerGroup:
     num_moves: int = 0
     num_retries: int = 0
     deaths: tuple[Death, ...] = ()
+    died_at: float = 0.0
     next_worker: NextWorker | None = None
 
     @property

@@ -222,6 +222,9 @@ class GenerationRun:
     async def _choose(self, group: AnswerGroup) -> Plan:
         while True:
             await self._wait_for_worker()
+            if group.deaths:
+                # A worker that was killed together with the last one says nothing about this request.
+                await self._cluster.workers.ask_again(group.died_at)
             # While the prefix is looked up, the last worker may go.
             if (plan := await self._choice.choose(group)) is not None:
                 return plan
@@ -275,6 +278,7 @@ class GenerationRun:
         if failure.is_death:
             deaths = (*group.deaths, Death.of(failure.worker))
             group.deaths = tuple(death for death in deaths if death.has_lasted)
+            group.died_at = self._cluster.clock()
         if failure.is_unreachable:
             workers.set_aside(failure.worker)
         if not failure.is_unreachable or workers.serving("decode"):

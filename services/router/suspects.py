@@ -1,9 +1,11 @@
 """Tracks suspects: requests that were on a worker when it died, each of which may have caused the death.
 
-A suspect is tried again. If a second worker dies with it, the request is refused, so that one request cannot
-kill all workers one after the other. Most suspects are innocent, because dozens of requests may be on a
-worker when it dies. The router therefore places at most one suspect on each worker, so that a second death
-points to one request only. A suspect is cleared once it has received ``CLEARING_TOKENS`` new tokens.
+A suspect is tried again, on a worker that has answered since that death: one that was killed at the same
+moment by something else may seem alive for a while, and its death would accuse nobody. If a second worker
+dies with the suspect, the request is refused, so that one request cannot kill all workers one after the
+other. Most suspects are innocent, because dozens of requests may be on a worker when it dies. The router
+therefore places at most one suspect on each worker, so that a second death points to one request only. A
+suspect is cleared once it has received ``CLEARING_TOKENS`` new tokens.
 """
 
 from __future__ import annotations

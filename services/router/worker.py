@@ -99,6 +99,8 @@ class Worker:
     """Start of the first unanswered probe, a reading of the clock; None: the last probe was answered."""
     num_unanswered: int = 0
     """Number of consecutive probes that it has not answered."""
+    answered_at: float = 0.0
+    """Time at which the last probe that it answered began, a reading of the clock."""
     unhealthy_until: float = 0.0
     """Time until which it counts as unhealthy after a failure, a reading of the clock."""
     num_requests: int = 0

@@ -68,7 +68,7 @@ class WorkerChoice:
         looked_up = cluster.clock()
         self._phases.record(Phase.LOOKUP, start, looked_up)
         if group.deaths:
-            await cluster.suspects.turn(self._healthy_decode_workers)
+            await cluster.suspects.turn(lambda: self._healthy_decode_workers(group))
         # With several answers P does not compute the prompt's last token, and its logprob would be lost.
         is_scored = not group.is_single and self._params.num_prompt_logprobs is not None
         must_be_local = is_scored or group.num_prefilled_tokens == 0
@@ -106,8 +106,13 @@ class WorkerChoice:
     def _is_unhealthy(self, worker: Worker) -> bool:
         return self._cluster.workers.is_unhealthy(worker) or worker.worker_id in self._avoided
 
-    def _healthy_decode_workers(self) -> list[str]:
-        serving = self._cluster.workers.serving("decode")
+    def _serving(self, role: str, group: AnswerGroup) -> list[Worker]:
+        """Return the workers that may get a group: a suspect, those that have outlived the dead."""
+        serving = self._cluster.workers.serving(role)
+        return [worker for worker in serving if not group.deaths or worker.answered_at >= group.died_at]
+
+    def _healthy_decode_workers(self, group: AnswerGroup) -> list[str]:
+        serving = self._serving("decode", group)
         return [worker.worker_id for worker in serving if not self._is_unhealthy(worker)]
 
     def _states(self, role: str, group: AnswerGroup, only: Worker | None = None) -> list[WorkerState]:
@@ -123,6 +128,6 @@ class WorkerChoice:
                 is_unhealthy=self._is_unhealthy(worker)
                 or bool(group.deaths and suspects.is_near(worker.worker_id)),
             )
-            for worker in self._cluster.workers.serving(role)
+            for worker in self._serving(role, group)
             if only is None or worker is only
         ]

@@ -71,6 +71,8 @@ class WorkerSet:
         self._watches: dict[Worker, asyncio.Task[None]] = {}
         self._asking: dict[Worker, asyncio.Task[None]] = {}
         """Probes of the workers that are set aside."""
+        self._asked_again: dict[Worker, asyncio.Task[None]] = {}
+        """Probes for the sake of suspects, which share them."""
         self._closing: set[asyncio.Task[None]] = set()
         self._refreshing = asyncio.Lock()
 
@@ -106,6 +108,24 @@ class WorkerSet:
     def is_unhealthy(self, worker: Worker) -> bool:
         """Return whether the worker is unhealthy: it failed recently, or it may be unable to serve."""
         return worker.is_in_doubt or self._clock() < worker.unhealthy_until
+
+    async def ask_again(self, since: float) -> None:
+        """Ask the workers that may get requests, except those that have answered since a clock reading.
+
+        Those that have just ended then leave, and those that do not answer stay without a newer answer.
+        """
+        serving = [worker for role in ROLES for worker in self.serving(role) if worker.answered_at < since]
+        for worker in serving:
+            if worker not in self._asked_again:
+                self._asked_again[worker] = asyncio.create_task(self._ask_once(worker))
+        if serving:
+            await asyncio.wait([self._asked_again[worker] for worker in serving])
+
+    async def _ask_once(self, worker: Worker) -> None:
+        try:
+            await self._ask(worker)
+        finally:
+            del self._asked_again[worker]
 
     def set_aside(self, worker: Worker) -> asyncio.Task[None]:
         """Give a worker no requests until it has answered a probe; return the task that asks it.
@@ -192,7 +212,7 @@ class WorkerSet:
 
     async def close(self) -> None:
         """Close every channel."""
-        tasks = [*self._watches.values(), *self._asking.values()]
+        tasks = [*self._watches.values(), *self._asking.values(), *self._asked_again.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -278,6 +298,7 @@ class WorkerSet:
             return None
         if probe is not None:
             worker.silent_since, worker.num_unanswered = None, 0
+            worker.answered_at = max(worker.answered_at, begin)
             if probe.info.epoch == worker.info.epoch:
                 self._set_stalled(worker, probe.info.is_stalled)
                 # The answer may be older than a role that was learned while the probe was on its way.

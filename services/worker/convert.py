@@ -62,6 +62,7 @@ def sequence_from_proto(
         logits_rules=LogitsRules(params, num_prompt_tokens, grammar) if grammar else None,
         params=params,
         root_hash=root_hash,
+        client=message.cache_scope.tenant,
         stops_after_prefill=stops_after_prefill,
     )
 

@@ -1,4 +1,4 @@
-"""One request that ends every worker that computes it: it is refused, and no other request fails."""
+"""Requests on workers that end: only one that ends each worker that computes it is refused."""
 
 from __future__ import annotations
 
@@ -98,3 +98,39 @@ async def test_a_request_that_kills_is_refused_and_the_others_go_on(
             assert set(ended.values()) == {-signal.SIGKILL}
             assert workers[survivor].poll() is None
             assert list((await client.generate(prompts[0], **OPTIONS)).token_ids) == expected[0]
+
+
+async def test_workers_that_are_killed_together_accuse_nobody(
+    workers: dict[str, subprocess.Popen[str]], e2e: Any
+) -> None:
+    *victims, survivor = workers
+    options = {**OPTIONS, "max_tokens": 200}
+    config = RouterConfig(port=0, metrics_port=0, worker_addresses=tuple(workers), poll_seconds=0.1)
+    prompt = e2e.make_prompt(24, 1)
+    async with asyncio.timeout(SECONDS), router(config) as running:
+        while len(running.workers.live("decode")) < NUM_WORKERS:
+            await running.workers.refresh()
+        found = {worker.address: worker for worker in running.workers.live("decode")}
+        async with AsyncClient(running.address) as client:
+            expected = list((await client.generate(prompt, **options)).token_ids)
+            # Requests prefer the victims.
+            found[survivor].resident_tokens = found[survivor].pending_tokens = 10**6
+            deltas = client.stream(prompt, **options)
+            tokens = [*(await anext(deltas)).token_ids]
+            [first] = [address for address in victims if found[address].num_requests]
+            [second] = set(victims) - {first}
+
+            async def kill_once_used() -> None:
+                while not found[second].num_requests:
+                    await asyncio.sleep(0)
+                workers[second].kill()
+
+            # Both are ended at the same moment, and the connections of one of them stay open for a while.
+            workers[second].send_signal(signal.SIGSTOP)
+            workers[first].kill()
+            killing = asyncio.create_task(kill_once_used())
+            async for delta in deltas:
+                tokens += delta.token_ids
+            assert tokens == expected
+            assert not killing.done()
+            killing.cancel()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
+import random
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from quire.engine.parallel.collectives import Collectives, RanksError, SharedMemory, SharedSizes
+from quire.engine.parallel.collectives import Collectives, RanksError, SharedMemory, SharedSizes, pieces
+from quire.engine.parallel.shares import Shares
 from quire.kernels.cpu import exchange
 
 _FORK = multiprocessing.get_context("fork")
@@ -39,24 +43,78 @@ def run_ranks(memory: SharedMemory, work: Callable[[Collectives], object]) -> li
     return [results[rank] for rank in sorted(results)]
 
 
-def partial(rank: int, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * number + rank)
+def segment_sum(segment: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * number + segment)
     return torch.randn((1 + number % 16, 128), generator=generator)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def in_pairs(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Add tensors in pairs, the pairs in pairs, and so on."""
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 9))
 def test_sums_are_added_in_one_tree(num_ranks: int) -> None:
+    """A rank adds the segments of each of its pieces, and the ranks add the pieces."""
     num_sums = 40
+    borders = np.array(Shares(8).borders(num_ranks))
 
     def work(collectives: Collectives) -> list[Any]:
-        return [collectives.sum(partial(collectives.rank, each)).tolist() for each in range(num_sums)]
+        own = range(*borders[collectives.rank : collectives.rank + 2])
+        results = []
+        for number in range(num_sums):
+            segments = [segment_sum(own[0] + each, number) for each in range(len(own))]
+            partials = [
+                in_pairs(segments[each.start : each.stop]) for each in pieces(borders, collectives.rank)
+            ]
+            results.append(collectives.sum(partials, borders).tolist())
+        return results
 
     results = run_ranks(shared(num_ranks), work)
     for number in range(num_sums):
-        parts = [partial(rank, number) for rank in range(num_ranks)]
-        while len(parts) > 1:
-            parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-        assert all(result[number] == parts[0].tolist() for result in results)
+        expected = in_pairs([segment_sum(each, number) for each in range(8)])
+        assert all(result[number] == expected.tolist() for result in results)
+
+
+@pytest.mark.parametrize("num_segments", [1, 2, 4, 8])
+def test_pieces_are_subtrees_in_order(num_segments: int) -> None:
+    for first, end in itertools.combinations(range(num_segments + 1), 2):
+        found = pieces(np.array([first, end]), 0)
+        assert [each for piece in found for each in piece] == list(range(end - first))
+        assert len(found) <= exchange.MOST_PIECES
+        for piece in found:
+            assert (first + piece.start) % len(piece) == 0
+            assert len(piece).bit_count() == 1
+
+
+def test_a_rank_that_waits_does_not_compute() -> None:
+    def work(collectives: Collectives) -> float:
+        if collectives.rank == 0:
+            time.sleep(0.5)
+        before = time.process_time()
+        collectives.meet()
+        return time.process_time() - before
+
+    assert max(run_ranks(shared(3), work)) < 0.1
+
+
+def test_no_wake_up_is_lost() -> None:
+    """Ranks come at random times, so that some sleep, and none sleeps until it looks for failures."""
+    num_rounds = 300
+
+    def work(collectives: Collectives) -> float:
+        delays = random.Random(collectives.rank)
+        collectives.meet()
+        began_at = time.monotonic()
+        for _ in range(num_rounds):
+            collectives._patience[:] = 60, 0
+            time.sleep(delays.choice([0.0, 0.0, 0.0002]))
+            collectives.meet()
+        return time.monotonic() - began_at
+
+    assert max(run_ranks(shared(4), work)) < 30
 
 
 def test_logits_are_gathered() -> None:
@@ -86,6 +144,6 @@ def test_a_rank_that_waits_for_a_failed_one_gets_an_error() -> None:
 def test_sums_that_are_too_large_are_refused() -> None:
     collectives = Collectives(shared(2), 0)
     with pytest.raises(RanksError, match="17 x 128"):
-        collectives.sum(torch.zeros(17, 128))
+        collectives.sum([torch.zeros(17, 128)], np.array([0, 1, 2]))
     with pytest.raises(RanksError, match="17 rows"):
         collectives.logits(17)

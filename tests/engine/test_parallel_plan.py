@@ -9,9 +9,17 @@ import torch
 import transformers
 
 from quire.engine.parallel.plan import Division, ParallelPlan, read_plan
+from quire.engine.parallel.shares import Shares
 from quire.models.random_model import ARCHITECTURES
 from quire.settings.setting import SettingError
 
+_SIX_HEADS = {
+    "hidden_size": 192,
+    "intermediate_size": 256,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 _SIZES = {"num_attention_heads": 8, "intermediate_size": 256}
 
 
@@ -24,7 +32,7 @@ def plan_of(architecture: str, **overrides: Any) -> ParallelPlan:
 
 def first_layer(plan: ParallelPlan) -> dict[str, tuple[str, int]]:
     return {
-        name.partition("layers.0.")[2]: (each.division.value, each.num_segments)
+        name.partition("layers.0.")[2]: (each.division.value, each.shares.num_segments)
         for name, each in plan.linears.items()
         if ".0." in name
     }
@@ -36,16 +44,16 @@ def first_layer(plan: ParallelPlan) -> dict[str, tuple[str, int]]:
 def test_attention_and_mlp_are_divided(architecture: str) -> None:
     plan = plan_of(architecture, **_SIZES)
     assert first_layer(plan) == {
-        "self_attn.q_proj": ("column", 1),
-        "self_attn.k_proj": ("column", 1),
-        "self_attn.v_proj": ("column", 1),
+        "self_attn.q_proj": ("column", 8),
+        "self_attn.k_proj": ("column", 8),
+        "self_attn.v_proj": ("column", 8),
         "self_attn.o_proj": ("row", 8),
-        "mlp.gate_proj": ("column", 1),
-        "mlp.up_proj": ("column", 1),
+        "mlp.gate_proj": ("column", 8),
+        "mlp.up_proj": ("column", 8),
         "mlp.down_proj": ("row", 8),
     }
-    assert (plan.num_heads, plan.num_kv_heads) == (8, 2)
-    for num_ranks in (1, 2, 4, 8):
+    assert plan.attention == Shares(8, 8, 2)
+    for num_ranks in range(1, 9):
         plan.check(num_ranks)
 
 
@@ -58,17 +66,20 @@ def test_models_without_a_plan_for_whole_blocks_are_refused(architecture: str) -
 def test_an_attention_whose_queries_and_keys_are_one_layer_is_not_divided() -> None:
     plan = plan_of("gpt_neox", hidden_size=256, intermediate_size=256)
     assert set(first_layer(plan)) == {"mlp.dense_h_to_4h", "mlp.dense_4h_to_h"}
-    assert plan.num_heads == 0
+    assert plan.attention is None
     plan.check(2)
 
 
 @pytest.mark.parametrize(
     ("overrides", "num_ranks", "problem"),
     [
-        ({}, 3, "power of two"),
-        ({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}, 4, "6 attention heads"),
-        ({"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}, 4, "6 key-value heads"),
-        ({**_SIZES, "intermediate_size": 96}, 2, "mlp.down_proj have only 1 segments"),
+        (_SIX_HEADS, 3, "self_attn.o_proj: its inputs have only 2 segments"),
+        (
+            {**_SIZES, "hidden_size": 384, "num_attention_heads": 24, "num_key_value_heads": 3},
+            2,
+            "self_attn.o_proj: its 24 heads in 3 groups, and its 8 segments .* between 1 equal parts only",
+        ),
+        ({**_SIZES, "intermediate_size": 96}, 2, "mlp.down_proj: its inputs have only 1 segments"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(overrides: dict[str, int], num_ranks: int, problem: str) -> None:
@@ -79,4 +90,12 @@ def test_what_cannot_be_divided_is_refused(overrides: dict[str, int], num_ranks:
 def test_segments_depend_on_the_model_only() -> None:
     plan = plan_of("llama", **_SIZES)
     rows = {name for name, each in plan.linears.items() if each.division is Division.ROW}
-    assert plan.num_segments == dict.fromkeys(rows, 8)
+    assert plan.num_segments(0, 1) == dict.fromkeys(rows, 8)
+    for num_ranks in range(1, 9):
+        own = [plan.num_segments(rank, num_ranks) for rank in range(num_ranks)]
+        assert {name: sum(each[name] for each in own) for name in rows} == dict.fromkeys(rows, 8)
+
+
+def test_a_size_that_does_not_divide_the_heads_is_taken_if_there_are_segments() -> None:
+    plan_of("llama", **_SIX_HEADS).check(2)
+    plan_of("llama", **_SIZES, num_key_value_heads=8).check(3)

@@ -20,14 +20,19 @@ pytest.importorskip("triton", reason="Triton is not installed: there are wheels 
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels run there", allow_module_level=True)
 
+import triton
+import triton.language as tl
+
+from quire.benchmarks.ptx import fragments
+from quire.benchmarks.ptx.arithmetic import find_operation, round_to_bfloat16
+from quire.benchmarks.ptx.launch import Emulator, Launch, installed
+from quire.benchmarks.ptx.memory import SharedMemory
+from quire.benchmarks.ptx.program import Fault, parse
+from quire.kernels.quantization import KV_FORMATS
 from quire.kernels.triton import blocks, configs
+from quire.kernels.triton.quantization_kernels import decode_values
 from tests.kernels import triton_kernels as interpreted
-from tests.kernels.ptx import fragments
-from tests.kernels.ptx.arithmetic import find_operation, round_to_bfloat16
-from tests.kernels.ptx.launch import Emulator, Launch, installed
-from tests.kernels.ptx.memory import SharedMemory
-from tests.kernels.ptx.mutations import MUTATIONS, Mutation
-from tests.kernels.ptx.program import Fault, parse
+from tests.kernels.mutations import MUTATIONS, Mutation
 from tests.kernels.triton_kernels import FEATURES, TOLERANCE, Case, Layout, Lengths
 
 TYPES_IN_TRITON = {
@@ -116,6 +121,29 @@ def test_many_tiles_and_splits_equal_the_reference(features: str, executed: list
     executed += [(features, each) for each in launches.values()]
     # With a window, the sequence has one split.
     assert ("combine_kernel" in launches) == ("sliding_window" not in FEATURES[features])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def decode_bytes(bits, values, KV_FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.arange(0, 256)
+    stored = tl.load(bits + index)
+    decoded = decode_values(stored, values.dtype.element_ty, KV_FORMAT)
+    tl.store(values + index, decoded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_every_8_bit_value_is_decoded_exactly(dtype: torch.dtype, stored: torch.dtype) -> None:
+    bits = torch.arange(256, dtype=torch.uint8)
+    values = torch.empty(256, dtype=dtype)
+    with installed(Emulator()):
+        decode_bytes[(1,)](
+            bits.view(torch.int8) if stored == torch.int8 else bits, values, KV_FORMATS[stored].name
+        )
+    expected = bits.view(stored).to(dtype)
+    # No block holds a NaN of e4m3.
+    is_number = ~expected.isnan()
+    assert torch.equal(values[is_number], expected[is_number])
 
 
 @pytest.mark.parametrize("head_dim", [16, 80, 128])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.kernels.ptx.program import Fault
+from quire.benchmarks.ptx.program import Fault
 
 Array = NDArray[Any]
 WORD = 16
@@ -34,7 +34,7 @@ class GlobalMemory:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         extents: list[list[int]] = []
-        for start, end in sorted(_extent(tensor) for tensor in tensors if tensor.numel()):
+        for start, end in sorted(extent(tensor) for tensor in tensors if tensor.numel()):
             # Views of one tensor may overlap.
             if extents and start <= extents[-1][1]:
                 extents[-1][1] = max(end, extents[-1][1])
@@ -170,7 +170,7 @@ def check_alignment(addresses: Array, size: int) -> None:
         raise Fault(f"an access of {size} bytes that is not aligned")
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and of the byte after its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -1,4 +1,5 @@
-"""Executes the PTX that Triton emits for sm_80 on a CPU: tests run the compiled kernels without a GPU.
+"""Executes the PTX that Triton emits for sm_80 on a CPU: tests run the compiled kernels without a GPU, and
+``kernel_economy`` counts what they do.
 
 ::
 
@@ -8,7 +9,7 @@
     arithmetic    instructions on each thread's own registers
     fragments     matrix instructions of a warp
     memory        global and shared memory with their checks, and the race detector
-    mutations     faults for the tests of the checks
+    tally         counts instructions, sectors of global memory and bank conflicts
 
 What it does not show: faults of ``ptxas``, the rounding of tensor cores, speed, and memory ordering finer
 than barriers. Code for sm_90 is another program.
@@ -27,17 +28,18 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.ptx.machine import Cta
-from tests.kernels.ptx.memory import GlobalMemory, SharedMemory
-from tests.kernels.ptx.program import Program, parse
+from quire.benchmarks.ptx.machine import Cta
+from quire.benchmarks.ptx.memory import GlobalMemory, SharedMemory, extent
+from quire.benchmarks.ptx.program import Program, parse
+from quire.benchmarks.ptx.tally import Tally
 
 TARGET = GPUTarget("cuda", 80, 32)
 _compile = JITFunction.run
@@ -59,12 +61,20 @@ class _Driver:
 
 @dataclass(frozen=True)
 class Launch:
-    """What one launch executed; ``instructions`` counts those of warps by opcode."""
+    """What one launch executed.
+
+    Attributes:
+        instructions: those of warps by opcode.
+        cubin: the machine code that ``ptxas`` made of the same PTX.
+        tally: counts of the memory instructions, if they were counted.
+    """
 
     kernel: str
     types: dict[str, str]
     num_ctas: int
     instructions: Counter[str]
+    cubin: bytes
+    tally: Tally | None
 
 
 @dataclass
@@ -74,11 +84,13 @@ class Emulator:
     Attributes:
         order: draws the order of CTAs and warps. Without it, CTAs run in order and the warps of one together.
         mutate: returns the PTX to execute in place of the compiler's.
+        is_counting: whether memory instructions are counted.
         launches: what has been executed.
     """
 
     order: np.random.Generator | None = None
     mutate: Callable[[str], str] = str
+    is_counting: bool = False
     launches: list[Launch] = field(default_factory=list)
 
     def run(self, kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
@@ -94,17 +106,22 @@ class Emulator:
         bits = [_bits(arguments[name], kind) for name, kind in types.items()]
         # Two pointers to Triton's own scratch memory follow; no kernel uses it.
         parameters = dict(zip(program.parameters, [*bits, 0, 0], strict=True))
-        memory = GlobalMemory(each for each in arguments.values() if isinstance(each, torch.Tensor))
+        tensors = {name: each for name, each in arguments.items() if isinstance(each, torch.Tensor)}
+        memory = GlobalMemory(tensors.values())
+        tally = None
+        if self.is_counting:
+            tally = Tally({name: extent(each) for name, each in tensors.items() if each.numel()})
         x, y, z = (*grid, 1, 1)[:3]
         shape = (x, y, z)
         visits: Counter[int] = Counter()
         for position in self._positions(shape):
             shared = SharedMemory(compiled.metadata.shared, program.num_threads // 32)
-            cta = Cta(program, parameters, memory, shared, position, shape, self.order)
+            cta = Cta(program, parameters, memory, shared, position, shape, self.order, tally=tally)
             with np.errstate(all="ignore"):
                 cta.run()
             visits += cta.visits
-        self.launches.append(Launch(program.name, types, int(np.prod(shape)), _count(program, visits)))
+        num_ctas, counts = int(np.prod(shape)), _count(program, visits)
+        self.launches.append(Launch(program.name, types, num_ctas, counts, compiled.asm["cubin"], tally))
 
     def _positions(self, grid: tuple[int, ...]) -> list[tuple[int, int, int]]:
         positions = [(x, y, z) for z, y, x in product(*(range(size) for size in reversed(grid)))]
@@ -120,9 +137,7 @@ def installed(emulator: Emulator) -> Iterator[None]:
     def run(kernel: Any, *args: Any, **options: Any) -> None:
         emulator.run(kernel, *args, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _Driver())
-        patch.setattr(JITFunction, "run", run)
+    with patch.object(driver, "_active", _Driver()), patch.object(JITFunction, "run", run):
         yield
 
 

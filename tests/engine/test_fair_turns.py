@@ -1,0 +1,128 @@
+"""Steps are divided fairly among clients: by the shares, by the turns of groups, and in the engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.beam_search import BeamSearch
+from quire.engine.fair_turns import divided, fair_shares, may_start
+from quire.engine.model_loader import LoadedModel
+from quire.engine.sequence import Sequence
+from quire.engine.sequence_group import SequenceGroup
+from quire.sampling.params import BeamParams, SamplingParams
+from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run
+
+CAPACITY = 16
+DEMANDS = st.dictionaries(st.integers(0, 40), st.integers(0, 40), min_size=1, max_size=12)
+KINDS = st.tuples(st.sampled_from("abc"), st.integers(2, CAPACITY), st.booleans()) | st.tuples(
+    st.sampled_from("abc"), st.just(1), st.just(False)
+)
+
+
+def make_group(client: str, num_sequences: int, is_beam: bool = False, name: str = "r") -> SequenceGroup:
+    if is_beam:
+        beam = BeamParams(num_sequences)
+        params = SamplingParams(beam=beam)
+    else:
+        params = SamplingParams(n=num_sequences)
+    prompt = Sequence(name, [5], 1, params, b"", client=client)
+    group = SequenceGroup(prompt, [prompt])
+    if is_beam:
+        group.beam = BeamSearch(beam, 8, frozenset())
+    return group
+
+
+@given(DEMANDS, st.integers(0, 100))
+def test_shares_are_fair_and_nothing_is_left_while_somebody_lacks(
+    demands: dict[int, int], capacity: int
+) -> None:
+    shares = fair_shares(demands, capacity)
+    assert shares.keys() == demands.keys()
+    assert sum(shares.values()) == min(capacity, sum(demands.values()))
+    for key, share in shares.items():
+        assert 0 <= share <= demands[key]
+        if share < demands[key]:  # nobody has more than one more than whoever lacks something
+            assert max(shares.values()) <= share + 1
+
+
+@given(st.lists(KINDS, min_size=1, max_size=10))
+def test_turns_fill_a_step_and_leave_nobody_out_for_ever(kinds: list[tuple[str, int, bool]]) -> None:
+    groups = [make_group(*kind, name=str(index)) for index, kind in enumerate(kinds)]
+    left_out = Counter[SequenceGroup]()
+    for step in range(1, 4 * len(groups)):
+        turns = divided(sorted(groups, key=lambda group: group.turn), CAPACITY)
+        assert sum(turns.values()) <= CAPACITY
+        num_free = CAPACITY - sum(turns.values())
+        for group in groups:
+            assert turns[group] <= group.num_slots
+            if group.beam is not None:
+                assert turns[group] in (0, group.num_slots)
+                assert turns[group] or group.num_slots > num_free
+            else:
+                assert turns[group] == group.num_slots or not num_free
+            left_out[group] = 0 if turns[group] else left_out[group] + 1
+            assert left_out[group] <= len(groups)
+            if turns[group]:
+                group.turn = step
+
+
+def test_a_small_client_has_its_sequence_beside_many_and_turns_beside_beams() -> None:
+    samples, small = make_group("costly", CAPACITY), make_group("small", 1)
+    assert divided([samples, small], CAPACITY) == {samples: CAPACITY - 1, small: 1}
+    beams = make_group("costly", CAPACITY, is_beam=True)
+    assert divided([beams, small], CAPACITY) == {beams: CAPACITY, small: 0}
+    assert divided([small, beams], CAPACITY) == {beams: 0, small: 1}
+
+
+def test_who_may_start_although_a_step_is_full() -> None:
+    ones = [make_group("costly", 1, name=str(index)) for index in range(CAPACITY)]
+    assert may_start(make_group("small", 1), ones, CAPACITY)
+    assert may_start(make_group("small", CAPACITY), ones, CAPACITY)
+    assert not may_start(make_group("costly", 1), ones, CAPACITY)
+    # In this way, a client gets no more than its share.
+    half = make_group("small", CAPACITY // 2)
+    assert not may_start(make_group("small", CAPACITY), [half, *ones], CAPACITY)
+    # Of one client, a small request may start beside a costly one, but no second costly one.
+    costly = make_group("", CAPACITY)
+    assert may_start(make_group("", 1), [costly], CAPACITY)
+    assert not may_start(make_group("", CAPACITY), [costly], CAPACITY)
+
+
+def costly_and_small() -> list[Sequence]:
+    requests = [
+        make_request("n", make_prompt(20, 1), n=4, seed=1, max_tokens=12),
+        make_request("n2", make_prompt(20, 2), n=4, seed=2, max_tokens=12),
+        make_request("beams", make_prompt(20, 3), beam=BeamParams(4), max_tokens=12),
+        make_request("prompt", make_prompt(300, 4), seed=4, max_tokens=4),
+    ]
+    for request in requests:
+        request.client = "costly"
+    small = make_request("small", make_prompt(10, 5), seed=5, max_tokens=6)
+    small.client = "small"
+    return [*requests, small]
+
+
+def test_tokens_are_the_same_and_a_small_client_ends_first(load: Callable[[str], LoadedModel]) -> None:
+    expected: dict[tuple[str, int], list[int]] = {}
+    for request in costly_and_small():
+        expected |= run(make_engine(load("llama")), request)
+    engine = make_engine(load("llama"), max_num_seqs=4, max_num_batched_tokens=16)
+    requests = costly_and_small()
+    for request in requests:
+        engine.add_request(request)
+    outputs: dict[tuple[str, int], list[int]] = {}
+    ended: list[str] = []
+    while not engine.is_idle:
+        for update in engine.step():
+            key = update.sequence.attempt_id, update.sequence.index
+            outputs.setdefault(key, []).extend(token.token_id for token in update.tokens)
+            if update.status.is_finished:
+                ended.append(update.sequence.attempt_id)
+        engine.check_conservation()
+        assert engine.num_stepped <= 4
+    assert ended[0] == "small"
+    assert outputs == expected
