@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -79,8 +79,8 @@ class TooLargeError(Exception):
     """The architecture has sizes under other names."""
 
 
-def make_tiny_model(name: str) -> PreTrainedModel:
-    """Return a random model of an architecture.
+def make_tiny_model(name: str, sizes: Mapping[str, object] = SIZES) -> PreTrainedModel:
+    """Return a random model of an architecture; sizes that it does not have are ignored.
 
     Raises:
         TooLargeError: it would not be tiny.
@@ -89,7 +89,7 @@ def make_tiny_model(name: str) -> PreTrainedModel:
     config_class = CONFIG_MAPPING[name]
     default = config_class()
     config: PreTrainedConfig = config_class(
-        **{key: value for key, value in SIZES.items() if hasattr(default, key)}
+        **{key: value for key, value in sizes.items() if hasattr(default, key)}
     )
     with torch.device("meta"):
         size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())

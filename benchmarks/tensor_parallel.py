@@ -1,80 +1,102 @@
-"""Step times of one model on one, two or more processes that share the same processors.
+"""Step times and memory of a model on one process and on several, side by side.
 
-    python -m quire.benchmarks.tensor_parallel [--sizes 1,2] [--processors 2] [--hidden-size 1024]
+    python -m quire.benchmarks.tensor_parallel
+    python -m quire.benchmarks.tensor_parallel --layouts 1x1,2x1,4x1 --dtypes float32 --rounds 5
 
-The model is a random Llama of 12 layers in bfloat16. All sizes have the same number of threads together. The
-decode batches have 128 tokens of context. Times are medians of forward passes; run it on a machine that has
-nothing else to do. The last line is JSON.
+A layout such as 2x1 is two ranks with one thread each. All layouts of a data type are loaded at a time and
+take turns, so that a disturbance of the machine meets all of them. The model is a random Llama of 100 M
+parameters, and sequences have 128 tokens of context. The tables have the medians of the forward passes and
+the packed weights of rank 0, each with its ratio to the first layout. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
+from rich.console import Console
+from rich.table import Table
+
+from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
+from quire.benchmarks.weight_dtypes import weight_bytes
 from quire.engine.engine import Engine
 from quire.engine.sequence import Sequence
 from quire.llm import LLM
-from quire.models.random_model import make_random_model
 from quire.sampling.params import SamplingParams
 
 BATCHES = (1, 8, 32)
 CONTEXT, NUM_STEPS, PROMPT = 128, 24, 512
-NUM_PROMPTS = 5
+MODEL = "100m"
+
+
+class Layout(NamedTuple):
+    """Ranks of a worker, and the threads of each."""
+
+    num_ranks: int
+    num_threads: int
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks}x{self.num_threads}"
 
 
 def main() -> None:
-    """Print a table of milliseconds, and the same as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sizes", default="1,2")
-    parser.add_argument("--processors", type=int, default=2)
-    parser.add_argument("--hidden-size", type=int, default=1024)
-    arguments = parser.parse_args()
+    """Measure each data type, print its table, and then the line."""
+    parser = argparse.ArgumentParser(prog="python -m quire.benchmarks.tensor_parallel", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--layouts", default="1x1,2x1,1x2", help="ranks x threads of each")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    layouts = [Layout(*map(int, each.split("x"))) for each in options.layouts.split(",")]
+    report = {}
     with TemporaryDirectory() as folder:
-        model = make_random_model("llama", Path(folder), **_shape(arguments.hidden_size))
-        sizes = [int(each) for each in arguments.sizes.split(",")]
-        times = {size: _measured(model, size, arguments.processors) for size in sizes}
-    for size, milliseconds in times.items():
-        print(f"{size} processes: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in milliseconds.items()))
-    print(json.dumps(times))
+        model = make_random_llama(Path(folder), SIZES[MODEL])
+        for dtype in options.dtypes.split(","):
+            rows = _measured(model, dtype, layouts, options.rounds)
+            Console().print(_table(dtype, rows))
+            report[dtype] = rows
+    print(json.dumps({"benchmark": "tensor_parallel", "model": MODEL, "milliseconds": report}))
 
 
-def _shape(hidden_size: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden_size,
-        "intermediate_size": 4 * hidden_size,
-        "num_hidden_layers": 12,
-        "num_attention_heads": hidden_size // 64,
-        "num_key_value_heads": hidden_size // 128,
-        "head_dim": 64,
-        "max_position_embeddings": 2048,
-        "vocab_size": 8192,
-    }
+def _measured(model: Path, dtype: str, layouts: list[Layout], num_rounds: int) -> dict[str, dict[str, float]]:
+    """Return the median milliseconds of each kind of pass, and rank 0's weights, for each layout."""
+    with ExitStack() as stack:
+        llms = {layout: stack.enter_context(_open(model, dtype, layout)) for layout in layouts}
+        times: dict[Layout, dict[str, list[float]]] = {layout: defaultdict(list) for layout in layouts}
+        for round_number in range(num_rounds):
+            for layout, llm in llms.items():
+                for batch in BATCHES:
+                    times[layout][f"decode {batch}"] += _decode(llm.engine, batch)
+                prompt = [[round_number + 5] * PROMPT]
+                times[layout][f"prompt of {PROMPT}"] += _steps(llm.engine, prompt, 1)
+        return {
+            str(layout): {name: round(1000 * median(seconds), 3) for name, seconds in found.items()}
+            | {"weights of rank 0 in MiB": round(weight_bytes(llms[layout]) / (1 << 20), 1)}
+            for layout, found in times.items()
+        }
 
 
-def _measured(model: Path, size: int, num_processors: int) -> dict[str, float]:
-    """Return the median milliseconds of a forward pass, by what it computes."""
-    with LLM(
+def _open(model: Path, dtype: Any, layout: Layout) -> LLM:
+    return LLM(
         str(model),
-        dtype="bfloat16",
-        num_blocks=1024,
-        threads=num_processors,
-        tensor_parallel_size=size,
+        dtype=dtype,
+        num_blocks=512,
+        threads=layout.num_ranks * layout.num_threads,
+        tensor_parallel_size=layout.num_ranks,
         max_num_seqs=max(BATCHES),
         max_num_batched_tokens=PROMPT,
-    ) as llm:
-        times = {f"decode {batch}": _decode(llm.engine, batch) for batch in BATCHES}
-        prompts = [_steps(llm.engine, [[number + 5] * PROMPT], 1)[0] for number in range(NUM_PROMPTS)]
-    times[f"prompt of {PROMPT}"] = median(prompts)
-    return {name: round(1000 * seconds, 3) for name, seconds in times.items()}
+    )
 
 
-def _decode(engine: Engine, batch: int) -> float:
+def _decode(engine: Engine, batch: int) -> list[float]:
     prompts = [[100 + row] * CONTEXT for row in range(batch)]
-    return median(_steps(engine, prompts, NUM_STEPS)[-NUM_STEPS // 2 :])
+    return _steps(engine, prompts, NUM_STEPS)[-NUM_STEPS // 2 :]
 
 
 def _steps(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[float]:
@@ -88,6 +110,15 @@ def _steps(engine: Engine, prompts: list[list[int]], num_tokens: int) -> list[fl
         seconds.append(engine.step_seconds.forward)
     engine.clear_cache()
     return seconds
+
+
+def _table(dtype: str, rows: dict[str, dict[str, float]]) -> Table:
+    first = next(iter(rows.values()))
+    names = [name if "MiB" in name else f"{name} (ms)" for name in first]
+    table = Table("ranks x threads", *names, title=dtype)
+    for layout, row in rows.items():
+        table.add_row(layout, *(f"{value:.2f} ({first[name] / value:.2f})" for name, value in row.items()))
+    return table
 
 
 if __name__ == "__main__":

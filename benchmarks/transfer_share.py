@@ -63,10 +63,10 @@ def phase_seconds(stack: RunningStack) -> float:
 async def measure(stack: RunningStack, num_tokens: int, seed: int) -> Request:
     """Send one request whose prompt no worker has seen."""
     prompt = Random(f"{seed} {num_tokens}").choices(range(2, 300), k=num_tokens)
-    before = phase_seconds(stack)
     times: list[float] = []
     async with AsyncClient(stack.address, timeout=600) as client:
         await client.generate(prompt[:16], max_tokens=1)  # opens the connection
+        before = phase_seconds(stack)
         begin = time.perf_counter()
         async for delta in client.stream(prompt, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True):
             times += [time.perf_counter() - begin] * len(delta.token_ids)

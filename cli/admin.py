@@ -109,6 +109,32 @@ def drain(
 
 @app.command()
 @spread
+def scale(
+    *,
+    numbers: Annotated[list[str], typer.Argument(help="How many, as decode=3.", metavar="ROLE=NUMBER...")],
+    connection: AdminConnection,
+) -> None:
+    """Start or end workers of `quire serve`; those that end pass their running requests on."""
+    wanted = dict(map(_role_and_number, numbers))
+    with _router(connection) as router:
+        scaled = router.scale(wanted)
+    for name in scaled.started:
+        typer.echo(f"{name} serves")
+    for name in scaled.left:
+        typer.echo(f"{name} has left")
+    if not (scaled.started or scaled.left):
+        typer.echo("nothing to change")
+
+
+def _role_and_number(text: str) -> tuple[str, int]:
+    role, _, number = text.partition("=")
+    if role not in ("prefill", "decode") or not number.isdecimal():
+        raise typer.BadParameter(f"{text!r} is not a role and a number, as decode=3 or prefill=2")
+    return role, int(number)
+
+
+@app.command()
+@spread
 def role(
     *,
     worker_id: Annotated[str, typer.Argument(help="Which worker.")],

@@ -53,8 +53,8 @@ def serve(
         bool, typer.Option("--example", help="Once ready, ask one question through the public port.")
     ] = False,
 ) -> None:
-    """Serve a model on this machine, with a router, prefill and decode workers, and their own Redis."""
-    from quire.services.local.stack import run
+    """Serve a model with a router, prefill and decode workers and their own Redis, here or on Ray."""
+    from quire.services.local import stack as local_stack
     from quire.services.router.public_servers import has_http
 
     if router.http_port is None and has_http():
@@ -62,8 +62,14 @@ def serve(
     config = replace(
         stack, router=router, worker=worker, redis_url=router.redis_url, log_level=router.log_level
     )
+    on_ready = _ask_example if example else None
     with start_errors():
-        run(config, on_ready=_ask_example if example else None)
+        if config.ray is None:
+            local_stack.run(config, on_ready)
+        else:
+            from quire.services.ray_cluster.ray_launcher import ray_launcher
+
+            local_stack.run(config, on_ready, ray_launcher(config.ray))
 
 
 @spread

@@ -51,6 +51,14 @@ class WorkerStatus:
     """None if the worker does not answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """What a change of the number of workers did, by the workers' names."""
+
+    started: list[str]
+    left: list[str]
+
+
 class AdminClient:
     """Calls a router's admin port; each method raises ``QuireError`` if the call fails."""
 
@@ -83,6 +91,21 @@ class AdminClient:
         with typed_errors():
             request = pb.ChangeWorkerRoleRequest(worker_id=worker_id, role=role)
             self._stub.ChangeWorkerRole(request, timeout=self._timeout)
+
+    def scale(self, num_workers: Mapping[str, int], *, timeout: float = 600.0) -> Scaled:
+        """Start workers or let some leave, until there are so many of each role.
+
+        Returns when the new ones serve and those that leave have finished their requests and ended.
+
+        Args:
+            num_workers: number of workers by role, "prefill" or "decode"; other roles stay as they are.
+            timeout: seconds to wait; the change goes on afterwards.
+        """
+        with typed_errors():
+            response = self._stub.ScaleWorkers(
+                pb.ScaleWorkersRequest(num_workers=num_workers), timeout=timeout
+            )
+        return Scaled(list(response.started), list(response.left))
 
     def elastic_roles(self) -> str:
         """Return how the router sees the load of the roles, and what it changed last.

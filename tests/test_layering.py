@@ -50,7 +50,9 @@ ROOMS: Mapping[str, set[str]] = {
     "vllm_adapter": {"requests", "server", "worker"},
     "worker_process": {"decode", "prefill", "server", "vllm_adapter", "worker"},
     "router": {"requests", "server"},
-    "local": {"router", "server", "worker", "worker_process"},
+    "launch": {"worker"},
+    "local": {"launch", "router", "server", "worker", "worker_process"},
+    "ray_cluster": {"launch", "local", "server", "worker", "worker_process"},
 }
 SERVICES = "quire.services"
 # Modules, and what nothing that they reach may import.

@@ -24,14 +24,20 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
+from quire.services.launch.launcher import (
+    RESTART_SECONDS,
+    Event,
+    NotStarted,
+    Started,
+    Stopped,
+    Waitable,
+)
 from quire.services.server.errors import BadFileError, ServiceError
 from quire.services.server.grpc_server import STOP_SIGNALS, Draining
 from quire.services.server.log import get_logger
 
 KILL_SECONDS = 10.0
 """Time after its grace period in which a process has to end before it is killed."""
-RESTART_SECONDS = 1.0
-"""Time between the end of a process and its next start."""
 
 Target = Callable[..., None]
 Context = ForkServerContext | SpawnContext
@@ -81,22 +87,6 @@ def _has_gpu_driver() -> bool:
     except OSError:
         return False
     return True
-
-
-def start_children(
-    running: dict[str, Child],
-    target: Target,
-    arguments: Mapping[str, object],
-    context: Context = FROM_SCRATCH,
-) -> None:
-    """Run ``target(argument, report)`` in processes and add them to ``running``.
-
-    Args:
-        arguments: the argument for each process, by the process's name.
-    """
-    for name, argument in arguments.items():
-        with _signals_held_back():
-            running[name] = start_child(name, target, argument, context)
 
 
 @contextmanager
@@ -213,34 +203,100 @@ def end_of(process: BaseProcess) -> str:
     return f"was killed by {signal.Signals(-code).name}"
 
 
-class Restarts:
-    """Starts processes of ``running`` again, each ``RESTART_SECONDS`` after it has ended."""
+class ChildProcesses:
+    """Processes of one kind; one that ends is started again after ``RESTART_SECONDS``, unless it was stopped.
 
-    def __init__(self, running: dict[str, Child], target: Target, arguments: Mapping[str, object]) -> None:
-        self._running = running
+    Args:
+        running: gets the processes; ``stopped_at_end`` has made it.
+    """
+
+    def __init__(self, running: dict[str, Child], target: Target, context: Context = FROM_SCRATCH) -> None:
+        self.running = running
         self._target = target
-        self._arguments = arguments
+        self._context = context
+        self._arguments: dict[str, object] = {}
+        self._starting: set[str] = set()
+        self._stopping: set[str] = set()
         self._due: dict[str, float] = {}
 
-    def schedule(self, name: str) -> None:
-        """Start a process again later; it has ended."""
-        self._due[name] = time.monotonic() + RESTART_SECONDS
+    @property
+    def names(self) -> set[str]:
+        """The processes that were started and have not ended after a stop."""
+        return set(self._arguments)
+
+    def start(self, arguments: Mapping[str, object]) -> None:
+        """Run ``target(argument, report)`` in a process for each name."""
+        for name, argument in arguments.items():
+            self._arguments[name] = argument
+            self._start(name)
+
+    def start_again_with(self, name: str, argument: object) -> None:
+        """Use another argument when the process is started again."""
+        self._arguments[name] = argument
+
+    def stop(self, name: str) -> None:
+        """Tell a process to end, and do not start it again."""
+        self._stopping.add(name)
+        self._due.pop(name, None)
+        self.running[name].process.terminate()
+
+    def waitables(self) -> list[Waitable]:
+        """Return what becomes ready when there are events."""
+        alive = [child for name, child in self.running.items() if name not in self._due]
+        return [
+            *(child.process.sentinel for child in alive),
+            *(child.pipe for child in alive if child.name in self._starting),
+        ]
 
     @property
     def seconds(self) -> float | None:
-        """Time until the next start; None: none is scheduled."""
+        """Time until the next start; None: none is due."""
         return max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
 
-    def start_due(self) -> list[Child]:
-        """Start the processes whose time has come, and return them."""
-        due = [name for name, at in self._due.items() if at <= time.monotonic()]
-        for name in due:
+    def events(self) -> list[Event]:
+        """Start what is due again, and return what has happened since the last call."""
+        for name in [name for name, at in self._due.items() if at <= time.monotonic()]:
             del self._due[name]
-            self._running[name].pipe.close()
-            with _signals_held_back():
-                self._running[name] = start_child(name, self._target, self._arguments[name])
+            self.running[name].pipe.close()
+            self._start(name)
             _log.info("process_started_again", name=name)
-        return [self._running[name] for name in due]
+        ready = wait(self.waitables(), 0)
+        happened: list[Event] = []
+        for name, child in list(self.running.items()):
+            if name in self._starting and child.pipe in ready:
+                happened.append(self._report(child))
+            if child.process.sentinel in ready:
+                happened += self._end(child)
+        return happened
+
+    def _start(self, name: str) -> None:
+        self._starting.add(name)
+        with _signals_held_back():
+            self.running[name] = start_child(name, self._target, self._arguments[name], self._context)
+
+    def _report(self, child: Child) -> Event:
+        self._starting.discard(child.name)
+        try:
+            report = child.pipe.recv()
+        except (EOFError, OSError):
+            report = RuntimeError("it ended without a word; its log above says why")
+        is_error = isinstance(report, Exception)
+        return NotStarted(child.name, report) if is_error else Started(child.name, report)
+
+    def _end(self, child: Child) -> list[Event]:
+        name = child.name
+        if name in self._due:
+            return []
+        if name not in self._stopping:
+            _log.error("process_ended", name=name, end=end_of(child.process))
+            self._due[name] = time.monotonic() + RESTART_SECONDS
+            return []
+        child.process.join()
+        child.pipe.close()
+        del self.running[name], self._arguments[name]
+        self._stopping.discard(name)
+        self._starting.discard(name)
+        return [Stopped(name)]
 
 
 def stop_on_signals() -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from quire.services.router.config import RouterConfig
 from quire.services.server.config import LogLevel
@@ -28,6 +29,13 @@ class LocalStackConfig:
     num_prefill: int = setting(1, "--prefill", "Prefill workers.", Panel.PROCESS, minimum=0)
     # Decode workers generate the tokens, so there has to be one.
     num_decode: int = setting(1, "--decode", "Decode workers.", Panel.PROCESS, minimum=1)
+    ray: str | None = setting(
+        None,
+        "--ray",
+        "Workers run on the nodes of this Ray cluster: host:port of its head, auto for the one of which this "
+        "machine is a node, local to start one here (extra ray).",
+        Panel.PROCESS,
+    )
     redis_url: str | None = field(default=None, repr=False)
     router: RouterConfig = field(default_factory=RouterConfig)
     worker: WorkerConfig = field(default_factory=lambda: WorkerConfig(role="decode"))
@@ -35,3 +43,8 @@ class LocalStackConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.ray is not None and find_spec("ray") is None:
+            raise ValueError(
+                "--ray needs the extra 'ray': pip install 'quire-llm[ray]', or in a clone "
+                ".venv/bin/pip install -e '.[ray]'"
+            )

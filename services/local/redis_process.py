@@ -65,7 +65,7 @@ def find_redis_server() -> str:
 
 
 class RedisProcess:
-    """A redis-server on a loopback port, without persistence; it ends with this process.
+    """A redis-server, by default on a loopback port, without persistence; it ends with this process.
 
     Router and workers have separate users, which may do only what the index needs.
 
@@ -76,18 +76,22 @@ class RedisProcess:
         password: secret from which the users' passwords are derived; None: a random one.
         max_memory: limit on its data. Writes beyond it fail, because evicting entries would break prefixes
             apart.
+        host: address of this machine at which it listens.
 
     Raises:
         RedisNotStartedError: the server did not answer in time.
     """
 
-    def __init__(self, port: int = 0, password: str | None = None, max_memory: str = "512mb") -> None:
+    def __init__(
+        self, port: int = 0, password: str | None = None, max_memory: str = "512mb", host: str = "127.0.0.1"
+    ) -> None:
+        self._host = host
         self._password = password or secrets.token_hex(16)
         self._max_memory = max_memory
         executable = find_redis_server()
         # Another process may take the free port before this server binds it.
         for attempts_left in reversed(range(1 if port else PORT_ATTEMPTS)):
-            self.port = port or _free_port()
+            self.port = port or _free_port(host)
             try:
                 self._start(executable)
                 return
@@ -111,7 +115,7 @@ class RedisProcess:
         return self._url("worker")
 
     def _url(self, role: str) -> str:
-        return f"redis://quire-{role}:{self._role_password(role)}@127.0.0.1:{self.port}/0"
+        return f"redis://quire-{role}:{self._role_password(role)}@{self._host}:{self.port}/0"
 
     def _role_password(self, role: str) -> str:
         return _sha256(f"{role}:{self._password}")
@@ -161,7 +165,7 @@ class RedisProcess:
 
     def _settings(self) -> str:
         settings = {
-            "bind": "127.0.0.1",
+            "bind": self._host,
             "port": self.port,
             "dir": self._folder.name,
             "save": '""',
@@ -216,8 +220,8 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port

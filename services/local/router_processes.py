@@ -7,24 +7,20 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 
+from quire.services.launch.launcher import NotStarted, Started
 from quire.services.local.child_processes import (
     KILL_SECONDS,
-    Child,
-    Restarts,
-    end_of,
-    start_children,
+    ChildProcesses,
     stop_on_signals,
     stopped_at_end,
 )
-from quire.services.router.app import run_router
+from quire.services.router.app import RouterAddresses, run_router
 from quire.services.router.config import PORT_STEP, RouterConfig
-from quire.services.server.errors import BadFileError, ServiceError, cannot_listen
+from quire.services.server.errors import ServiceError, cannot_listen
 from quire.services.server.grpc_server import tell_log
-from quire.services.server.log import configure_logging, get_logger
-
-_log = get_logger("router")
+from quire.services.server.log import configure_logging
 
 
 def run_router_processes(config: RouterConfig) -> None:
@@ -42,8 +38,9 @@ def run_router_processes(config: RouterConfig) -> None:
         with shared_ports(config) as shared:
             arguments = {name: (each, each.log_level) for name, each in router_configs(shared).items()}
             with stopped_at_end(patience, tell_log) as running:
-                start_children(running, run_router_process, arguments)
-                _watch(running, Restarts(running, run_router_process, arguments))
+                routers = ChildProcesses(running, run_router_process)
+                routers.start(arguments)
+                _watch(routers)
     except KeyboardInterrupt:
         if len(received) > 1:
             raise SystemExit(128 + received[-1]) from None
@@ -64,6 +61,20 @@ def router_configs(config: RouterConfig) -> dict[str, RouterConfig]:
         )
         for index in range(number)
     }
+
+
+def on_the_same_ports(config: RouterConfig, addresses: RouterAddresses) -> RouterConfig:
+    """Return the configuration with which a router that has chosen its ports is started again at them."""
+    return replace(
+        config,
+        port=_port(addresses.grpc),
+        http_port=None if addresses.http is None else _port(addresses.http),
+        admin_port=_port(addresses.admin),
+    )
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 @contextmanager
@@ -114,7 +125,7 @@ def run_router_process(argument: tuple[RouterConfig, str], report: Callable[[obj
     asyncio.run(run_router(config, lambda running: report(running.addresses), report))
 
 
-def _watch(running: dict[str, Child], restarts: Restarts) -> None:
+def _watch(routers: ChildProcesses) -> None:
     """Start each process again that ends.
 
     Raises:
@@ -123,37 +134,9 @@ def _watch(running: dict[str, Child], restarts: Restarts) -> None:
         RuntimeError: the same, for another reason.
     """
     has_served = False
-    alive = {child.process.sentinel: child for child in running.values()}
-    pipes = {child.pipe: child for child in running.values()}
     while True:
-        for ready in wait([*alive, *pipes], restarts.seconds):
-            if isinstance(ready, Connection):
-                # The end of its process, which comes earlier in the list, may have taken it.
-                if pipes.pop(ready, None):
-                    has_served |= _has_served(ready, is_first=not has_served)
-                continue
-            child = alive.pop(ready)  # type: ignore[arg-type]
-            if pipes.pop(child.pipe, None):
-                has_served |= _has_served(child.pipe, is_first=not has_served)
-            _log.error("process_ended", name=child.name, end=end_of(child.process))
-            restarts.schedule(child.name)
-        for child in restarts.start_due():
-            alive[child.process.sentinel] = child
-            pipes[child.pipe] = child
-
-
-def _has_served(pipe: Connection, *, is_first: bool) -> bool:
-    """Return whether a process reports that it serves.
-
-    Raises:
-        ServiceError: it could not start, and none has served before; or another error, see ``_watch``.
-    """
-    try:
-        report = pipe.recv() if pipe.poll() else None
-    except (EOFError, OSError):
-        return False
-    if isinstance(report, ServiceError | BadFileError | RuntimeError):
-        if is_first:
-            raise report
-        return False
-    return report is not None
+        wait(routers.waitables(), routers.seconds)
+        for event in routers.events():
+            has_served |= isinstance(event, Started)
+            if isinstance(event, NotStarted) and not has_served:
+                raise event.error

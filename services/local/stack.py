@@ -1,4 +1,4 @@
-"""Runs the router, the workers and Redis as processes on this machine, for ``quire serve``."""
+"""Runs a router, workers and Redis for ``quire serve``; by default all of them on this machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from tempfile import TemporaryDirectory
-from typing import Literal, NamedTuple
+from multiprocessing.connection import wait
 
 import grpc
 import grpc.aio
@@ -19,69 +17,121 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from quire.kvtransfer.proof import Caller, Peer
-from quire.protos.admin_pb2 import ListWorkersRequest
+from quire.protos.admin_pb2 import DrainWorkerRequest, ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
+from quire.services.launch.launcher import Event, Launcher, LaunchError, NotStarted, Started, Waitable
+from quire.services.launch.scale_orders import ScaleOrders
+from quire.services.launch.scaling import Scaling
 from quire.services.local.child_processes import (
     KILL_SECONDS,
     Child,
-    Restarts,
-    end_of,
-    fork_server,
-    start_children,
+    ChildProcesses,
     stop_on_signals,
     stopped_at_end,
-    wait_for_imports,
 )
 from quire.services.local.config import LocalStackConfig
+from quire.services.local.local_launcher import LocalLauncher, local_launcher
 from quire.services.local.redis_process import RedisProcess
-from quire.services.local.router_processes import router_configs, run_router_process, shared_ports
+from quire.services.local.router_processes import (
+    on_the_same_ports,
+    router_configs,
+    run_router_process,
+    shared_ports,
+)
 from quire.services.router.app import RouterAddresses
 from quire.services.server.errors import ServiceError
 from quire.services.server.grpc_server import Draining
-from quire.services.server.log import configure_logging, get_logger
+from quire.services.server.log import configure_logging
 from quire.services.worker.config import RunningWorker, WorkerConfig
-from quire.services.worker_process import run_worker
 
 JOIN_SECONDS = 30.0
 JOIN_POLL_SECONDS = 0.05
+DRAIN_SECONDS = 5.0
 
-WORKER_MODULES = (
-    "quire.engine.engine_thread",
-    "quire.engine.decode_graphs",
-    "quire.engine.speculators",
-    "quire.kvindex.redis_index",
-    "quire.tokenization.tokenizer",
-)
-"""Modules that import torch, transformers and Numba, which takes seconds, but not gRPC."""
-
-_log = get_logger("stack")
+OpenLauncher = Callable[[LocalStackConfig, Callable[[Draining], None]], AbstractContextManager[Launcher]]
+"""Makes the launcher of a stack, whose workers end with the context."""
 
 
-class StackFailedError(RuntimeError):
-    """A process of the stack ended unexpectedly; its log says why."""
+@dataclass
+class RunningStack:
+    """A stack: router processes of this machine, and the workers of a launcher.
 
+    Attributes:
+        make_worker: returns the configuration of a worker by its name.
+        caller: signs calls to the workers.
+        ready: what each worker told when it last started.
+        addresses: where each router process is reached.
+    """
 
-class RunningStack(NamedTuple):
-    """A started stack whose router answers."""
-
-    address: str
-    admin_address: str
-    http_address: str | None
-    routers: dict[str, Child]
-    workers: dict[str, Child]
-    ready: dict[str, RunningWorker]
+    config: LocalStackConfig
+    router_processes: ChildProcesses
+    launcher: Launcher
+    make_worker: Callable[[str], WorkerConfig]
     caller: Caller
-    """Signs calls to the workers."""
-    restarts: Restarts
-    """Starts router processes again."""
+    ready: dict[str, RunningWorker] = field(default_factory=dict)
+    addresses: dict[str, RouterAddresses] = field(default_factory=dict)
+
+    @property
+    def routers(self) -> dict[str, Child]:
+        """The router processes."""
+        return self.router_processes.running
+
+    @property
+    def workers(self) -> dict[str, Child]:
+        """The workers' processes on this machine."""
+        return self.launcher.running if isinstance(self.launcher, LocalLauncher) else {}
+
+    @property
+    def address(self) -> str:
+        """Address (host:port) of the public gRPC API."""
+        return self._first.grpc
+
+    @property
+    def http_address(self) -> str | None:
+        """Address (host:port) of the HTTP API."""
+        return self._first.http
+
+    @property
+    def admin_address(self) -> str:
+        """Address (host:port) of the first router's admin port."""
+        return self._first.admin
+
+    @property
+    def _first(self) -> RouterAddresses:
+        return self.addresses[min(self.addresses)]
 
     def peer(self, name: str, channel: grpc.aio.Channel) -> Peer:
         """Return a peer for a worker's stubs, which signs the calls over ``channel``."""
         worker = self.ready[name]
         return Peer(channel, self.caller, worker.address, worker.epoch)
 
+    def wait(self, *more: Waitable) -> list[Event]:
+        """Wait until something has happened or one of ``more`` is ready; start again what has ended."""
+        times = [each for each in (self.router_processes.seconds, self.launcher.seconds) if each is not None]
+        everything = [*self.router_processes.waitables(), *self.launcher.waitables(), *more]
+        wait(everything, min(times, default=None))
+        happened = [*self.router_processes.events(), *self.launcher.events()]
+        for event in happened:
+            if isinstance(event, Started):
+                self._note_start(event)
+        return happened
 
-def run(config: LocalStackConfig, on_ready: Callable[[str], None] | None = None) -> None:
+    def _note_start(self, event: Started) -> None:
+        name, report = event
+        if isinstance(report, RunningWorker):
+            self.ready[name] = report
+            return
+        self.addresses[name] = report
+        # Clients find the router at the same address when it is started again.
+        again = on_the_same_ports(router_configs(self.config.router)[name], report)
+        self.router_processes.start_again_with(name, (again, self.config.log_level))
+
+
+def run(
+    config: LocalStackConfig,
+    on_ready: Callable[[str], None] | None = None,
+    open_launcher: OpenLauncher = local_launcher,
+) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
     Running requests may end within the router's grace period. A second signal ends all processes at once.
@@ -90,144 +140,129 @@ def run(config: LocalStackConfig, on_ready: Callable[[str], None] | None = None)
         on_ready: called with the router's address once the stack can answer requests.
 
     Raises:
-        SystemExit: the stack could not start, the router or all decode workers died, or a second signal came.
+        SystemExit: the stack could not start, or a second signal came.
     """
     configure_logging(config.log_level, process="stack")
     console = Console(stderr=True)
     received = stop_on_signals()
     try:
-        with local_stack(config, console) as stack:
+        with local_stack(config, console, open_launcher) as stack:
             _print_banner(console, config, stack)
             if on_ready is not None:
                 on_ready(stack.address)
-            _watch(stack)
+            _follow(stack)
     except KeyboardInterrupt:
         if len(received) > 1:
             raise SystemExit(128 + received[-1]) from None
         console.print("stopped")
-    except (StackFailedError, OSError, ValueError, ServiceError) as error:
+    except (LaunchError, OSError, ValueError, ServiceError) as error:
         raise SystemExit(f"quire serve: {error}") from error
 
 
 @contextmanager
-def local_stack(config: LocalStackConfig, console: Console | None = None) -> Iterator[RunningStack]:
+def local_stack(
+    config: LocalStackConfig,
+    console: Console | None = None,
+    open_launcher: OpenLauncher = local_launcher,
+) -> Iterator[RunningStack]:
     """Start all processes, yield when the router answers, and stop them in the order router, workers, Redis.
 
     Raises:
-        StackFailedError: a process ended before it was ready.
+        LaunchError: a process ended before it was ready.
     """
-    from_image = fork_server(WORKER_MODULES)
     with ExitStack() as stack:
+        show = partial(_show_drain, console)
+        # Redis is the first to start and the last to end; where it listens depends on where the workers run.
+        redis = stack.enter_context(ExitStack())
+        launcher = stack.enter_context(open_launcher(config, show))
         router_redis = worker_redis = config.redis_url
         if config.redis_url is None:
-            redis = stack.enter_context(RedisProcess())
-            router_redis, worker_redis = redis.router_url, redis.worker_url
+            process = redis.enter_context(RedisProcess(host=launcher.host))
+            router_redis, worker_redis = process.router_url, process.worker_url
         secret = os.environ.get("QUIRE_CLUSTER_SECRET", "").encode() or secrets.token_bytes(32)
-        if config.worker.transport_dir is None:
-            # One of its own, so that nothing is left of workers that are killed.
-            folder = stack.enter_context(
-                TemporaryDirectory(prefix="quire-pools-", ignore_cleanup_errors=True)
-            )
-            config = replace(config, worker=replace(config.worker, transport_dir=folder))
-        show = partial(_show_drain, console)
-        workers = stack.enter_context(stopped_at_end(config.worker.grace_seconds + KILL_SECONDS, show))
-        router_config = replace(config.router, redis_url=router_redis, cluster_secret=secret)
-        router_config = stack.enter_context(shared_ports(router_config))
-        arguments = {name: (each, config.log_level) for name, each in router_configs(router_config).items()}
+        router = replace(config.router, redis_url=router_redis, cluster_secret=secret)
+        config = replace(config, router=stack.enter_context(shared_ports(router)))
         routers = stack.enter_context(stopped_at_end(config.router.grace_seconds + KILL_SECONDS, show))
-        start_children(routers, run_router_process, arguments)
-        wait_for_imports(from_image)
-        start_children(workers, run_worker, worker_configs(config, worker_redis, secret), from_image)
+        running = RunningStack(
+            config,
+            ChildProcesses(routers, run_router_process),
+            launcher,
+            WorkerConfigs(config, worker_redis, secret),
+            Caller(secret),
+        )
+        for name, each in router_configs(config.router).items():
+            running.router_processes.start({name: (each, config.log_level)})
+        launcher.start(worker_configs(config, running.make_worker))
         # Start the progress bar only now: its thread would receive the signals that are blocked while
         # processes start.
-        progress = stack.enter_context(_progress(console))
-        ready: dict[str, RunningWorker] = {}
-        addresses: dict[str, RouterAddresses] = {}
-        for name, report in _reports([*routers.values(), *workers.values()], progress):
-            if isinstance(report, RunningWorker):
-                ready[name] = report
-            else:
-                addresses[name] = report
-        progress.stop()
-        for each in addresses.values():
-            _wait_until_joined(each.admin, config)
-        first = addresses[min(addresses)]
-        restarts = Restarts(routers, run_router_process, arguments)
-        caller = Caller(secret)
-        yield RunningStack(first.grpc, first.admin, first.http, routers, workers, ready, caller, restarts)
+        with _progress(console) as progress:
+            _wait_until_started(running, progress)
+        for addresses in running.addresses.values():
+            _wait_until_joined(addresses.admin, config)
+        yield running
 
 
 # --- processes ----------------------------------------------------------------------------------------------
 
 
-def worker_configs(config: LocalStackConfig, redis_url: str | None, secret: bytes) -> dict[str, WorkerConfig]:
-    """Return the configuration of each worker, by name."""
-    roles: list[Literal["prefill", "decode"]] = []
-    roles += ["prefill"] * config.num_prefill
-    roles += ["decode"] * config.num_decode
-    shares = divide_processors(sorted(os.sched_getaffinity(0)), len(roles))
-    metrics_port = config.router.metrics_port
-    counts: dict[str, int] = {}
-    configs = {}
-    for index, (role, cpus) in enumerate(zip(roles, shares, strict=True)):
-        name = f"{role}-{counts.get(role, 0)}"
-        counts[role] = counts.get(role, 0) + 1
-        configs[name] = replace(
-            config.worker,
-            role=role,
+class WorkerConfigs:
+    """Makes the configurations of a stack's workers; each name has a metrics port of its own."""
+
+    def __init__(self, config: LocalStackConfig, redis_url: str | None, secret: bytes) -> None:
+        self._config = config
+        self._redis_url = redis_url
+        self._secret = secret
+        self._numbers: dict[str, int] = {}
+
+    def __call__(self, name: str) -> WorkerConfig:
+        """Return the configuration of the worker with a name such as decode-0."""
+        config, worker = self._config, self._config.worker
+        number = self._numbers.setdefault(name, len(self._numbers) + 1)
+        metrics_port = config.router.metrics_port
+        return replace(
+            worker,
+            role="prefill" if name.startswith("prefill-") else "decode",
             worker_id=name,
-            redis_url=redis_url,
-            cluster_secret=secret,
-            metrics_port=metrics_port + 1 + index if metrics_port else 0,
-            disk_cache=config.worker.disk_cache and config.worker.disk_cache.of(name),
-            num_sharing_gpu=len(roles),
-            cpus=tuple(cpus),
-            # The whole stack ends together, so no router needs time to notice that a worker leaves.
+            redis_url=self._redis_url,
+            cluster_secret=self._secret,
+            metrics_port=metrics_port + number if metrics_port else 0,
+            disk_cache=worker.disk_cache and worker.disk_cache.of(name),
+            # A router drains a worker before it is told to end, or ends together with it.
             notice_seconds=0.0,
             log_level=config.log_level,
         )
-    return configs
 
 
-def divide_processors(cpus: list[int], num_workers: int) -> list[list[int]]:
-    """Return a separate set of processors for each worker.
-
-    With fewer processors than workers, each worker gets one processor, in turn.
-    """
-    if len(cpus) < num_workers:
-        return [[cpus[index % len(cpus)]] for index in range(num_workers)]
-    return [cpus[index::num_workers] for index in range(num_workers)]
+def worker_configs(config: LocalStackConfig, make: Callable[[str], WorkerConfig]) -> dict[str, WorkerConfig]:
+    """Return the configuration of each worker that a stack begins with, by name."""
+    numbers = {"prefill": config.num_prefill, "decode": config.num_decode}
+    names = [f"{role}-{index}" for role, number in numbers.items() for index in range(number)]
+    return {name: make(name) for name in names}
 
 
-def _reports(
-    children: list[Child], progress: Progress
-) -> Iterator[tuple[str, RunningWorker | RouterAddresses]]:
-    """Yield each child's name and its report that it is ready.
+def _wait_until_started(stack: RunningStack, progress: Progress) -> None:
+    """Return when every router and worker serves.
 
     Raises:
-        StackFailedError: a child ended before it was ready.
+        LaunchError: one could not start.
     """
-    bar = progress.add_task("starting", total=len(children), waiting="")
-    pending = {child.pipe: child for child in children}
+    pending = [*stack.router_processes.names, *sorted(stack.launcher.names)]
+    bar = progress.add_task("starting", total=len(pending), waiting="")
     while pending:
-        progress.update(bar, waiting=", ".join(child.name for child in pending.values()))
-        for pipe in [pipe for pipe in wait(list(pending)) if isinstance(pipe, Connection)]:
-            child = pending.pop(pipe)
-            try:
-                report = child.pipe.recv()
-            except EOFError:
-                report = RuntimeError("it ended without a word; its log above says why")
-            if isinstance(report, Exception):
-                raise StackFailedError(f"{child.name} did not start: {report}")
-            progress.advance(bar)
-            yield child.name, report
+        progress.update(bar, waiting=", ".join(pending))
+        for event in stack.wait():
+            if isinstance(event, NotStarted):
+                raise LaunchError(f"{event.name} did not start: {event.error}") from event.error
+            if event.name in pending:
+                pending.remove(event.name)
+                progress.advance(bar)
 
 
 def _wait_until_joined(admin_address: str, config: LocalStackConfig) -> None:
     """Wait until the router knows every worker, so that the first request can use the whole stack.
 
     Raises:
-        StackFailedError: a worker is still unknown after ``JOIN_SECONDS``.
+        LaunchError: a worker is still unknown after ``JOIN_SECONDS``.
     """
     deadline = time.monotonic() + JOIN_SECONDS
     with grpc.insecure_channel(admin_address) as channel:
@@ -237,31 +272,29 @@ def _wait_until_joined(admin_address: str, config: LocalStackConfig) -> None:
             if len(known.workers) == config.num_prefill + config.num_decode:
                 return
             if time.monotonic() > deadline:
-                raise StackFailedError(f"not all workers found the router within {JOIN_SECONDS:.0f} s")
+                raise LaunchError(f"not all workers found the router within {JOIN_SECONDS:.0f} s")
             time.sleep(JOIN_POLL_SECONDS)
 
 
-def _watch(stack: RunningStack) -> None:
-    """Wait as long as a router and at least one decode worker run; log each process that ends.
+def _follow(stack: RunningStack) -> None:
+    """Start again what ends, and carry out the orders of operators, until a signal interrupts this."""
+    scaling = Scaling(stack.launcher, stack.make_worker, partial(_drain, stack))
+    with ScaleOrders() as orders:
+        for name, addresses in stack.addresses.items():
+            orders.follow(name, addresses.admin)
+        while True:
+            for event in stack.wait(orders.arrived.waitable):
+                if event.name not in stack.routers:
+                    scaling.note(event)
+                elif isinstance(event, Started):
+                    orders.follow(event.name, stack.addresses[event.name].admin)
+            scaling.take(orders.arrived.take())
 
-    If there are several router processes, one that ends is started again.
 
-    Raises:
-        StackFailedError: the only router or the last decode worker ended.
-    """
-    alive = {child.process.sentinel: child for child in (*stack.routers.values(), *stack.workers.values())}
-    while True:
-        for sentinel in wait(list(alive), stack.restarts.seconds):
-            child = alive.pop(sentinel)  # type: ignore[arg-type]
-            end = end_of(child.process)
-            _log.error("process_ended", name=child.name, end=end)
-            is_router = child.name in stack.routers
-            has_decode = any(c.name.startswith("decode") for c in alive.values())
-            if not has_decode or (is_router and len(stack.routers) == 1):
-                raise StackFailedError(f"{child.name} {end}")
-            if is_router:
-                stack.restarts.schedule(child.name)
-        alive |= {child.process.sentinel: child for child in stack.restarts.start_due()}
+def _drain(stack: RunningStack, name: str) -> None:
+    """Make the routers choose other workers and move this one's answers, unless it has ended already."""
+    with grpc.insecure_channel(stack.admin_address) as channel, suppress(grpc.RpcError):
+        AdminServiceStub(channel).DrainWorker(DrainWorkerRequest(worker_id=name), timeout=DRAIN_SECONDS)
 
 
 # --- output on the terminal ---------------------------------------------------------------------------------
@@ -295,7 +328,9 @@ def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStac
             f"metrics at :{worker.metrics_port}"
         )
     show(f"  admin      {stack.admin_address}")
-    redis = "127.0.0.1, private" if config.redis_url is None else config.redis_url.rpartition("@")[2]
+    redis = (
+        f"{stack.launcher.host}, private" if config.redis_url is None else config.redis_url.rpartition("@")[2]
+    )
     show(f"  redis      {redis}; requests up to {some.max_model_len} tokens")
 
 

@@ -1,4 +1,4 @@
-"""Serves an operator's calls: list the workers, drain one, change roles, clear caches, set the log level."""
+"""Serves an operator's calls: list, drain, scale and clear workers, change their roles, set the log level."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
 from quire.services.router.roles import Roles
+from quire.services.router.scaling import Scaling
 from quire.services.router.worker import Worker
 from quire.services.router.worker_set import WorkerSet
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
@@ -39,6 +40,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     def __init__(self, workers: WorkerSet, roles: Roles) -> None:
         self._workers = workers
         self._roles = roles
+        self._scaling = Scaling()
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Any) -> pb.ListWorkersResponse:
         """Return the status of every worker; a worker that does not answer has no load."""
@@ -96,6 +98,23 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         )
         changed = [w.worker_id for w, r in zip(workers, results, strict=True) if not isinstance(r, Exception)]
         return pb.ChangeLogLevelResponse(worker_ids=sorted(changed))
+
+    async def ScaleWorkers(self, request: pb.ScaleWorkersRequest, context: Any) -> pb.ScaleWorkersResponse:
+        """Let the process that has started this router start or end workers; return which."""
+        response = await self._scaling.scale(request)
+        _log.info("workers_scaled", started=len(response.started), left=len(response.left))
+        return response
+
+    def FollowScaleOrders(
+        self, request: pb.FollowScaleOrdersRequest, context: Any
+    ) -> AsyncIterator[pb.ScaleOrder]:
+        """Yield the orders of ``ScaleWorkers`` to the process that starts workers."""
+        return self._scaling.orders()
+
+    async def AnswerScaleOrder(self, request: pb.ScaleResult, context: Any) -> pb.AnswerScaleOrderResponse:
+        """Pass the result of an order on to the call that waits for it."""
+        self._scaling.answer(request)
+        return pb.AnswerScaleOrderResponse()
 
     def _find(self, worker_ids: Sequence[str]) -> list[Worker]:
         known = {worker.worker_id: worker for worker in self._workers.all()}

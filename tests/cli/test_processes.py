@@ -147,7 +147,7 @@ def test_workers_of_a_stack_differ_in_what_is_theirs(tmp_path: Path) -> None:
     config = LocalStackConfig(
         num_prefill=1, num_decode=2, router=RouterConfig(metrics_port=7000), worker=template
     )
-    found = local_stack.worker_configs(config, "redis://r", b"secret")
+    found = local_stack.worker_configs(config, local_stack.WorkerConfigs(config, "redis://r", b"secret"))
     assert list(found) == ["prefill-0", "decode-0", "decode-1"]
     assert [each.role for each in found.values()] == ["prefill", "decode", "decode"]
     assert [each.metrics_port for each in found.values()] == [7001, 7002, 7003]

@@ -256,3 +256,27 @@ def test_the_gpu_overlay_patches_containers_that_are_there() -> None:
     assert targets == ["prefill", "decode"]
     assert all(container(name)["name"] == patched["name"] for name in targets)
     assert patched["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_ranks_share_a_pod_and_have_processors_each(name: str, version: str) -> None:
+    folder = BASE.parent / "tensor-parallel"
+    (overlay,) = load(folder / "kustomization.yaml")
+    assert (folder / overlay["resources"][0]).resolve() == BASE
+    (generated,) = overlay["configMapGenerator"]
+    assert generated["behavior"] == "merge"
+    assert settings(folder)["workers"].keys() <= variables("prefill") & variables("decode")
+    num_ranks = int(settings(folder)["workers"]["QUIRE_TENSOR_PARALLEL_SIZE"])
+    (patch,) = overlay["patches"]
+    assert name in patch["target"]["name"].split("|")
+    (patched,) = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["containers"]
+    # A list of containers is merged by their names.
+    (deployment,) = (m for m in load(BASE / f"{name}.yaml") if m["kind"] == "Deployment")
+    (main,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert patched["name"] == main["name"]
+    main |= patched
+    kubernetes_validate.validate(deployment, version, strict=True)
+    requested, limited = (int(main["resources"][each]["cpu"]) for each in ("requests", "limits"))
+    assert requested == limited
+    assert requested % num_ranks == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import takewhile
 from random import Random
 from typing import Any
@@ -66,7 +67,7 @@ async def stack(
                     await own.has_served.wait()
                     while sum(len(own.workers.live(role)) for role in ROLES) < len(running.ready):
                         await asyncio.sleep(0.02)
-                yield running._replace(address=own.address)
+                yield replace(running, addresses={"own": own.addresses})
 
 
 async def test_every_turn_reuses_all_that_any_worker_holds(stack: RunningStack, e2e: Any) -> None:

@@ -181,6 +181,23 @@ async def test_every_pair_of_workers_pushes_a_whole_prompt(stack: RunningStack, 
         await e2e.quiet(workers)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+async def test_workers_of_the_same_size_push_to_each_other(
+    start: Callable[..., Any], e2e: Any, size: int
+) -> None:
+    with start({"prefill-0": size, "decode-0": size}, transport="shared") as stack:
+        async with e2e.connected(stack) as (_, workers):
+            prompts = [e2e.make_prompt(length, seed=300) for length in (60, 200)]
+            for prompt in prompts:
+                given, accepted, _ = await disaggregated(workers, "prefill-0", "decode-0", prompt)
+                assert accepted.num_cached_tokens == 0
+                again, accepted, computed = await disaggregated(workers, "decode-0", "prefill-0", prompt)
+                assert again == given
+                assert accepted.num_cached_tokens
+                assert computed.num_cached_tokens
+            await e2e.quiet(workers)
+
+
 async def test_more_ranks_than_key_value_heads(start: Callable[..., Any], e2e: Any, tmp_path: Path) -> None:
     """Ranks that have the same head write the same bytes: 4 ranks two by two, and 3 ranks unevenly."""
     model = make_random_model("llama", tmp_path, num_key_value_heads=2, **HEADS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from quire.engine.parallel.collectives import RanksError
 from quire.engine.parallel.messages import Header, Kind
 from quire.engine.parallel.settings import check_device
 from quire.kernels.cpu import exchange
-from quire.llm import LLM, SamplingParams
+from quire.llm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.llm.config import LLMConfig
 from quire.models.random_model import make_random_model
 from quire.settings.setting import SettingError
@@ -209,6 +210,21 @@ def test_other_settings_give_the_same_bits_on_ranks(
     for num_ranks in (1, 2):
         with start(folder, num_ranks, **settings) as llm:
             answered.append(answers(llm))
+    assert answered[0] == answered[1]
+
+
+def test_beams_and_forms_give_the_same_answers_on_ranks(model: Callable[..., Path]) -> None:
+    beams = BeamSearchParams(beam_width=4, max_tokens=20)
+    form = StructuredOutputsParams(regex="[a-f]{4,30}!")
+    formed = SamplingParams(max_tokens=40, temperature=0.8, seed=3, structured_outputs=form)
+    answered = []
+    for num_ranks in (1, 3):
+        with start(model("llama"), num_ranks) as llm:
+            found = llm.beam_search(_PROMPTS, beams, use_tqdm=False)
+            texts = llm.generate(_PROMPTS, formed, use_tqdm=False)
+        assert all(re.fullmatch("[a-f]{4,30}!", each.outputs[0].text) for each in texts)
+        scored = [[(each.token_ids, each.cumulative_logprob) for each in output.outputs] for output in found]
+        answered.append((scored, [each.outputs[0].token_ids for each in texts]))
     assert answered[0] == answered[1]
 
 

@@ -188,12 +188,13 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(
 ) -> None:
     for name in ("d1", "d2"):
         pair[name].fault = fault(2, FailedPrecondition("scripted"))
-    stream = await client.completions.create(model="tiny", prompt="say it", max_tokens=50, stream=True)
     texts: list[str] = []
     with pytest.raises(openai.APIError, match="refused: scripted"):
+        stream = await client.completions.create(model="tiny", prompt="say it", max_tokens=50, stream=True)
         async for chunk in stream:
             texts.append(chunk.choices[0].text)
-    assert "".join(texts) == "hello world,"
+    # The error comes in another stream than the tokens, so it may come before some of them.
+    assert "hello world,".startswith("".join(texts))
 
 
 async def test_a_request_that_fails_by_itself_is_not_repeated(

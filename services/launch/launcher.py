@@ -1,0 +1,80 @@
+"""Defines what a stack asks of whatever starts its workers: processes of this machine, or a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Protocol
+
+from quire.services.worker.config import WorkerConfig
+
+RESTART_SECONDS = 1.0
+"""Time between the end of a process and its next start."""
+
+Waitable = Connection | int
+"""What ``multiprocessing.connection.wait`` waits for."""
+
+
+class LaunchError(RuntimeError):
+    """Workers could not be started; the message names the remedy."""
+
+
+class Started(NamedTuple):
+    """A process serves, for the first time or again; a worker's ``report`` is a ``RunningWorker``."""
+
+    name: str
+    report: Any
+
+
+class NotStarted(NamedTuple):
+    """A process ended before it served, or could not be placed; unless it is stopped, it is tried again."""
+
+    name: str
+    error: Exception
+
+
+class Stopped(NamedTuple):
+    """A process that was told to stop has ended."""
+
+    name: str
+
+
+Event = Started | NotStarted | Stopped
+
+
+class Launcher(Protocol):
+    """Starts workers, starts again those that end, and stops them.
+
+    It logs ``process_ended`` and ``process_started_again``. Only one thread may use it.
+    """
+
+    @property
+    def host(self) -> str:
+        """Address of this machine at which its workers reach Redis."""
+        ...
+
+    @property
+    def names(self) -> set[str]:
+        """The workers that were started and have not ended after a stop."""
+        ...
+
+    def start(self, configs: Mapping[str, WorkerConfig]) -> None:
+        """Begin to start workers, given by name; an event follows for each."""
+        ...
+
+    def stop(self, name: str) -> None:
+        """Tell a worker to finish its requests within its grace period and end; an event follows."""
+        ...
+
+    def waitables(self) -> list[Waitable]:
+        """Return what becomes ready when there are events."""
+        ...
+
+    @property
+    def seconds(self) -> float | None:
+        """Time after which there is something to do even if nothing becomes ready; None: nothing."""
+        ...
+
+    def events(self) -> list[Event]:
+        """Do what is due and return what has happened since the last call, without waiting."""
+        ...

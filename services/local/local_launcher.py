@@ -1,0 +1,116 @@
+"""Starts workers as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+
+from quire.services.launch.launcher import Event, Launcher, Waitable
+from quire.services.local.child_processes import (
+    KILL_SECONDS,
+    Child,
+    ChildProcesses,
+    Context,
+    fork_server,
+    stopped_at_end,
+    wait_for_imports,
+)
+from quire.services.local.config import LocalStackConfig
+from quire.services.server.grpc_server import Draining
+from quire.services.worker.config import WorkerConfig
+from quire.services.worker_process import run_worker
+
+WORKER_MODULES = (
+    "quire.engine.engine_thread",
+    "quire.engine.decode_graphs",
+    "quire.engine.speculators",
+    "quire.kvindex.redis_index",
+    "quire.tokenization.tokenizer",
+)
+"""Modules that import torch, transformers and Numba, which takes seconds, but not gRPC."""
+
+
+class LocalLauncher(Launcher):
+    """Forks workers from a process that has imported their libraries, and divides the processors among them.
+
+    Args:
+        running: gets the processes.
+        from_image: makes processes that have the workers' libraries.
+        folder: where the workers find each other's memory, unless their configuration names another.
+    """
+
+    host = "127.0.0.1"
+
+    def __init__(self, running: dict[str, Child], from_image: Context, folder: str) -> None:
+        self._folder = folder
+        self._from_image = from_image
+        self._processes = ChildProcesses(running, run_worker, from_image)
+        self.running = running
+        self._cpus: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """The workers that were started and have not ended after a stop."""
+        return self._processes.names
+
+    def start(self, configs: Mapping[str, WorkerConfig]) -> None:
+        """Begin to start workers; each keeps to its processors."""
+        wait_for_imports(self._from_image)
+        self._cpus = {name: cpus for name, cpus in self._cpus.items() if name in self.names}
+        num_workers = len(self.names) + len(configs)
+        for name, config in configs.items():
+            available = sorted(os.sched_getaffinity(0))
+            self._cpus[name] = share_of_processors(available, list(self._cpus.values()), num_workers)
+            placed = replace(config, num_sharing_gpu=num_workers, cpus=self._cpus[name])
+            placed = replace(placed, transport_dir=config.transport_dir or self._folder)
+            self._processes.start({name: placed})
+
+    def stop(self, name: str) -> None:
+        """Tell a worker to finish its requests and end."""
+        self._processes.stop(name)
+
+    def waitables(self) -> list[Waitable]:
+        """Return what becomes ready when there are events."""
+        return self._processes.waitables()
+
+    @property
+    def seconds(self) -> float | None:
+        """Time until the next start of a worker that has ended."""
+        return self._processes.seconds
+
+    def events(self) -> list[Event]:
+        """Start workers again that have ended, and return what has happened."""
+        return self._processes.events()
+
+
+def share_of_processors(
+    available: list[int], taken: list[tuple[int, ...]], num_workers: int
+) -> tuple[int, ...]:
+    """Return the processors of the next of ``num_workers`` workers: those that the fewest others have.
+
+    The first ``len(available) % num_workers`` workers get one more than the others, and each at least one.
+    """
+    users = Counter(cpu for cpus in taken for cpu in cpus)
+    share, rest = divmod(len(available), num_workers)
+    number = max(1, share + (len(taken) < rest))
+    return tuple(sorted(sorted(available, key=lambda cpu: (users[cpu], cpu))[:number]))
+
+
+@contextmanager
+def local_launcher(config: LocalStackConfig, show: Callable[[Draining], None]) -> Iterator[LocalLauncher]:
+    """Yield a launcher whose workers are stopped at the end.
+
+    Args:
+        show: called with the reports of a stopping worker about the requests that it waits for.
+    """
+    from_image = fork_server(WORKER_MODULES)
+    with (
+        # One of its own, so that nothing is left of workers that are killed.
+        TemporaryDirectory(prefix="quire-pools-", ignore_cleanup_errors=True) as folder,
+        stopped_at_end(config.worker.grace_seconds + KILL_SECONDS, show) as running,
+    ):
+        yield LocalLauncher(running, from_image, folder)

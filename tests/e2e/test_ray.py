@@ -1,0 +1,185 @@
+"""``quire serve --ray`` over three nodes: scaling and a node's end lose no answer and change no token."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from quire.client import AsyncClient, Unsupported
+from quire.client.admin import AdminClient, WorkerStatus
+
+QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
+NUM_ANSWERS, NUM_TOKENS = 8, 400
+WAIT_SECONDS = 240.0
+
+if find_spec("ray") is None:
+    pytest.skip("Ray has no wheel for this Python", allow_module_level=True)
+
+
+class Stack(NamedTuple):
+    """A served stack, and its own process."""
+
+    process: subprocess.Popen[str]
+    address: str
+    admin_address: str
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Run three nodes on this machine; the first has room for no worker, each other one for three."""
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        # Ray then keeps to the loopback, here and in the processes that inherit this.
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # By default Ray's processes give way to the other tests, and then take minutes.
+        patch.setenv("RAY_worker_niceness", "0")
+        from ray.cluster_utils import Cluster
+
+        node: dict[str, Any] = {"object_store_memory": 80 << 20}
+        nodes = Cluster(
+            initialize_head=True, head_node_args={**node, "num_cpus": 0, "include_dashboard": False}
+        )
+        try:
+            for _ in range(2):
+                nodes.add_node(**node, num_cpus=3)
+            yield nodes
+        finally:
+            nodes.shutdown()
+
+
+@contextmanager
+def serving(ray: str, model: Path, *settings: str) -> Iterator[subprocess.Popen[str]]:
+    common = [
+        "--dtype",
+        "float32",
+        "--num-blocks",
+        "1024",
+        "--threads",
+        "1",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+    ]
+    command = [*QUIRE, "serve", "--ray", ray, *common, *settings, str(model)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        try:
+            yield process
+            process.send_signal(signal.SIGINT)
+            _, rest = process.communicate(timeout=WAIT_SECONDS)
+            assert (process.returncode, rest.splitlines()[-1]) == (0, "stopped")
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def stack(cluster: Any, tiny_model: Callable[[str], Path]) -> Iterator[Stack]:
+    with serving(cluster.address, tiny_model("llama"), "--decode", "2") as process:
+        assert process.stderr is not None
+        banner = ""
+        late = threading.Timer(WAIT_SECONDS, process.kill)
+        late.start()
+        for line in process.stderr:
+            banner += line
+            if "  redis " in line:
+                break
+        late.cancel()
+        found = re.search(r"serves .*? at (\S+).*?  admin +(\S+)", banner, re.DOTALL)
+        assert found is not None, banner
+        yield Stack(process, found[1], found[2])
+
+
+async def answers(client: AsyncClient, prompts: list[list[int]]) -> list[asyncio.Task[list[int]]]:
+    """Begin answers, and return tasks for their tokens once each has begun."""
+    begun = [asyncio.Event() for _ in prompts]
+
+    async def answer(prompt: list[int], event: asyncio.Event, seed: int) -> list[int]:
+        tokens: list[int] = []
+        async for delta in client.stream(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, seed=seed):
+            event.set()
+            tokens += delta.token_ids
+        return tokens
+
+    pairs = zip(prompts, begun, strict=True)
+    tasks = [asyncio.create_task(answer(*each, seed)) for seed, each in enumerate(pairs)]
+    async with asyncio.timeout(WAIT_SECONDS):
+        await asyncio.gather(*(event.wait() for event in begun))
+    return tasks
+
+
+def num_children(node: Any) -> int:
+    """Return how many processes the workers of a node are: each one's parent is its actor."""
+    [raylet] = node.all_processes["raylet"]
+    family = psutil.Process(raylet.process.pid).children(recursive=True)
+    return sum("multiprocessing" in " ".join(each.cmdline()) for each in family)
+
+
+async def until(admin: AdminClient, condition: Callable[[list[WorkerStatus]], bool]) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not condition(await asyncio.to_thread(admin.workers)):
+            await asyncio.sleep(0.1)
+
+
+def is_quiet(workers: list[WorkerStatus]) -> bool:
+    return all(each.load is not None and each.load.used_blocks == 0 for each in workers)
+
+
+def names(workers: list[WorkerStatus]) -> list[str]:
+    return [each.worker_id for each in workers]
+
+
+async def test_scaling_and_the_end_of_a_node_change_no_token(stack: Stack, cluster: Any, e2e: Any) -> None:
+    prompts = [e2e.make_prompt(40, seed) for seed in range(NUM_ANSWERS)]
+    async with AsyncClient(stack.address, timeout=WAIT_SECONDS) as client:
+        with AdminClient(stack.admin_address, timeout=WAIT_SECONDS) as admin:
+            expected = await asyncio.gather(*await answers(client, prompts))
+            assert [len(tokens) for tokens in expected] == [NUM_TOKENS] * NUM_ANSWERS
+
+            running = await answers(client, prompts)
+            scaled = await asyncio.to_thread(admin.scale, {"decode": 4})
+            assert (sorted(scaled.started), scaled.left) == (["decode-2", "decode-3"], [])
+            running += await answers(client, prompts)
+            scaled = await asyncio.to_thread(admin.scale, {"decode": 1})
+            assert (scaled.started, sorted(scaled.left)) == ([], ["decode-1", "decode-2", "decode-3"])
+            assert await asyncio.gather(*running) == expected * 2
+            await until(
+                admin, lambda workers: names(workers) == ["decode-0", "prefill-0"] and is_quiet(workers)
+            )
+
+            with pytest.raises(Unsupported, match="decode at least 1"):
+                await asyncio.to_thread(admin.scale, {"decode": 0})
+
+            await asyncio.to_thread(admin.scale, {"decode": 2})
+            running = await answers(client, prompts)
+            node = max(cluster.worker_nodes, key=num_children)
+            assert num_children(node)
+            await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+            assert await asyncio.gather(*running) == expected
+            everyone = ["decode-0", "decode-1", "prefill-0"]
+            await until(admin, lambda workers: names(workers) == everyone and is_quiet(workers))
+
+
+def test_what_is_missing_is_named(tiny_model: Callable[[str], Path]) -> None:
+    done = subprocess.run(
+        [*QUIRE, "serve", "--ray", "127.0.0.1:1", "--port", "0", str(tiny_model("llama"))],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "quire serve: no Ray cluster at 127.0.0.1:1" in done.stderr
