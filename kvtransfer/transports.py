@@ -144,6 +144,8 @@ class Transports:
         Raises:
             NotSharedError: NIXL is not installed, or cannot start.
         """
+        if self._nixl is not None:
+            self._nixl.close()
         self._nixl = NixlAgent(epoch, self._measured)
         self.offer = self._nixl.offer(address, num_bytes)
 
@@ -186,7 +188,7 @@ class Transports:
             if self._nixl is None:
                 # A worker that offers no pool can still read those of others.
                 self._nixl = await asyncio.to_thread(NixlAgent, secrets.token_hex(16), self._measured)
-            pool = await asyncio.to_thread(self._nixl.connect, offer)
+            pool = self._nixl.connect(offer)
         self._tell_once(offer.epoch, "nixl", "")
         return pool
 
@@ -229,7 +231,9 @@ class Transports:
 
     def close(self) -> None:
         """Stop sharing the pool, and unmap those of others."""
-        self._nixl = None
+        if self._nixl is not None:
+            self._nixl.close()
+            self._nixl = None
         if self._socket is not None:
             self._socket.close()
         for epoch in self.mapped_epochs:

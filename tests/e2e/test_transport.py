@@ -64,6 +64,7 @@ async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
             }
             assert counted[used] > 0
             assert sum(counted.values()) == counted[used]
+            assert await sample(stack, worker, "quire_kv_transfer_failures_total") == 0
 
 
 async def test_the_memory_of_a_killed_worker_does_not_stay(
