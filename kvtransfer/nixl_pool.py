@@ -32,6 +32,8 @@ from quire.protos import kvtransfer_pb2 as pb
 READ_SECONDS = 10.0
 """Time limit of one READ, with the wait for its peer and its slab."""
 POLL_SECONDS = 0.0001
+PAUSE_MICROSECONDS = 100
+"""Pause of NIXL's thread when there is nothing to do."""
 SLAB_BYTES = 16 << 20
 """Memory that one READ lands in: the blocks that one message names."""
 MAX_SLABS = 8
@@ -141,13 +143,20 @@ class NixlAgent:
 
     def __init__(self, epoch: str, measured: Measured = lambda epoch, rate: None) -> None:
         try:
-            from nixl_cu12._api import nixl_agent, nixl_agent_config
+            from nixl_cu12 import _api, _bindings
         except ImportError as error:
             raise NotSharedError(f"NIXL needs the extra 'nixl': {error}") from error
         self._measured = measured
         self._epoch = epoch
         try:
-            self._agent = nixl_agent(epoch, nixl_agent_config(enable_prog_thread=True, backends=[]))
+            self._agent = _api.nixl_agent(epoch, _api.nixl_agent_config(backends=[]))
+            # The wrapper has no setting for the pause of the thread that answers others; without one, it keeps
+            # a processor busy for as long as the worker runs.
+            config = _bindings.nixlAgentConfig()
+            config.useProgThread = True
+            config.pthrDelay = PAUSE_MICROSECONDS
+            config.syncMode = _api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value
+            self._agent.agent = _bindings.nixlAgent(epoch, config)
             # With "peer", a peer that dies is an error and not a hang.
             settings = self._agent.get_plugin_params("UCX") | {"ucx_error_handling_mode": "peer"}
             self._agent.create_backend("UCX", settings)

@@ -268,3 +268,10 @@ def test_a_process_with_an_open_agent_ends(start_holder: StartHolder) -> None:
     read_again = NixlAgent("another")
     read(read_again, holder, [1])
     read_again.close()
+
+
+def test_an_agent_that_does_nothing_uses_no_processor(agent: NixlAgent) -> None:
+    agent.offer(POOL.ctypes.data, POOL.nbytes)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.25
