@@ -149,7 +149,7 @@ class NixlAgent:
         self._measured = measured
         self._epoch = epoch
         try:
-            self._agent = _api.nixl_agent(epoch, _api.nixl_agent_config(backends=[]))
+            self._agent: Any = _api.nixl_agent(epoch, _api.nixl_agent_config(backends=[]))
             # The wrapper has no setting for the pause of the thread that answers others; without one, it keeps
             # a processor busy for as long as the worker runs.
             config = _bindings.nixlAgentConfig()
