@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -143,20 +144,21 @@ class NixlAgent:
 
     def __init__(self, epoch: str, measured: Measured = lambda epoch, rate: None) -> None:
         try:
-            from nixl_cu12 import _api, _bindings
+            # Imported so, since the bindings have no annotations.
+            api, bindings = import_module("nixl_cu12._api"), import_module("nixl_cu12._bindings")
         except ImportError as error:
             raise NotSharedError(f"NIXL needs the extra 'nixl': {error}") from error
         self._measured = measured
         self._epoch = epoch
         try:
-            self._agent: Any = _api.nixl_agent(epoch, _api.nixl_agent_config(backends=[]))
-            # The wrapper has no setting for the pause of the thread that answers others; without one, it keeps
-            # a processor busy for as long as the worker runs.
-            config = _bindings.nixlAgentConfig()
+            self._agent: Any = api.nixl_agent(epoch, api.nixl_agent_config(backends=[]))
+            # The wrapper has no setting for the pause of the thread that answers others; without one, it
+            # keeps a processor busy for as long as the worker runs.
+            config = bindings.nixlAgentConfig()
             config.useProgThread = True
             config.pthrDelay = PAUSE_MICROSECONDS
-            config.syncMode = _api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value
-            self._agent.agent = _bindings.nixlAgent(epoch, config)
+            config.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value
+            self._agent.agent = bindings.nixlAgent(epoch, config)
             # With "peer", a peer that dies is an error and not a hang.
             settings = self._agent.get_plugin_params("UCX") | {"ucx_error_handling_mode": "peer"}
             self._agent.create_backend("UCX", settings)

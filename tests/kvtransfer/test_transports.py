@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,22 +49,24 @@ from tests.kvtransfer.transport_pair import (
 BLOCK = LAYOUT.block_bytes
 FIRST_TOKEN = 42
 
-TRANSPORTS: tuple[Transport, ...] = ("grpc", "shared", "nixl")
+HAS_NIXL = find_spec("nixl_cu12") is not None
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="the extra 'nixl' is not installed")
+)
+TRANSPORTS = ("grpc", "shared", NIXL)
 
 
 @pytest.fixture(autouse=True)
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let messages carry 3 blocks or name 4."""
+    """Let messages carry 3 blocks or name 4, and NIXL use the loopback device, which all machines have."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     monkeypatch.setattr(frames, "MESSAGE_BYTES", 3 * BLOCK)
     monkeypatch.setattr(frames, "SHARED_MESSAGE_BYTES", 4 * BLOCK)
 
 
 @pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Transport:
+def transport(request: pytest.FixtureRequest) -> Transport:
     kind: Transport = request.param
-    if kind == "nixl":
-        pytest.importorskip("nixl_cu12", reason="the extra 'nixl' is not installed")
-        monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     return kind
 
 
