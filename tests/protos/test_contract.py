@@ -23,7 +23,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = [f"quire/protos/{file.name}" for file in sorted((ROOT / "protos").glob("*.proto"))]
     mapping = f"-Iquire/protos={ROOT / 'protos'}"
     options = ["--include_imports", "--include_source_info", f"--descriptor_set_out={path}"]
-    # In a process of its own: the compiler and NIXL, which other tests load, bring one library in two versions.
+    # In a process of its own: the compiler and NIXL, which other tests load, abort in one process.
     command = [sys.executable, "-m", "grpc_tools.protoc", mapping, *options, *files]
     subprocess.run(command, check=True, timeout=60)
     return path
