@@ -1,4 +1,4 @@
-"""Push throughput between two processes, in messages and out of a shared pool, beside their ceilings.
+"""Push throughput between two processes: in messages, out of a shared pool and by NIXL, beside ceilings.
 
     python -m quire.benchmarks.transfer [--mebibytes 256] [--repeats 5] [--json PATH]
 
@@ -7,7 +7,9 @@ brings them into the receiver's memory and checks the digest of each. In message
 block is digested, copied into protobuf messages, checked at the receiver and copied into its memory. With TLS
 the receiver shows a certificate, with mutual TLS, as between workers, both do. Out of the shared pool, the
 receiver copies a block once and checks the copy; the sender digests it for each push ("shared") or has kept
-its digest since it was first sent ("shared, digests kept").
+its digest since it was first sent ("shared, digests kept"). By NIXL, if it is installed, the receiver READs
+blocks into a slab, copies them and checks the copies; the sender digests them for each push. UCX chooses what
+carries them, within what the environment allows (``UCX_TLS``, ``UCX_NET_DEVICES``).
 
 The ceilings check nothing: ``sendall`` and ``recv_into`` of 2 MiB buffers over TCP and over a Unix socket,
 and a copy of the pool in one thread. All ways take turns; medians count. CPU seconds are those of both
@@ -27,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -50,7 +53,7 @@ from quire.kvtransfer.freed_buffers import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push_receiver import KvTransferServicer
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks, PushSummary
-from quire.kvtransfer.transports import MESSAGES_ONLY, Transports
+from quire.kvtransfer.transports import MESSAGES_ONLY, Transport, Transports
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.services.server.tls import CLUSTER_NAME, ClusterTls, Connect, TlsFiles, server_credentials
@@ -63,9 +66,10 @@ NUM_LAYERS = (1, 8, 32, 80)
 """Layers of 64 KiB (8 KV heads, float16); the last two make the blocks of an 8B and of a 70B model."""
 START_SECONDS = 120.0
 
-Way = Literal["clear", "TLS", "mutual TLS", "shared", "shared, digests kept"]
-WAYS: tuple[Way, ...] = get_args(Way)
+Way = Literal["clear", "TLS", "mutual TLS", "shared", "shared, digests kept", "NIXL"]
+WAYS: tuple[Way, ...] = tuple(way for way in get_args(Way) if way != "NIXL" or find_spec("nixl_cu12"))
 SHARED: tuple[Way, ...] = ("shared", "shared, digests kept")
+UNENCRYPTED: tuple[Way, ...] = ("clear", *SHARED, "NIXL")
 CEILINGS = ("TCP", "Unix socket", "memcpy")
 
 
@@ -119,14 +123,14 @@ def write_certificate(folder: Path) -> TlsFiles:
 
 def credentials(way: Way, files: TlsFiles) -> grpc.ServerCredentials | None:
     """Return the credentials of the receiving end of a connection."""
-    if way == "clear" or way in SHARED:
+    if way in UNENCRYPTED:
         return None
     return server_credentials(files if way == "mutual TLS" else replace(files, authority=None))
 
 
 def connect(way: Way, files: TlsFiles) -> Connect:
     """Return the function that opens the sending end of a connection."""
-    if way == "clear" or way in SHARED:
+    if way in UNENCRYPTED:
         return grpc.aio.insecure_channel
     if way == "mutual TLS":
         return ClusterTls(files).connect
@@ -137,6 +141,12 @@ def connect(way: Way, files: TlsFiles) -> Connect:
         return grpc.aio.secure_channel(address, trusted, options=[*options, name])
 
     return open_channel
+
+
+def expected_transport(way: Way) -> Transport:
+    if way == "NIXL":
+        return "nixl"
+    return "shared" if way in SHARED else "grpc"
 
 
 class Receiver(NamedTuple):
@@ -157,13 +167,16 @@ def receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
 async def _receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
     servers = []
     ports: dict[tuple[int, Way], int] = {}
-    transports = Transports("auto", folder)
+    opened = [shared := Transports("auto", folder)]
     for num_layers in NUM_LAYERS:
+        by_nixl = Transports("nixl", folder)  # its blocks have one size
+        opened.append(by_nixl)
+        transports = {"grpc": MESSAGES_ONLY, "shared": shared, "nixl": by_nixl}
         for way in WAYS:
             server = grpc.aio.server(options=[("grpc.max_receive_message_length", 256 * MIB)])
             sink = MemorySink(layout(num_layers))
             metrics = TransferMetrics(CollectorRegistry())
-            servicer = KvTransferServicer(sink, metrics, transports if way in SHARED else MESSAGES_ONLY)
+            servicer = KvTransferServicer(sink, metrics, transports[expected_transport(way)])
             kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
             shown = credentials(way, files)
             ports[num_layers, way] = (
@@ -183,7 +196,8 @@ async def _receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
         await asyncio.gather(*drains)
     for server in servers:
         await server.stop(None)
-    transports.close()
+    for each in opened:
+        each.close()
 
 
 def _drain(listener: socket.socket) -> None:
@@ -283,11 +297,11 @@ async def push(
         attempt=0,
         blocks=PromptBlocks(kv_layout, num_blocks),
         timeout=60.0,
-        transports=transports if way in SHARED else MESSAGES_ONLY,
+        transports=transports,
     ) as opened:
         await opened.send(pool.frames(kv_layout.block_bytes, keeps_digests=way == SHARED[1]))
         summary = await opened.commit(0)
-    if (summary.transport == "shared") != (way in SHARED):
+    if summary.transport != expected_transport(way):
         raise RuntimeError(f"the blocks of {way} came as {summary.transport}")
     return summary
 
@@ -308,8 +322,11 @@ async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: 
     keys = list(receiver.grpc_ports)
     rates = Rates({name: [] for name in CEILINGS}, {key: [] for key in keys}, dict.fromkeys(keys, 0.0), {})
     channels = {way: ChannelPool(connect(way, files)) for way in WAYS}
-    transports = Transports("auto", folder)
-    transports.share("sender", pool.descriptor)
+    shared, by_nixl = Transports("auto", folder), Transports("nixl", folder)
+    shared.share("sender", pool.descriptor)
+    if "NIXL" in WAYS:
+        by_nixl.share_by_nixl("sender", pool.bytes.ctypes.data, pool.bytes.nbytes)
+    transports = {"grpc": MESSAGES_ONLY, "shared": shared, "nixl": by_nixl}
     with socket.create_connection((HOST, receiver.tcp_port)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.connect(receiver.unix_path)
         for number in range(repeats + 1):
@@ -320,14 +337,16 @@ async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: 
                 num_layers, way = key
                 address = f"{HOST}:{port}"
                 before = cpu_seconds(receiver.process_id)
-                summary = await push(channels[way], address, layout(num_layers), pool, way, transports)
+                chosen = transports[expected_transport(way)]
+                summary = await push(channels[way], address, layout(num_layers), pool, way, chosen)
                 rates.push[key].append(summary.num_bytes / GIB / summary.seconds)
                 if number:
                     rates.cpu_seconds[key] += cpu_seconds(receiver.process_id) - before
                     rates.gib[key] = rates.gib.get(key, 0.0) + summary.num_bytes / GIB
     for each in channels.values():
         await each.close()
-    transports.close()
+    shared.close()
+    by_nixl.close()
     return rates
 
 
@@ -350,6 +369,7 @@ def report(rates: Rates, mebibytes: int, repeats: int) -> dict[str, Any]:
                 "cpu_seconds_per_gib": {way: round(cost, 3) for way, cost in costs.items()},
                 "shared_over_clear": round(speeds["shared"] / speeds["clear"], 2),
             }
+            | ({"nixl_over_clear": round(speeds["NIXL"] / speeds["clear"], 2)} if "NIXL" in speeds else {})
         )
     print("ceilings: " + ", ".join(f"{name} {rate:.2f}" for name, rate in ceilings.items()))
     return {

@@ -75,6 +75,16 @@ class KvMemory:
             vectors *= self._all_scales[list(block_ids)][..., None, None]
         return vectors
 
+    @property
+    def address(self) -> int:
+        """Address of the first block in this process, or on its GPU."""
+        return self._bytes.data_ptr()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self._bytes.nbytes
+
     def read(self, block_id: int) -> bytes:
         """Return a copy of a block's bytes.
 

@@ -128,7 +128,8 @@ class BlockPull:
                 lease_id=self._lease_id,
                 first_block=due,
                 num_blocks=self.num_blocks - first_block,
-                is_shared=self.transport == "shared",
+                is_shared=self.transport != "grpc",
+                is_nixl=self.transport == "nixl",
             ),
             timeout=self._timeout,
         )
@@ -147,8 +148,7 @@ class BlockPull:
 
     def _check(self, message: pb.PullResponse, due: int) -> list[Frame]:
         checked = []
-        for each in message.frames:
-            frame = self._intake.frame(each, self._block_bytes)
+        for frame in self._intake.frames(message.frames, self._block_bytes):
             if frame.index != due or due >= self.num_blocks:
                 raise ProtocolError(f"block {frame.index} came where block {due} was due")
             if frame.block_hash != self._block_hashes[due]:

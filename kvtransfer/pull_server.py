@@ -13,7 +13,7 @@ from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferErro
 from quire.kvtransfer.layout import layout_from_proto, require_equal
 from quire.kvtransfer.leases import BlockLeases, Lease
 from quire.kvtransfer.pull_metrics import PullMetrics
-from quire.kvtransfer.transports import MESSAGES_ONLY, Transport, Transports
+from quire.kvtransfer.transports import MESSAGES_ONLY, Transports, agreed
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -85,7 +85,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         end = request.first_block + request.num_blocks
         if end > len(lease.block_ids):
             raise ProtocolError(f"{len(lease.block_ids)} blocks are pinned, block {end - 1} was asked for")
-        transport: Transport = "shared" if request.is_shared else "grpc"
+        transport = agreed(is_shared=request.is_shared, is_nixl=request.is_nixl)
         self._transports.require(transport)
         block_bytes = self._source.layout.block_bytes
         num_per_message = frames.blocks_per_message(block_bytes, is_shared=request.is_shared)

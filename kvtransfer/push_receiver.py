@@ -104,8 +104,13 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
             window = CreditWindow(opening.first_block, opening.num_blocks, self._window_blocks)
             while True:
                 if credit := window.grant():
-                    is_shared = intake.transport == "shared"
-                    yield pb.PushResponse(credit=pb.PushCredit(num_blocks=credit, is_shared=is_shared))
+                    yield pb.PushResponse(
+                        credit=pb.PushCredit(
+                            num_blocks=credit,
+                            is_shared=intake.transport != "grpc",
+                            is_nixl=intake.transport == "nixl",
+                        )
+                    )
                 request = await _next(requests)
                 if request.WhichOneof("message") == "commit":
                     break
@@ -137,10 +142,8 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
     ) -> None:
         if request.WhichOneof("message") != "frames":
             raise ProtocolError("after open come frames and one commit")
-        for message in request.frames.frames:
-            if not window.take(message.index):
-                continue
-            frame = intake.frame(message, self._sink.layout.block_bytes)
+        due = (each for each in request.frames.frames if window.take(each.index))
+        for frame in intake.frames(due, self._sink.layout.block_bytes):
             reservation.write(frame)
             self._metrics.record_received(len(frame.payload), intake.transport)
 

@@ -19,7 +19,7 @@ from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import ProtocolError, PushFailedError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
-from quire.kvtransfer.transports import MESSAGES_ONLY, Transport, Transports
+from quire.kvtransfer.transports import MESSAGES_ONLY, Transport, Transports, agreed
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -76,7 +76,7 @@ class BlockPush:
     ) -> None:
         self._channels = channels
         self._transports = transports
-        self._is_shared: bool | None = None
+        self._transport: Transport | None = None
         self._address = ticket.address
         self._in_use = ExitStack()
         self._timeout = timeout
@@ -94,6 +94,7 @@ class BlockPush:
         self._responses: asyncio.Queue[pb.PushResponse | None] = asyncio.Queue()
         self._refused: pb.PushRefused | None = None
         self._unproven: grpc.aio.AioRpcError | None = None
+        self._checked = asyncio.Event()
         self._num_left = blocks.number - ticket.first_block
         self._num_sent = 0
         self._credit = 0
@@ -106,7 +107,7 @@ class BlockPush:
         self._peer = self._in_use.enter_context(self._channels.peer(self._address, self._open.receiver_epoch))
         self._call = kvtransfer_pb2_grpc.KvTransferServiceStub(self._peer).Push(timeout=self._timeout)
         self._reading = asyncio.create_task(self._read_responses())
-        self._writing = self._start_write(pb.PushRequest(open=self._open))
+        self._writing = asyncio.create_task(self._write_open())
         return self
 
     async def __aexit__(
@@ -130,7 +131,7 @@ class BlockPush:
             PushFailedError: the receiver refused, vanished or ran out of time.
         """
         pending = await self._settled(iter(blocks))
-        is_shared = bool(self._is_shared)
+        is_shared = self._transport not in (None, "grpc")
         while True:
             limit = frames.blocks_per_message(self._block_bytes, is_shared=is_shared)
             count = min(limit, max(1, self._credit))
@@ -154,13 +155,13 @@ class BlockPush:
 
         The first credit says so. Without a shared pool there is nothing to settle.
         """
-        if self._is_shared is not None or not self._open.shared_pool.boot_id or not self._num_left:
+        if self._transport is not None or not self._open.shared_pool.epoch or not self._num_left:
             return blocks
         first = await asyncio.to_thread(next, blocks, None)
         if first is None:
             return iter(())
         await self._wait_for_credit()
-        self._transports.require("shared" if self._is_shared else "grpc")
+        self._transports.require(self._transport or "grpc")
         return chain([first], blocks)
 
     async def commit(self, first_token_id: int | None) -> PushSummary:
@@ -182,7 +183,7 @@ class BlockPush:
             seconds=perf_counter() - self._start,
             credit_wait_seconds=self._credit_wait_seconds,
             send_seconds=self._send_seconds,
-            transport="shared" if self._is_shared else "grpc",
+            transport=self._transport or "grpc",
         )
 
     @property
@@ -196,11 +197,19 @@ class BlockPush:
         while not self._credit:
             credit = (await self._response()).credit
             self._credit += credit.num_blocks
-            self._is_shared = credit.is_shared
+            self._transport = agreed(is_shared=credit.is_shared, is_nixl=credit.is_nixl)
         self._credit_wait_seconds, self._waiting_since = self.credit_wait_seconds, None
 
     def _start_write(self, message: pb.PushRequest) -> asyncio.Task[None]:
         return asyncio.create_task(self._write(message))
+
+    async def _write_open(self) -> None:
+        if self._open.shared_pool.nixl_metadata:
+            # It has the keys to the whole pool, so no stranger at the address may get it.
+            await self._checked.wait()
+            if self._unproven is not None:
+                raise await self._failure()
+        await self._write(pb.PushRequest(open=self._open))
 
     async def _write(self, message: pb.PushRequest) -> None:
         start = perf_counter()
@@ -222,6 +231,7 @@ class BlockPush:
             await self._peer.check(self._call)
         except grpc.aio.AioRpcError as error:
             self._unproven = error
+        self._checked.set()
         with suppress(grpc.aio.AioRpcError):
             # Iterate, since that reads to the end; ``read`` would stop at a failed write and miss the
             # refusal.

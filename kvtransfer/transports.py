@@ -1,4 +1,4 @@
-"""How the bytes of blocks come from another worker: in gRPC messages, or out of its pool.
+"""How the bytes of blocks come from another worker: in gRPC messages, or out of its pool, mapped or by NIXL.
 
 The worker that takes blocks chooses, for each peer. It copies blocks out of the peer's pool if both run on
 one host as one user and it reaches the peer's socket; otherwise the peer sends them in messages. Everything
@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
 from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.nixl_pool import Measured, NixlAgent, NixlPool
 from quire.kvtransfer.pool_socket import PoolSocket, boot_id, fetch_pool, open_directory
 from quire.protos import kvtransfer_pb2 as pb
 
-Transport = Literal["grpc", "shared"]
-Choice = Literal["auto", "grpc", "shared"]
-"""Setting: "auto" shares pools where this is possible, "shared" refuses transfers where it is not."""
+Transport = Literal["grpc", "shared", "nixl"]
+Choice = Literal["auto", "grpc", "shared", "nixl"]
+"""Setting: "auto" shares pools where this is possible; "shared" and "nixl" refuse all other transports."""
 
 Tell = Callable[[str, Transport, str], None]
 """Is told which transport is used for the worker with an epoch, and why."""
@@ -33,12 +35,14 @@ _MAX_TOLD = 1024
 class Intake(Protocol):
     """Gets the bytes of one peer's blocks."""
 
-    transport: Transport
+    @property
+    def transport(self) -> Transport:
+        """What the intake is counted as."""
 
-    def frame(self, message: pb.BlockFrame, block_bytes: int) -> Frame:
-        """Return the frame that a message describes; called in a thread.
+    def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
+        """Yield the frames that messages describe, in order; called in a thread.
 
-        ``Frame.check_copy`` must accept a copy of its payload before anything uses the copy.
+        ``Frame.check_copy`` must accept a copy of a payload before anything uses the copy.
 
         Raises:
             DigestMismatchError: the payload or the hash is not what was sent.
@@ -51,6 +55,10 @@ class Messages:
     """Takes blocks from the messages themselves."""
 
     transport: Transport = "grpc"
+
+    def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
+        """Yield the frames; see ``Intake.frames``."""
+        return (self.frame(each, block_bytes) for each in messages)
 
     def frame(self, message: pb.BlockFrame, block_bytes: int) -> Frame:
         """Return the frame with the bytes that are in the message, which have been checked."""
@@ -68,6 +76,10 @@ class PeerPool:
     def __init__(self, mapping: mmap.mmap, connection: socket.socket) -> None:
         self.connection = connection
         self._bytes: memoryview | None = memoryview(mapping)
+
+    def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
+        """Yield the frames; see ``Intake.frames``."""
+        return (self.frame(each, block_bytes) for each in messages)
 
     def frame(self, message: pb.BlockFrame, block_bytes: int) -> Frame:
         """Return a frame whose payload is the block in the peer's pool, which may still change."""
@@ -93,6 +105,7 @@ class Transports:
         choice: which transports may be used.
         directory: where the sockets of the workers are that share pools.
         tell: is told once of each peer which transport is used.
+        measured: is told the speed of NIXL for each peer.
 
     Attributes:
         offer: this worker's pool; empty if others cannot map it.
@@ -103,13 +116,16 @@ class Transports:
         choice: Choice,
         directory: Path,
         tell: Tell = lambda epoch, transport, reason: None,
+        measured: Measured = lambda epoch, rate: None,
     ) -> None:
         self.offer = pb.SharedPool()
         self._choice = choice
         self._directory = directory
         self._tell = tell
         self._told: set[tuple[str, Transport]] = set()
+        self._measured = measured
         self._socket: PoolSocket | None = None
+        self._nixl: NixlAgent | None = None
         self._pools: dict[str, PeerPool] = {}
         self._fetching = asyncio.Lock()
 
@@ -121,6 +137,17 @@ class Transports:
         """
         self._socket = PoolSocket(open_directory(self._directory), epoch, descriptor)
         self.offer = pb.SharedPool(boot_id=boot_id(), epoch=epoch)
+
+    def share_by_nixl(self, epoch: str, address: int, num_bytes: int) -> None:
+        """Offer this worker's pool, which lies at an address of this process, to others by NIXL.
+
+        Raises:
+            NotSharedError: NIXL is not installed, or cannot start.
+        """
+        if self._nixl is not None:
+            self._nixl.close()
+        self._nixl = NixlAgent(epoch, self._measured)
+        self.offer = self._nixl.offer(address, num_bytes)
 
     @property
     def mapped_epochs(self) -> set[str]:
@@ -135,6 +162,8 @@ class Transports:
         """
         if self._choice == "grpc":
             return MESSAGES
+        if self._choice == "nixl":
+            return await self._connect(offer)
         try:
             pool = await self._map(offer)
         except NotSharedError as error:
@@ -147,9 +176,21 @@ class Transports:
         return pool
 
     def require(self, transport: Transport) -> None:
-        """Raise NotSharedError if a peer wants messages, and only shared pools are allowed."""
-        if self._choice == "shared" and transport != "shared":
-            raise NotSharedError("the other worker did not map this pool, and --transport is shared")
+        """Raise NotSharedError if a peer takes blocks by another transport than the only one allowed."""
+        if self._choice in ("shared", "nixl") and transport != self._choice:
+            verb = "map" if self._choice == "shared" else "read"
+            raise NotSharedError(
+                f"the other worker did not {verb} this pool, and --transport is {self._choice}"
+            )
+
+    async def _connect(self, offer: pb.SharedPool) -> NixlPool:
+        async with self._fetching:
+            if self._nixl is None:
+                # A worker that offers no pool can still read those of others.
+                self._nixl = await asyncio.to_thread(NixlAgent, secrets.token_hex(16), self._measured)
+            pool = self._nixl.connect(offer)
+        self._tell_once(offer.epoch, "nixl", "")
+        return pool
 
     async def _map(self, offer: pb.SharedPool) -> PeerPool:
         if not offer.boot_id:
@@ -190,10 +231,20 @@ class Transports:
 
     def close(self) -> None:
         """Stop sharing the pool, and unmap those of others."""
+        if self._nixl is not None:
+            self._nixl.close()
+            self._nixl = None
         if self._socket is not None:
             self._socket.close()
         for epoch in self.mapped_epochs:
             self._unmap(epoch)
+
+
+def agreed(*, is_shared: bool, is_nixl: bool) -> Transport:
+    """Return the transport that a receiver's message names."""
+    if not is_shared:
+        return "grpc"
+    return "nixl" if is_nixl else "shared"
 
 
 def _close_fetched(fetched: asyncio.Future[tuple[mmap.mmap, socket.socket]]) -> None:

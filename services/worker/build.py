@@ -111,7 +111,7 @@ def _allocate_pool(
     allocate = partial(allocate_pool, config, model, draft, device, config.num_sharing_gpu)
     if ranks is not None:
         return allocate(share=ranks.share_pool)
-    if config.transport == "grpc":
+    if config.transport in ("grpc", "nixl"):
         return allocate()
     try:
         return allocate(share=allocate_shared)

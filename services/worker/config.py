@@ -63,11 +63,12 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         "Workers serve vllm.grpc.engine.VllmEngine too, for gateways of vLLM (extra vllm-grpc).",
         Panel.NETWORK,
     )
-    transport: Literal["auto", "grpc", "shared"] = setting(
+    transport: Literal["auto", "grpc", "shared", "nixl"] = setting(
         "auto",
         "--transport",
         "How workers take KV blocks from each other: auto copies them out of the other's memory on one host, "
-        "and sends messages (grpc) elsewhere; shared refuses what auto would send in messages.",
+        "and sends messages (grpc) elsewhere; shared refuses what auto would send in messages; nixl reads "
+        "the other's memory by NIXL (extra nixl), and refuses all else.",
         Panel.NETWORK,
     )
     transport_dir: str | None = setting(

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.protos import worker_pb2
+from quire.protos import inference_pb2, worker_pb2
 from quire.services.local.stack import RunningStack
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
@@ -35,6 +35,12 @@ async def sample(stack: RunningStack, worker: str, name: str, **labels: str) -> 
     return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
+def needs_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip a test without NIXL; else let workers use the loopback device, which all machines have."""
+    pytest.importorskip("nixl_cu12", reason="the extra 'nixl' is not installed")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+
+
 def pool_mappings(stack: RunningStack, worker: str) -> list[tuple[int, int]]:
     """Return the address ranges of the pools that a worker has mapped, its own among them."""
     maps = Path(f"/proc/{stack.workers[worker].process.pid}/maps").read_text().splitlines()
@@ -42,10 +48,17 @@ def pool_mappings(stack: RunningStack, worker: str) -> list[tuple[int, int]]:
     return [(int(start, 16), int(end, 16)) for start, end in ranges]
 
 
-@pytest.mark.parametrize(("choice", "used"), [("auto", "shared"), ("grpc", "grpc")])
+@pytest.mark.parametrize(("choice", "used"), [("auto", "shared"), ("grpc", "grpc"), ("nixl", "nixl")])
 async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
-    start_stack: StartStack, expected: Any, e2e: Any, choice: str, used: str
+    start_stack: StartStack,
+    expected: Any,
+    e2e: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    choice: str,
+    used: str,
 ) -> None:
+    if choice == "nixl":
+        needs_nixl(monkeypatch)
     with start_stack("llama", transport=choice) as stack:
         async with e2e.connected(stack) as (client, workers):
             prompts = [e2e.make_prompt(length) for length in (40, 100, 200)]
@@ -58,10 +71,53 @@ async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
                 transport: await sample(
                     stack, worker, "quire_kv_transfer_bytes_total", direction=direction, transport=transport
                 )
-                for transport in ("grpc", "shared")
+                for transport in ("grpc", "shared", "nixl")
             }
             assert counted[used] > 0
             assert sum(counted.values()) == counted[used]
+            assert await sample(stack, worker, "quire_kv_transfer_failures_total") == 0
+
+
+async def test_pulled_blocks_come_by_nixl_and_a_killed_holder_costs_no_answer(
+    start_stack: StartStack, expected: Any, e2e: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_nixl(monkeypatch)
+    with start_stack("llama", num_prefill=2, transport="nixl") as stack:
+        async with e2e.connected(stack) as (_, workers):
+            prompt = e2e.make_prompt(200)
+            computed = await prefill(workers["prefill-0"], prompt)
+            source = worker_pb2.PullSource(
+                address=stack.ready["prefill-0"].address,
+                epoch=(await workers["prefill-0"].GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())).epoch,
+                num_blocks=200 // 16,
+            )
+            pulled = await prefill(workers["prefill-1"], prompt, pull_from=source)
+            assert (pulled.pulled.num_blocks, pulled.pulled.failure) == (200 // 16, "")
+            for response in (computed, pulled):
+                assert response.tokens[0].token_id == expected("llama", prompt)[0]
+            for transport in ("grpc", "shared", "nixl"):
+                labels = {"direction": "pulled", "transport": transport}
+                num_bytes = await sample(stack, "prefill-1", "quire_kv_pull_bytes_total", **labels)
+                assert (num_bytes > 0) == (transport == "nixl")
+            stack.workers["prefill-0"].process.kill()
+            other = e2e.make_prompt(100)
+            failed = await prefill(workers["prefill-1"], other, pull_from=source)
+            assert failed.pulled.failure
+            assert failed.tokens[0].token_id == expected("llama", other)[0]
+
+
+async def prefill(stub: Any, prompt: list[int], **fields: Any) -> worker_pb2.PrefillResponse:
+    """Compute a prompt, and leave its blocks in the worker's cache."""
+    sequence = worker_pb2.Sequence(
+        sequence_id=f"{len(prompt)}-{len(fields)}",
+        token_ids=prompt,
+        sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
+        stopping=inference_pb2.StoppingParams(max_tokens=64, ignore_eos=True),
+    )
+    call = stub.Prefill(worker_pb2.PrefillRequest(sequence=sequence, **fields), timeout=WAIT_SECONDS)
+    [response] = [message async for message in call]
+    assert isinstance(response, worker_pb2.PrefillResponse)
+    return response
 
 
 async def test_the_memory_of_a_killed_worker_does_not_stay(

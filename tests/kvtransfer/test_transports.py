@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,17 @@ from tests.kvtransfer.transport_pair import (
 BLOCK = LAYOUT.block_bytes
 FIRST_TOKEN = 42
 
-TRANSPORTS: tuple[Transport, ...] = ("grpc", "shared")
+HAS_NIXL = find_spec("nixl_cu12") is not None
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="the extra 'nixl' is not installed")
+)
+TRANSPORTS = ("grpc", "shared", NIXL)
 
 
 @pytest.fixture(autouse=True)
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let messages carry 3 blocks or name 4."""
+    """Let messages carry 3 blocks or name 4, and NIXL use the loopback device, which all machines have."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     monkeypatch.setattr(frames, "MESSAGE_BYTES", 3 * BLOCK)
     monkeypatch.setattr(frames, "SHARED_MESSAGE_BYTES", 4 * BLOCK)
 
@@ -269,10 +275,10 @@ async def test_a_pull_of_bytes_that_changed_after_their_digest_brings_those_befo
 
 
 async def test_bytes_that_change_while_they_are_copied_are_refused(pair: Pair, transport: Transport) -> None:
-    """A message has its own copy. Of a shared pool the receiver's copy counts, not its origin."""
+    """A message has its own copy, and so has a READ. Of a shared pool the receiver's copy counts."""
     pair.sink.before_write = lambda index: pair.pool.flip_a_bit(index) if index == 2 else None
     expected = pair.expected(0, 4)
-    if transport == "grpc":
+    if transport != "shared":
         async with pair.push(4) as push:
             await push.send(pair.pool.prompt(0, 4))
             await push.commit(FIRST_TOKEN)
@@ -304,7 +310,7 @@ async def _ending(
     with pair.channels.peer(pair.address, RECEIVER_EPOCH) as peer:
         call: Any = kvtransfer_pb2_grpc.KvTransferServiceStub(peer).Push(timeout=WAIT_SECONDS)
     prompt = pair.pool.prompt(indices.start, indices.stop)
-    message = frames.to_proto(prompt, is_shared=transport == "shared")
+    message = frames.to_proto(prompt, is_shared=transport != "grpc")
     for name, value in changes.items():
         setattr(message.frames.frames[0], name, value)
     async with asyncio.timeout(WAIT_SECONDS):
@@ -428,6 +434,9 @@ async def test_roles_may_swap(transport: Transport, directory: Path) -> None:
             await push.commit(FIRST_TOKEN)
         if transport == "shared":
             pair.receiver.share(RECEIVER_EPOCH, pair.pool.descriptor)
+        if transport == "nixl":
+            rows = pair.pool.rows
+            pair.receiver.share_by_nixl(RECEIVER_EPOCH, rows.ctypes.data, rows.nbytes)
         intake = await pair.sender.choose(pair.receiver.offer)
         assert intake.transport == transport
 

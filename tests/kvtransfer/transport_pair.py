@@ -157,7 +157,9 @@ class Pair:
 
     @asynccontextmanager
     async def running(self, window_blocks: int) -> AsyncIterator[Pair]:
-        if self.sender._choice != "grpc":
+        if self.sender._choice == "nixl":
+            self.sender.share_by_nixl(SENDER_EPOCH, self.pool.rows.ctypes.data, self.pool.rows.nbytes)
+        elif self.sender._choice != "grpc":
             self.sender.share(SENDER_EPOCH, self.pool.descriptor)
         window_bytes = window_blocks * LAYOUT.block_bytes
         receives = KvTransferServicer(self.sink, self.transfers, self.receiver, window_bytes=window_bytes)

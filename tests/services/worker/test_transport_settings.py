@@ -101,5 +101,20 @@ async def test_a_pool_that_cannot_be_offered_is_an_error_only_where_sharing_is_a
         open_transports(config("shared", directory), "epoch", memory)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, "needs a cluster secret"),
+        ({"cluster_secret": b"s", "tensor_parallel_size": 2}, "tensor-parallel-size"),
+    ],
+)
+def test_nixl_is_refused_where_strangers_or_ranks_have_a_part_in_the_pool(
+    change: dict[str, Any], reason: str
+) -> None:
+    settings = WorkerConfig(role="decode", num_blocks=4, transport="nixl", **change)
+    with pytest.raises(SettingError, match=reason):
+        open_transports(settings, "epoch", pool("nixl"))
+
+
 def names(directory: str) -> list[str]:
     return [path.name for path in Path(directory).iterdir()]

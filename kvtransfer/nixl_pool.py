@@ -1,0 +1,417 @@
+"""Reads blocks out of other workers' pools by NIXL, which moves them over whatever fabric UCX finds.
+
+::
+
+    sender (has the blocks)                        receiver (needs them)
+    registers its whole pool, once
+    offer: metadata, address, size    ────────►    prepares one descriptor per block of that pool
+    frames: index, digest, place      ────────►    READs the blocks, copies them, checks the copies
+
+A READ lands in a slab, a buffer of its own, and never in the receiver's pool; what is copied out of the slab
+is checked. **NIXL cannot cancel a READ**: it lets go of one that runs, and of its peer, without an error, and
+the bytes still come when the peer goes on. So a READ that has not ended in time keeps its slab and its peer
+until it ends, and no READ from another peer waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+import numpy as np
+
+from quire.kvtransfer import frame as frames
+from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
+from quire.kvtransfer.frame import Frame
+from quire.protos import kvtransfer_pb2 as pb
+
+READ_SECONDS = 10.0
+"""Time limit of one READ, with the wait for its peer and its slab."""
+POLL_SECONDS = 0.0001
+PAUSE_MICROSECONDS = 100
+"""Pause of NIXL's thread when there is nothing to do."""
+SLAB_BYTES = 16 << 20
+"""Memory that one READ lands in: the blocks that one message names."""
+MAX_SLABS = 8
+"""READs at a time, with those that have not ended in time; a peer has one."""
+MAX_PEERS = 64
+IDLE_SECONDS = 300.0
+"""A peer that was not read for this long is forgotten when the next one is asked for."""
+MEASURED_READS = 8
+MEASURED_BYTES = 1 << 20
+"""The speed of a peer is the best of this many READs of this size or more: the first ones connect."""
+
+Measured = Callable[[str, float], None]
+"""Is told the GiB/s of READs from the worker with an epoch; called in a thread."""
+
+
+@dataclass(eq=False, slots=True)
+class _Slab:
+    """A buffer that READs land in.
+
+    Attributes:
+        rows: [blocks, bytes of a block].
+        registered: what NIXL calls the memory.
+        blocks: descriptors of the rows.
+    """
+
+    rows: np.ndarray[Any, np.dtype[np.uint8]]
+    registered: Any
+    blocks: Any
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """A READ that NIXL may still work on.
+
+    Attributes:
+        handle: None until it is prepared.
+        is_left: whether nobody waits for it any more.
+        has_failed: whether NIXL has ended it with an error.
+    """
+
+    slab: _Slab
+    handle: Any = None
+    is_left: bool = False
+    has_failed: bool = False
+
+    def release(self) -> bool:
+        """Let go of the handle; return whether NIXL agrees."""
+        if not _release(self.handle):
+            return False
+        self.handle = None
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """A worker whose pool is known to the agent.
+
+    Attributes:
+        blocks: descriptors of its blocks.
+        read: the READ that it has not answered.
+        rates: GiB/s of the READs that count.
+        used: when its last READ began.
+    """
+
+    epoch: str
+    blocks: Any
+    read: _Read | None = None
+    rates: list[float] = field(default_factory=list)
+    used: float = field(default_factory=time.monotonic)
+
+
+class NixlPool:
+    """The pool of a worker that READs reach; an ``Intake``."""
+
+    transport: Literal["nixl"] = "nixl"
+
+    def __init__(self, agent: NixlAgent, offer: pb.SharedPool) -> None:
+        self._agent = agent
+        self._offer = offer
+
+    def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
+        """Yield the blocks that messages name, each checked; see ``Intake.frames``."""
+        named = list(messages)
+        for each in named:
+            if not each.HasField("block_id") or (each.block_id + 1) * block_bytes > self._offer.pool_bytes:
+                raise ProtocolError(f"block {each.index} is not in the sender's pool")
+        step = blocks_per_read(block_bytes)
+        for start in range(0, len(named), step):
+            part = named[start : start + step]
+            payloads = self._agent.read(self._offer, [each.block_id for each in part], block_bytes)
+            for each, payload in zip(part, payloads, strict=True):
+                frame = Frame(each.index, each.block_hash, payload)
+                frames.check(frame, payload, each.digest)
+                yield frame
+
+
+class NixlAgent:
+    """One worker's end of NIXL. All methods may wait, so they are called in threads; ``close`` waits briefly.
+
+    Args:
+        epoch: the worker's epoch, which is the agent's name: a restarted worker is another agent.
+        measured: is told once how fast READs from each peer are.
+
+    Raises:
+        NotSharedError: NIXL is not installed, or cannot start.
+    """
+
+    def __init__(self, epoch: str, measured: Measured = lambda epoch, rate: None) -> None:
+        try:
+            # Imported so, since the bindings have no annotations.
+            api, bindings = import_module("nixl_cu12._api"), import_module("nixl_cu12._bindings")
+        except ImportError as error:
+            raise NotSharedError(f"NIXL needs the extra 'nixl': {error}") from error
+        self._measured = measured
+        self._epoch = epoch
+        try:
+            self._agent: Any = api.nixl_agent(epoch, api.nixl_agent_config(backends=[]))
+            # The wrapper has no setting for the pause of the thread that answers others; without one, it
+            # keeps a processor busy for as long as the worker runs.
+            config = bindings.nixlAgentConfig()
+            config.useProgThread = True
+            config.pthrDelay = PAUSE_MICROSECONDS
+            config.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value
+            self._agent.agent = bindings.nixlAgent(epoch, config)
+            # With "peer", a peer that dies is an error and not a hang.
+            settings = self._agent.get_plugin_params("UCX") | {"ucx_error_handling_mode": "peer"}
+            self._agent.create_backend("UCX", settings)
+        except Exception as error:  # the bindings' errors have no common class
+            raise NotSharedError(f"NIXL cannot start: {error!r}") from error
+        # Holds off other threads, since the agent is for one at a time, and tells of slabs that come back.
+        self._changed = threading.Condition()
+        self._pool: Any = None
+        self._peers: dict[str, _Peer] = {}
+        self._slabs: list[_Slab] = []
+        self._free: list[_Slab] = []
+        self._block_bytes = 0
+        self._num_reading = 0
+        self._is_closed = False
+
+    def offer(self, address: int, num_bytes: int) -> pb.SharedPool:
+        """Register this worker's pool, so that others may read it, and return what they need to know."""
+        with self._changed:
+            self._pool = self._agent.register_memory([(address, num_bytes, 0, "kv")], "DRAM")
+            # Slabs are registered later, so that their keys are in no offer.
+            metadata = self._agent.get_agent_metadata()
+        return pb.SharedPool(
+            epoch=self._epoch, nixl_metadata=metadata, pool_address=address, pool_bytes=num_bytes
+        )
+
+    def connect(self, offer: pb.SharedPool) -> NixlPool:
+        """Return the pool of a worker that has made this offer.
+
+        Raises:
+            NotSharedError: it offers none.
+        """
+        if not offer.nixl_metadata:
+            raise NotSharedError("it does not offer its pool by NIXL")
+        return NixlPool(self, offer)
+
+    @property
+    def known_epochs(self) -> set[str]:
+        """The epochs of the workers that the agent knows."""
+        return set(self._peers)
+
+    @property
+    def num_free_slabs(self) -> int:
+        """Slabs that READs may take, with those that are not allocated yet."""
+        with self._changed:
+            self._settle()
+            return MAX_SLABS - len(self._slabs) + len(self._free)
+
+    def read(self, offer: pb.SharedPool, block_ids: Sequence[int], block_bytes: int) -> list[bytes]:
+        """Return copies of blocks of a peer's pool; at most ``blocks_per_read``.
+
+        Raises:
+            SenderGoneError: the peer has ended, does not answer within ``READ_SECONDS``, or has not yet
+                answered an earlier READ; or this agent was closed.
+        """
+        deadline = time.monotonic() + READ_SECONDS
+        peer, read = self._begin(offer, block_bytes, deadline)
+        start = time.perf_counter()
+        try:
+            state = self._post(peer, read, block_ids)
+            while state == "PROC" and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+                state = self._state(read)
+            if state != "DONE":
+                raise SenderGoneError(f"the READ of blocks did not end within {READ_SECONDS:g} s")
+            rate = len(block_ids) * block_bytes / (time.perf_counter() - start) / (1 << 30)
+            payloads = [read.slab.rows[slot].tobytes() for slot in range(len(block_ids))]
+        except SenderGoneError:
+            raise
+        except Exception as error:
+            read.has_failed = True
+            raise SenderGoneError(f"the READ of blocks failed: {error!r}") from error
+        finally:
+            self._leave(read)
+        if len(block_ids) * block_bytes >= MEASURED_BYTES:
+            self._measure(peer, rate)
+        return payloads
+
+    def close(self) -> None:
+        """Give back all threads and memory. READs fail, and those that have not ended write nothing more."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._num_reading)
+            with suppress(Exception):
+                self._settle()
+            for peer in list(self._peers.values()):
+                if peer.read is not None:
+                    peer.read.release()
+                self._forget(peer)
+            for slab in self._slabs:
+                _release(slab.blocks)
+                slab.blocks = None
+                self._deregister(slab.registered)
+            self._deregister(self._pool)
+            # READs have ended for good when the last reference to the agent goes, and every handle is one.
+            # Only then may slabs go.
+            self._agent = None
+            self._slabs, self._free = [], []
+
+    def _begin(self, offer: pb.SharedPool, block_bytes: int, deadline: float) -> tuple[_Peer, _Read]:
+        """Wait for the peer and a slab, and take both."""
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    raise SenderGoneError("this worker is ending")
+                self._settle()
+                peer = self._peer(offer, block_bytes)
+                if peer.read is not None and peer.read.is_left:
+                    raise SenderGoneError("the sender has not answered an earlier READ")
+                if peer.read is None and (slab := self._take_slab()) is not None:
+                    peer.read, peer.used = _Read(slab), time.monotonic()
+                    self._num_reading += 1
+                    return peer, peer.read
+                if (seconds := deadline - time.monotonic()) <= 0:
+                    raise SenderGoneError(f"no READ could begin within {READ_SECONDS:g} s")
+                self._changed.wait(min(seconds, 0.05))
+
+    def _post(self, peer: _Peer, read: _Read, block_ids: Sequence[int]) -> str:
+        ours, theirs = np.arange(len(block_ids), dtype=np.int32), np.array(block_ids, np.int32)
+        with self._changed:
+            read.handle = self._agent.make_prepped_xfer(
+                "READ", read.slab.blocks, ours, peer.blocks, theirs, b""
+            )
+            state: str = self._agent.transfer(read.handle)
+            return state
+
+    def _state(self, read: _Read) -> str:
+        with self._changed:
+            if self._is_closed:
+                raise SenderGoneError("this worker is ending")
+            state: str = self._agent.check_xfer_state(read.handle)
+            return state
+
+    def _leave(self, read: _Read) -> None:
+        with self._changed:
+            read.is_left = True
+            self._num_reading -= 1
+            self._settle()
+            self._changed.notify_all()
+
+    def _measure(self, peer: _Peer, rate: float) -> None:
+        with self._changed:
+            peer.rates.append(rate)
+            best = max(peer.rates) if len(peer.rates) == MEASURED_READS else None
+        if best is not None:
+            self._measured(peer.epoch, best)
+
+    def _settle(self) -> None:
+        """Take back the slabs of READs that nobody waits for and that have ended; forget failed peers."""
+        for peer in list(self._peers.values()):
+            read = peer.read
+            if read is None or not read.is_left or not self._has_ended(read):
+                continue
+            peer.read = None
+            self._free.append(read.slab)
+            if read.has_failed:
+                self._forget(peer)
+
+    def _has_ended(self, read: _Read) -> bool:
+        if read.handle is None:
+            return True
+        try:
+            if self._agent.check_xfer_state(read.handle) == "PROC":
+                return False
+        except Exception:
+            read.has_failed = True
+        return read.release()
+
+    def _peer(self, offer: pb.SharedPool, block_bytes: int) -> _Peer:
+        if (peer := self._peers.get(offer.epoch)) is not None:
+            return peer
+        # The layouts of two workers are compared before blocks move between them.
+        if self._block_bytes not in (0, block_bytes):
+            raise ProtocolError(f"blocks have {self._block_bytes} bytes here, not {block_bytes}")
+        self._block_bytes = block_bytes
+        self._make_room()
+        try:
+            name = self._agent.add_remote_agent(offer.nixl_metadata)
+            name = name.decode() if isinstance(name, bytes) else name
+            if name != offer.epoch:
+                if name not in self._peers:
+                    self._agent.remove_remote_agent(name)
+                raise ProtocolError("the sender's NIXL agent is that of another start of it")
+            rows = _rows(offer.pool_address, offer.pool_bytes // block_bytes, block_bytes)
+            blocks = self._agent.prep_xfer_dlist(offer.epoch, rows, "DRAM")
+        except ProtocolError:
+            raise
+        except Exception as error:
+            raise SenderGoneError(f"the sender's pool cannot be reached by NIXL: {error!r}") from error
+        peer = self._peers[offer.epoch] = _Peer(offer.epoch, blocks)
+        return peer
+
+    def _make_room(self) -> None:
+        """Forget idle peers, and the one that was idle for longest if there are too many."""
+        idle = sorted(
+            (each for each in self._peers.values() if each.read is None), key=lambda each: each.used
+        )
+        num_surplus = len(self._peers) + 1 - MAX_PEERS
+        for index, peer in enumerate(sorted(idle, key=lambda peer: peer.used)):
+            if index < num_surplus or time.monotonic() - peer.used > IDLE_SECONDS:
+                self._forget(peer)
+
+    def _forget(self, peer: _Peer) -> None:
+        del self._peers[peer.epoch]
+        _release(peer.blocks)
+        peer.blocks = None
+        with suppress(Exception):  # NIXL has forgotten it by itself
+            self._agent.remove_remote_agent(peer.epoch)
+
+    def _take_slab(self) -> _Slab | None:
+        if self._free:
+            return self._free.pop()
+        if len(self._slabs) == MAX_SLABS:
+            return None
+        number = blocks_per_read(self._block_bytes)
+        rows = np.zeros((number, self._block_bytes), np.uint8)
+        address = rows.ctypes.data
+        try:
+            registered = self._agent.register_memory([(address, rows.nbytes, 0, "slab")], "DRAM")
+            blocks = self._agent.prep_xfer_dlist(
+                "NIXL_INIT_AGENT", _rows(address, number, self._block_bytes), "DRAM"
+            )
+        except Exception as error:
+            raise SenderGoneError(f"NIXL cannot register memory for READs: {error!r}") from error
+        self._slabs.append(_Slab(rows, registered, blocks))
+        return self._slabs[-1]
+
+    def _deregister(self, registered: Any) -> None:
+        if registered is not None:
+            with suppress(Exception):  # the end of the agent ends it too
+                self._agent.deregister_memory(registered)
+
+
+def blocks_per_read(block_bytes: int) -> int:
+    """Return how many blocks one READ may bring; at least 1."""
+    return max(1, SLAB_BYTES // block_bytes)
+
+
+def _release(handle: Any) -> bool:
+    """Release what NIXL calls something by; return whether it could be."""
+    try:
+        if handle is not None:
+            handle.release()
+    except Exception:
+        return False
+    return True
+
+
+def _rows(address: int, number: int, block_bytes: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return descriptors of consecutive blocks: [number, 3], address, length and device of each."""
+    starts = np.uint64(address) + np.arange(number, dtype=np.uint64) * np.uint64(block_bytes)
+    return np.stack([starts, np.full(number, block_bytes, np.uint64), np.zeros(number, np.uint64)], 1).astype(
+        np.uint64
+    )
