@@ -355,9 +355,7 @@ class NixlAgent:
 
     def _make_room(self) -> None:
         """Forget idle peers, and the one that was idle for longest if there are too many."""
-        idle = sorted(
-            (each for each in self._peers.values() if each.read is None), key=lambda each: each.used
-        )
+        idle = [peer for peer in self._peers.values() if peer.read is None]
         num_surplus = len(self._peers) + 1 - MAX_PEERS
         for index, peer in enumerate(sorted(idle, key=lambda peer: peer.used)):
             if index < num_surplus or time.monotonic() - peer.used > IDLE_SECONDS:
