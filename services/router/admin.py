@@ -111,7 +111,9 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         """Yield the orders of ``ScaleWorkers`` to the process that starts workers."""
         return self._scaling.orders()
 
-    async def AnswerScaleOrder(self, request: pb.AnswerScaleOrderRequest, context: Any) -> pb.AnswerScaleOrderResponse:
+    async def AnswerScaleOrder(
+        self, request: pb.AnswerScaleOrderRequest, context: Any
+    ) -> pb.AnswerScaleOrderResponse:
         """Pass the result of an order on to the call that waits for it."""
         self._scaling.answer(request)
         return pb.AnswerScaleOrderResponse()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -62,7 +62,7 @@ class Scaling:
             if waiting is not None and not waiting.done():
                 waiting.set_result(result)
 
-    async def orders(self) -> AsyncIterator[pb.FollowScaleOrdersResponse]:
+    async def orders(self) -> AsyncGenerator[pb.FollowScaleOrdersResponse]:
         """Yield the orders to a launcher; when it has gone, the calls that wait for it fail."""
         launcher = _Launcher()
         self._launchers.append(launcher)

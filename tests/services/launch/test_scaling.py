@@ -1,4 +1,4 @@
-"""How orders become workers that start and workers that leave, with a launcher that only notes what it is told."""
+"""How orders become workers that start or leave, with a launcher that only notes what it is told."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_orders_are_carried_out_one_after_the_other(begin: Callable[..., Begun])
     scaling.take([answers.order(decode=3), answers.order(decode=1, prefill=0)])
     assert launcher.started == ["decode-1", "decode-2"]
     scaling.note(Started("decode-2", None))
-    assert not answers and not drained
+    assert not answers
+    assert not drained
     scaling.note(Started("decode-1", None))
     assert list(answers[0].started) == ["decode-2", "decode-1"]
     assert drained == launcher.stopped == ["decode-2", "decode-1", "prefill-0"]
@@ -79,12 +80,15 @@ def test_an_order_that_changes_nothing_is_answered_at_once(begin: Callable[..., 
     assert answers == [pb.AnswerScaleOrderRequest()] * 2
 
 
-@pytest.mark.parametrize("wrong", [{"decode": 0}, {"decode": MOST + 1}, {"prefill": 2**32 - 1}, {"router": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"decode": 0}, {"decode": MOST + 1}, {"prefill": 2**32 - 1}, {"router": 1}]
+)
 def test_impossible_numbers_change_nothing(begin: Callable[..., Begun], wrong: dict[str, int]) -> None:
     launcher, drained, answers, scaling = begin("decode-0")
-    scaling.take([answers.order(prefill=1, **wrong) if "prefill" not in wrong else answers.order(**wrong)])
+    scaling.take([answers.order(**{"prefill": 1, **wrong})])
     assert "prefill 0 to 256 and decode 1 to 256" in answers[0].problem
-    assert not launcher.started and not drained
+    assert not launcher.started
+    assert not drained
 
 
 def test_a_worker_that_does_not_start_is_withdrawn(begin: Callable[..., Begun]) -> None:
@@ -92,7 +96,8 @@ def test_a_worker_that_does_not_start_is_withdrawn(begin: Callable[..., Begun]) 
     scaling.take([answers.order(decode=3)])
     scaling.note(NotStarted("decode-1", RuntimeError("no memory")))
     scaling.note(Started("decode-2", None))
-    assert drained == ["decode-1"] and not answers
+    assert drained == ["decode-1"]
+    assert not answers
     launcher.names.discard("decode-1")
     scaling.note(Stopped("decode-1"))
     assert answers[0].problem == "decode-1 did not start: no memory"
@@ -106,4 +111,4 @@ def test_the_restart_of_another_worker_is_not_counted(begin: Callable[..., Begun
     scaling.note(Started("decode-0", None))
     assert not answers
     scaling.note(Started("decode-1", None))
-    assert list(answers[0].started) == ["decode-1"] and not answers[0].problem
+    assert answers == [pb.AnswerScaleOrderRequest(started=["decode-1"])]

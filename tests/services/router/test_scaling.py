@@ -29,7 +29,9 @@ async def leave(task: asyncio.Task[None]) -> None:
 
 
 async def test_without_a_launcher_the_remedy_is_named() -> None:
-    with pytest.raises(FailedPrecondition, match="start and stop `quire prefill` and `quire decode` yourself"):
+    with pytest.raises(
+        FailedPrecondition, match="start and stop `quire prefill` and `quire decode` yourself"
+    ):
         await Scaling().scale(pb.ScaleWorkersRequest())
 
 
