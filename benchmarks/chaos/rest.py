@@ -15,7 +15,7 @@ from quire.benchmarks.chaos.processes import TaskReport
 
 QUIET_SECONDS = 60.0
 """Longest time until nothing is held: expired leases and lost connections take some seconds."""
-MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.3, 15.0
+MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 8.0
 FILES_MARGIN = 8
 """Open files that a process may have more than before: connections that are just being closed."""
 TASKS_MARGIN = 2

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
 from rich.console import Console
 
 from quire.benchmarks.chaos.cluster import ClusterConfig
+from quire.benchmarks.chaos.commands import Variant
 from quire.benchmarks.chaos.journal import Journal
 from quire.benchmarks.chaos.load import RIGHT
 from quire.benchmarks.chaos.run import ChaosConfig, run_chaos
@@ -12,13 +16,17 @@ from quire.benchmarks.chaos.run import ChaosConfig, run_chaos
 SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 45, 8, 2, 2
 
 
-async def test_no_fault_makes_an_answer_wrong_or_leaves_anything_behind() -> None:
+@pytest.mark.parametrize("variant", ["tiers", "grpc", "nixl"])
+async def test_no_fault_makes_an_answer_wrong_or_leaves_anything_behind(variant: Variant) -> None:
+    """Workers share pools (with tiers), send blocks in messages, and read them by NIXL."""
+    if variant == "nixl" and find_spec("nixl_cu12") is None:
+        pytest.skip("needs the extra 'nixl'")
     config = ChaosConfig(
         seed=SEED,
         num_faults=NUM_FAULTS,
         num_of_each=NUM_OF_EACH,
         concurrency=CONCURRENCY,
-        cluster=ClusterConfig(variant="tiers", num_prefill=1),
+        cluster=ClusterConfig(variant=variant, num_prefill=1),
     )
     report = await run_chaos(config, Journal(), Console(quiet=True))
     assert report.defects == []
