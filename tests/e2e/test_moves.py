@@ -23,7 +23,7 @@ from quire.services.router.moves import MAX_MISSING_BLOCKS
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 WAIT_SECONDS = 120.0
-ENDLESS = 6000
+ENDLESS = 16_000
 """Tokens of answers that outlast every step of a test; each test ends them itself."""
 BLOCK_SIZE = 16
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a tiny Llama with a long context."""
-    return make_random_model("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=8192)
+    return make_random_model("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=32_768)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def start_long(start_stack: StartStack, long_model: Path) -> Callable[..., Any]:
 
     @contextmanager
     def start(**settings: Any) -> Iterator[RunningStack]:
-        options = {"num_blocks": 4096, "model": str(long_model), **settings}
+        options = {"num_blocks": 8192, "model": str(long_model), **settings}
         with start_stack("llama", **options) as running:
             yield running
 
