@@ -210,10 +210,10 @@ class RedisProcess:
         self.stop()
 
 
-def end_with_parent() -> None:
-    """Ask Linux to end this process when its parent dies for any reason; do nothing on other systems."""
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask Linux for this signal when the parent of this process dies; do nothing on other systems."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _sha256(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 from quire.services.launch.launcher import RESTART_SECONDS
 from quire.services.local.child_processes import KILL_SECONDS, end_of, start_child
+from quire.services.local.redis_process import end_with_parent
 from quire.services.ray_cluster.connection import node_address
 from quire.services.worker.config import RunningWorker, WorkerConfig
 from quire.services.worker_process import run_worker
@@ -24,6 +26,9 @@ class WorkerActor:
     """
 
     def __init__(self, config: WorkerConfig) -> None:
+        # Where Ray's daemon of a node ends, Ray's own check comes up to 1 s late, and kills the worker. This
+        # signal ends only the actor, at once; the worker notices and drains, so that its answers move away.
+        end_with_parent(signal.SIGKILL)
         config = replace(config, host=node_address())
         assert config.worker_id is not None
         self._name = config.worker_id
