@@ -6,7 +6,8 @@
 A layout such as 2x1 is two ranks with one thread each. All layouts of a data type are loaded at a time and
 take turns, so that a disturbance of the machine meets all of them. The model is a random Llama of 100 M
 parameters, and sequences have 128 tokens of context. The tables have the medians of the forward passes and
-the packed weights of rank 0, each with its ratio to the first layout. The last line is JSON.
+the packed weights of rank 0, each with its ratio to the first layout. The ceiling of small batches comes
+first: the time to read all weights from memory once. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from quire.benchmarks.kernels_cpu import read_bytes_per_second
 from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
 from quire.benchmarks.weight_dtypes import weight_bytes
 from quire.engine.engine import Engine
@@ -31,6 +34,7 @@ from quire.llm import LLM
 from quire.sampling.params import SamplingParams
 
 BATCHES = (1, 8, 32)
+READING = "reading all weights"
 CONTEXT, NUM_STEPS, PROMPT = 128, 24, 512
 MODEL = "100m"
 
@@ -56,7 +60,7 @@ def main() -> None:
     layouts = [Layout(*map(int, each.split("x"))) for each in options.layouts.split(",")]
     report = {}
     with TemporaryDirectory() as folder:
-        model = make_random_llama(Path(folder), SIZES[MODEL])
+        model = make_random_llama(Path(folder) / "model", SIZES[MODEL])
         for dtype in options.dtypes.split(","):
             rows = _measured(model, dtype, layouts, options.rounds)
             Console().print(_table(dtype, rows))
@@ -71,15 +75,24 @@ def _measured(model: Path, dtype: str, layouts: list[Layout], num_rounds: int) -
         times: dict[Layout, dict[str, list[float]]] = {layout: defaultdict(list) for layout in layouts}
         for round_number in range(num_rounds):
             for layout, llm in llms.items():
+                # This number belongs to the process, and the last layout to be loaded has set its own.
+                torch.set_num_threads(layout.num_threads)
                 for batch in BATCHES:
                     times[layout][f"decode {batch}"] += _decode(llm.engine, batch)
                 prompt = [[round_number + 5] * PROMPT]
                 times[layout][f"prompt of {PROMPT}"] += _steps(llm.engine, prompt, 1)
         return {
-            str(layout): {name: round(1000 * median(seconds), 3) for name, seconds in found.items()}
+            str(layout): {READING: round(1000 * _reading_seconds(layout, weight_bytes(llms[layout])), 3)}
+            | {name: round(1000 * median(seconds), 3) for name, seconds in found.items()}
             | {"weights of rank 0 in MiB": round(weight_bytes(llms[layout]) / (1 << 20), 1)}
             for layout, found in times.items()
         }
+
+
+def _reading_seconds(layout: Layout, bytes_of_a_rank: int) -> float:
+    """Return how long all threads of a layout take to read the weights of all ranks from memory."""
+    torch.set_num_threads(layout.num_ranks * layout.num_threads)
+    return layout.num_ranks * bytes_of_a_rank / read_bytes_per_second()
 
 
 def _open(model: Path, dtype: Any, layout: Layout) -> LLM:
