@@ -104,16 +104,22 @@ def read_recipe(model: PreTrainedModel) -> StepRecipe:
         NoRecipeError: some part of the model is not of a known shape.
     """
     reader = _Reader(model)
-    if hasattr(model, "transformer") and hasattr(model.transformer, "wpe"):
-        recipe = reader.read_gpt2()
-    elif hasattr(model, "model") and hasattr(model.model, "decoder"):
-        recipe = reader.read_opt()
-    elif hasattr(model, "model") and hasattr(model.model, "rotary_emb"):
-        recipe = reader.read_llama()
-    else:
-        raise NoRecipeError(f"{type(model).__name__} has another shape than Llama, GPT-2 and OPT")
+    try:
+        recipe = _read(reader, model)
+    except AttributeError as error:
+        raise NoRecipeError(str(error)) from error
     reader.check_nothing_is_left()
     return recipe
+
+
+def _read(reader: _Reader, model: PreTrainedModel) -> StepRecipe:
+    if hasattr(model, "transformer") and hasattr(model.transformer, "wpe"):
+        return reader.read_gpt2()
+    if hasattr(model, "model") and hasattr(model.model, "decoder"):
+        return reader.read_opt()
+    if hasattr(model, "model") and hasattr(model.model, "rotary_emb"):
+        return reader.read_llama()
+    raise NoRecipeError(f"{type(model).__name__} has another shape than Llama, GPT-2 and OPT")
 
 
 class _Reader:

@@ -41,12 +41,16 @@ def load_slices(
         plan = read_plan(model)
         plan.check(num_ranks)
         _check_names(model, checkpoint)
+        _check_dtype(model, dtype)
         _check_head(model, num_ranks)
         own = _slices(model, plan, rank, num_ranks)
         tensors = {
             name: checkpoint.read(name, own.get(name)).to(parameter.dtype)
             for name, parameter in model.named_parameters()
         }
+        for name, buffer in model.named_buffers():
+            if name in checkpoint.names:
+                buffer.copy_(checkpoint.read(name, None))
     for name, tensor in tensors.items():
         _set_parameter(model, name, tensor)
     model.tie_weights()
@@ -98,10 +102,10 @@ class _Checkpoint:
 
     def read(self, name: str, part: tuple[int, slice] | None) -> torch.Tensor:
         """Return a tensor, or a part of it along one dimension."""
-        tensor = self._owners[name].get_slice(name)
         if part is None:
-            whole: torch.Tensor = tensor[:]
+            whole: torch.Tensor = self._owners[name].get_tensor(name)
             return whole
+        tensor = self._owners[name].get_slice(name)
         dimension, indices = part
         own: torch.Tensor = tensor[indices] if dimension == 0 else tensor[:, indices]
         return own
@@ -129,8 +133,6 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _check_names(model: PreTrainedModel, checkpoint: _Checkpoint) -> None:
     """Raise UnsupportedModelError unless each parameter has a tensor and each tensor a parameter."""
-    if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
-        raise UnsupportedModelError("the model keeps some weights in float32, which ranks do not")
     parameters = {name for name, _ in model.named_parameters()}
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known |= set(getattr(model, "all_tied_weights_keys", None) or {})
@@ -142,6 +144,20 @@ def _check_names(model: PreTrainedModel, checkpoint: _Checkpoint) -> None:
         raise UnsupportedModelError(
             "ranks read the tensors of a checkpoint by the names of the model's parameters, and these have "
             f"no counterpart: {', '.join(sorted(missing | unknown | buffers)[:5])}"
+        )
+
+
+def _check_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModelError if transformers would keep some weights in float32 in spite of a dtype."""
+    kept: list[str] = []
+    if dtype in (torch.float16, torch.bfloat16):
+        kept += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if dtype == torch.float16:
+        kept += getattr(model, "_keep_in_fp32_modules", None) or ()
+    if kept:
+        raise UnsupportedModelError(
+            f"it keeps some weights in float32 ({', '.join(sorted(kept))}), which ranks do not; "
+            "choose --dtype float32"
         )
 
 

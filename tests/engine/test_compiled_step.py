@@ -129,6 +129,14 @@ def test_a_module_without_a_place_is_not_ignored(tiny_model: Callable[[str], Pat
         read_recipe(module)
 
 
+def test_a_layer_without_a_known_part_is_no_error(tiny_model: Callable[[str], Path]) -> None:
+    """As those of ``granitemoe``, which have experts in the place of an MLP."""
+    module = load_model(str(tiny_model("llama")), "float32", CPU).module
+    del module.model.layers[1].mlp
+    with pytest.raises(NoRecipeError, match="has no attribute 'mlp'"):
+        read_recipe(module)
+
+
 def test_arithmetic_that_modules_hide_is_noticed(
     tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
