@@ -58,14 +58,14 @@ class FairTurns:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_divided = 0
 
-    def divide_sequences(self) -> Turns | None:
+    def divide_sequences(self, *, may_start: bool = True) -> Turns | None:
         """Return the turns of the running groups, and of waiting ones that start although there is no room.
 
         None means that all running groups fit, and that no other may start.
         """
         running = self._queues.running
         num_slots = sum([group.num_slots for group in running])
-        starting = self._entitled(num_slots) if self._queues.waiting else []
+        starting = self._entitled(num_slots) if may_start and self._queues.waiting else []
         if num_slots <= self._max_num_seqs and not starting:
             return None
         self._num_divided += 1
@@ -114,9 +114,9 @@ class FairTurns:
         return entitled
 
     def _first_waiting(self) -> Iterable[SequenceGroup]:
-        """Return the first waiting group of each client, in the order of arrival."""
+        """Return the first waiting group of each client, in their order."""
         seen: dict[str, SequenceGroup] = {}
-        for group in self._queues.waiting:
+        for group in self._queues.in_order(self._queues.waiting):
             if not group.is_loading:
                 seen.setdefault(group.client, group)
                 if len(seen) == self._queues.num_clients:

@@ -1,11 +1,15 @@
-"""The groups of one engine, in the order in which they get blocks: that of their arrival."""
+"""The groups of one engine, in the order in which they get blocks.
+
+That is the order of arrival. Where several clients have groups, those of the client that holds the fewest
+blocks come first, so that a client which fills the pool waits for itself.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from quire.engine.block_pool import BlockPool
 from quire.engine.sequence_group import SequenceGroup
@@ -34,6 +38,8 @@ class GroupQueues:
         self.transfers: dict[SequenceGroup, OnOutcome] = {}
         self.num_owed_blocks: dict[str, int] = {}
         self._num_by_client: Counter[str] = Counter()
+        self._num_held_by_client: Counter[str] = Counter()
+        """Blocks of each client in the present step; empty while the order is that of arrival alone."""
         self._with_blocks: set[SequenceGroup] = set()
         """Waiting groups that hold blocks, or did when this was noted. There are far fewer than may wait."""
         self._pool = pool
@@ -48,15 +54,52 @@ class GroupQueues:
     @property
     def num_spare_blocks(self) -> int:
         """Blocks that a group without blocks may take; while groups run, some are kept for their growth."""
-        if not self.running:
-            return self._pool.num_allocatable
-        num_owed = sum(self.num_owed_blocks.values()) if self.waiting else 0
-        return self._pool.num_allocatable - self._num_watermark_blocks - num_owed
+        num_owed = sum(self.num_owed_blocks.values()) if self.running and self.waiting else 0
+        return self.num_blocks_above_watermark - num_owed
+
+    @property
+    def num_blocks_above_watermark(self) -> int:
+        """Blocks that are not kept for the growth of running groups; all, if none runs."""
+        return self._pool.num_allocatable - (self._num_watermark_blocks if self.running else 0)
 
     @property
     def num_clients(self) -> int:
         """Number of clients whose groups run or wait."""
         return len(self._num_by_client)
+
+    def count_held_blocks(self) -> None:
+        """Count how many blocks each client holds, on which the order depends until the next count.
+
+        Prompts that are computed for another worker keep the order of arrival, which is the same there.
+        """
+        self._num_held_by_client.clear()
+        clients = {*self._num_by_client, *[group.client for group in self.transfers]}
+        if len(clients) > 1 and not any(group.prompt.stops_after_prefill for group in self.waiting):
+            for group in (*self.running, *self.waiting_with_blocks(), *self.transfers):
+                self._num_held_by_client[group.client] += group.num_held_blocks
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several clients shared the pool at the last count, so that the order depends on it."""
+        return bool(self._num_held_by_client)
+
+    def rank(self, group: SequenceGroup, num_more_blocks: int = 0) -> int:
+        """Return the rank of a group: the fewer blocks its client holds, by powers of two, the lower.
+
+        Each time that a group is preempted counts as half the blocks, so that none is preempted for ever.
+        """
+        if not self.is_shared:
+            return 0
+        num_blocks = self._num_held_by_client[group.client] + num_more_blocks
+        return num_blocks.bit_length() - group.num_preemptions
+
+    def place(self, group: SequenceGroup) -> tuple[int, int]:
+        """Return the place of a group in the order."""
+        return self.rank(group), group.arrival
+
+    def in_order(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
+        """Return groups in their order; they are in the order of arrival."""
+        return sorted(groups, key=self.rank) if self.is_shared else list(groups)
 
     def add_waiting(self, group: SequenceGroup) -> None:
         """Queue a new group, or one whose blocks were computed elsewhere and are in its table.

@@ -1,6 +1,7 @@
-"""Preemption: when blocks run out, the newest group gives up all of its blocks until there is room again.
+"""Preemption: when blocks run out, a group gives up all of its blocks until there is room again.
 
-They are then copied back from host memory (``swapping.py``) or recomputed, whichever is cheaper
+It is the newest group; with several clients, the newest one of the client that holds the most blocks. Its
+blocks are then copied back from host memory (``swapping.py``) or recomputed, whichever is cheaper
 (PagedAttention, Kwon et al., SOSP 2023, section 4.5).
 """
 
@@ -59,16 +60,17 @@ class Preemption:
         """How often groups were preempted, whether swapped out or recomputed."""
         return sum(self.counts)
 
-    def newest_victim(self) -> SequenceGroup | None:
-        """Return the newest group that can be preempted; None if there is none."""
+    def last_victim(self) -> SequenceGroup | None:
+        """Return the last group in the order that can be preempted; None if there is none."""
         groups = (*self._queues.running, *self._queues.waiting_with_blocks())
         victims = (group for group in groups if group.is_preemptible)
-        return max(victims, key=lambda group: group.arrival, default=None)
+        return max(victims, key=self._queues.place, default=None)
 
     def preempt(self, victim: SequenceGroup, schedule: Schedule) -> None:
         """Take all blocks of a group, and plan to swap them out or to recompute them; the group waits."""
         victim.set_status(SequenceStatus.PREEMPTED)
         victim.drop_drafts()
+        victim.num_preemptions += 1
         swapped, recomputed = self.counts
         if self._is_swapped(victim):
             self._swapping.swap_out(victim, schedule)

@@ -14,6 +14,10 @@ worker computes (``transfers.py``), get blocks in one order of arrival (``group_
 * No group without blocks gets its first block before an older group that waits for blocks. Groups that hold
   all their blocks may run meanwhile. Each of them passes a blocked group at most once, because it keeps its
   blocks until it ends or is preempted, and because no newer transfer gets blocks while the older group waits.
+* Where several clients have groups, the order of arrival is that of each client's own groups. Those of a
+  client that holds fewer blocks come first, and are preempted last. If the first group still lacks blocks,
+  groups of clients that hold more are preempted for it. Prompts that are computed for other workers keep to
+  the order of arrival alone.
 * A new group leaves 1 % of the blocks free while other groups run, so that these can grow.
 * A group may get blocks before an older one of another client that waits for a sequence in a step. It leaves
   as many blocks free as the largest such group of each client needs.
@@ -145,23 +149,46 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Return the next step: choose its tokens and allocate their blocks."""
         schedule, queues = Schedule(), self._queues
-        num_tokens = self.config.max_num_batched_tokens
-        # Draft tokens leave room in the budget for one token of every running sequence.
-        num_drafts = max(0, num_tokens - sum([len(group.sequences) for group in queues.running]))
-        budget = _Budget(num_tokens, num_drafts, self.config.max_num_seqs)
-        budget.turns = self._fair_turns.divide_sequences()
-        budget.num_by_client = self._fair_turns.divide_tokens()
         num_preempted = self._preemption.num_preempted
+        queues.count_held_blocks()
+        budget = self._divided_budget()
+        self._make_way(schedule, budget)
+        if self._preemption.num_preempted > num_preempted:
+            budget = self._divided_budget()
         self._continue_running(schedule, budget)
         # After a preemption nothing is admitted, since the running groups would soon preempt it again.
-        if self._preemption.num_preempted == num_preempted or not queues.running:
-            if not queues.running:
-                budget = _Budget(num_tokens, num_drafts, self.config.max_num_seqs)
+        if not queues.running:
+            self._admit_first(schedule)
+        elif self._preemption.num_preempted == num_preempted:
             self._admit_waiting(schedule, budget)
-            # If nothing runs, waiting groups that hold blocks would never release them.
+        while queues.running and not schedule.sequences:
+            # Those that had turns were preempted, or could not start. The engine would wait for an event.
+            num_preempted = self._preemption.num_preempted
+            self._continue_running(schedule, self._divided_budget(may_start=False))
             if not queues.running:
-                self._free_waiting(schedule, budget)
+                self._admit_first(schedule)
+            elif self._preemption.num_preempted == num_preempted:
+                break
         return schedule
+
+    def _budget(self) -> _Budget:
+        num_tokens = self.config.max_num_batched_tokens
+        # Draft tokens leave room in the budget for one token of every running sequence.
+        num_drafts = max(0, num_tokens - sum([len(group.sequences) for group in self._queues.running]))
+        return _Budget(num_tokens, num_drafts, self.config.max_num_seqs)
+
+    def _divided_budget(self, *, may_start: bool = True) -> _Budget:
+        budget = self._budget()
+        budget.turns = self._fair_turns.divide_sequences(may_start=may_start)
+        budget.num_by_client = self._fair_turns.divide_tokens()
+        return budget
+
+    def _admit_first(self, schedule: Schedule) -> None:
+        """Admit groups while none runs; waiting groups that hold blocks would never release them."""
+        budget = self._budget()
+        self._admit_waiting(schedule, budget)
+        if not self._queues.running:
+            self._free_waiting(schedule, budget)
 
     def _free_waiting(self, schedule: Schedule, budget: _Budget) -> None:
         """Take the blocks of waiting groups, the newest first, until a group runs."""
@@ -172,12 +199,48 @@ class Scheduler:
             if self._queues.running:
                 return
 
+    def _make_way(self, schedule: Schedule, budget: _Budget) -> None:
+        """Preempt groups of clients that hold many blocks for the next group of one that holds few.
+
+        Even with its blocks, that group has a lower rank than the others had before. So a group that is
+        preempted cannot take its blocks back in the same way.
+        """
+        queues = self._queues
+        if not queues.is_shared or (group := self._next_without_blocks(budget)) is None:
+            return
+        num_blocks = self._num_needed_blocks(group)
+        while num_blocks > queues.num_blocks_above_watermark:
+            victim = self._preemption.last_victim()
+            if victim is None or queues.rank(victim) <= queues.rank(group, num_blocks):
+                return
+            self._preemption.preempt(victim, schedule)
+            queues.count_held_blocks()
+
+    def _next_without_blocks(self, budget: _Budget) -> SequenceGroup | None:
+        """Return the first group that lacks only blocks; None if the first one waits for something else."""
+        queues = self._queues
+        waiting = (group for group in queues.waiting if not group.holds_blocks and not group.is_loading)
+        group = min((*queues.transfers, *waiting), key=queues.place, default=None)
+        if group is None or group in queues.transfers:
+            return group
+        oldest_transfer = next(iter(queues.transfers), group)
+        may_start = group.awaited is None and budget.has_room(group)
+        return group if may_start and group.arrival <= oldest_transfer.arrival else None
+
+    def _num_needed_blocks(self, group: SequenceGroup) -> int:
+        """Return how many blocks a group needs to begin, or to go on; 0 if that is not known yet."""
+        if group in self._queues.transfers:
+            return self._tables.num_missing(group.prompt)
+        if group.swapped is not None:
+            return len(group.swapped.host_ids)
+        return group.lack.num_blocks if group.lack is not None else 0
+
     # --- running groups -----------------------------------------------------------------------------------
 
     def _continue_running(self, schedule: Schedule, budget: _Budget) -> None:
-        """Schedule the running groups, the oldest first; preempt the newest if there are too few blocks."""
+        """Schedule the running groups in their order; preempt the last if there are too few blocks."""
         num_preempted = self._preemption.num_preempted
-        for group in self._queues.running[:]:
+        for group in self._queues.in_order(self._queues.running):
             if budget.turns is not None and not budget.turns.get(group):
                 continue
             if budget.tokens_for(group) > 0 and self._has_next_token(group.prompt):
@@ -185,7 +248,7 @@ class Scheduler:
                 budget.spend_tokens(group, 1)
                 budget.num_slots -= 1
                 continue
-            # A victim of a preemption is newer than the group that needs blocks, so it was not scheduled yet.
+            # A victim of a preemption comes after the group that needs blocks, so it was not scheduled yet.
             if self._preemption.num_preempted != num_preempted and group not in self._queues.running:
                 continue
             budget.num_slots -= group.num_slots
@@ -259,9 +322,9 @@ class Scheduler:
         return self._tables.num_appended_blocks(chosen) <= self._tables.pool.num_allocatable
 
     def _make_room(self, group: SequenceGroup, chosen: list[ScheduledSequence], schedule: Schedule) -> bool:
-        """Preempt newer groups until there are blocks for the chosen tokens; return whether there are."""
+        """Preempt the last groups until there are blocks for the chosen tokens; return whether there are."""
         while not self._has_room(chosen):
-            victim = self._preemption.newest_victim()
+            victim = self._preemption.last_victim()
             if victim is None:
                 return False  # a transfer in flight later frees its blocks or becomes a running group
             self._preemption.preempt(victim, schedule)
@@ -278,31 +341,28 @@ class Scheduler:
     # --- waiting groups -----------------------------------------------------------------------------------
 
     def _admit_waiting(self, schedule: Schedule, budget: _Budget) -> None:
-        """Admit groups in the order of arrival.
+        """Admit groups in their order, but none that lacks blocks before an older transfer.
 
         A group with blocks may pass a group without, and any group one of another client for which the step
         has no sequence or token left.
         """
-        queues, num_passed = self._queues, 0
+        queues = self._queues
         owed: dict[str, int] = {}
         queues.num_owed_blocks = owed
-        blocked_after = next((group.arrival for group in queues.transfers), math.inf)
-        while num_passed < len(queues.waiting):
-            group = queues.waiting[num_passed]
-            if group.arrival > blocked_after:
-                break
+        oldest_transfer = next((group.arrival for group in queues.transfers), math.inf)
+        for group in queues.in_order(queues.waiting):
+            if group.arrival > oldest_transfer:
+                continue
             if group.client not in owed and self._first_blocks.is_loading(group):
-                num_passed += 1
-            elif group.client in owed or not budget.has_room(group):
+                continue
+            if group.client in owed or not budget.has_room(group):
                 self._pass(group, owed)
                 if len(owed) == queues.num_clients or budget.num_tokens <= 0:
                     return
-                num_passed += 1
             elif not self._start(group, schedule, budget):
-                blocked_after = group.arrival
                 break
         for group in queues.waiting_with_blocks():
-            if group.arrival > blocked_after and group.client not in owed:
+            if group.client not in owed:
                 if not budget.has_room(group):
                     self._pass(group, owed)
                 else:

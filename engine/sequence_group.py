@@ -13,7 +13,7 @@ from quire.engine.beam_search import BeamExtension, BeamSearch
 from quire.engine.block_tables import BlockTables
 from quire.engine.cache_tiers import Prefetch
 from quire.engine.schedule import ScheduledSequence
-from quire.engine.sequence import Sequence, SequenceStatus
+from quire.engine.sequence import NO_BLOCK, Sequence, SequenceStatus
 from quire.sampling.params import SamplingParams
 
 
@@ -57,6 +57,7 @@ class SequenceGroup:
         lack: why it could not begin the last time that it was tried.
         awaited: index of the block that another sequence was computing then; None: it waited for no block.
         is_forked: whether its samples or beams have been made from the prompt.
+        num_preemptions: how often it has been preempted.
         turn: number of the last step that was divided and computed it (``fair_turns.py``).
         next_token: one token of the first sequence, which is what most steps compute of a plain request.
     """
@@ -70,6 +71,7 @@ class SequenceGroup:
     lack: Lack | None = None
     awaited: int | None = None
     is_forked: bool = field(default=False)
+    num_preemptions: int = 0
     turn: int = 0
     next_token: ScheduledSequence = field(init=False)
 
@@ -107,6 +109,15 @@ class SequenceGroup:
     def holds_blocks(self) -> bool:
         """Whether any sequence has a block of the pool."""
         return any(s.block_table for s in self.sequences)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Number of blocks that it holds; one that several of its sequences share counts once."""
+        first, *others = self.sequences
+        if not others:
+            return len(first.block_table) - first.num_dropped_blocks
+        held = {block_id for sequence in self.sequences for block_id in sequence.block_table}
+        return len(held - {NO_BLOCK})
 
     @property
     def is_loading(self) -> bool:

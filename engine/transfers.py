@@ -103,17 +103,22 @@ class Transfers:
 
         Call this after anything that may free blocks. ``Engine.step`` does so itself.
         """
-        while self._grant_oldest() or (self._queues.is_idle and self.end_deadlocked()):
+        while self._grant_next() or (self._queues.is_idle and self.end_deadlocked()):
             pass
 
-    def _grant_oldest(self) -> bool:
-        """Give the oldest waiting transfer the blocks for its whole prompt, if it is its turn.
+    def _grant_next(self) -> bool:
+        """Give the next transfer the blocks for its whole prompt, if it is its turn.
 
         Returns:
             Whether it got them; False if no transfer waits.
         """
-        group = next(iter(self._queues.transfers), None)
-        if group is None or self._is_behind_waiting_group(group):
+        transfers = list(self._queues.transfers)
+        if not transfers:
+            return False
+        group = self._queues.in_order(transfers)[0]
+        if group is not transfers[0] and not self._may_pass(group, transfers):
+            group = transfers[0]
+        if self._is_behind_waiting_group(group):
             return False
         if self._tables.num_missing(group.prompt) > self._queues.num_spare_blocks:
             return False
@@ -121,15 +126,37 @@ class Transfers:
         self._queues.transfers.pop(group)(True)
         return True
 
+    def _may_pass(self, transfer: SequenceGroup, transfers: list[SequenceGroup]) -> bool:
+        """Return whether a transfer may get blocks before older ones.
+
+        Its sender may have to finish these before. So they must be able to get their blocks even while all
+        blocks that have been granted wait for their content.
+        """
+        if self._is_behind_waiting_group(transfer):
+            return False
+        older = list(takewhile(lambda group: group is not transfer, transfers))
+        prompts = [group.prompt for group in self._requests.groups.values() if group not in older]
+        granted = (each for each in prompts if each.status is SequenceStatus.TRANSFERRING)
+        num_granted = sum(len(each.held_blocks) for each in granted)
+        largest = max(self._tables.blocks_for(group.prompt.num_tokens) for group in older)
+        return (
+            num_granted + self._tables.num_missing(transfer.prompt) + largest <= self._tables.pool.num_blocks
+        )
+
     def _is_behind_waiting_group(self, transfer: SequenceGroup) -> bool:
         """Return whether an older group than a transfer waits for all its blocks.
 
-        A group does not if it waits for a disk, or, as another client's, for a sequence in a step.
+        A group does not if it waits for a disk, or, as another client's, for a sequence in a step, or if its
+        client holds more blocks than that of the transfer.
         """
         older = takewhile(lambda group: group.arrival < transfer.arrival, self._queues.waiting)
         passed = {client for client in self._queues.num_owed_blocks if client != transfer.client}
         return any(
-            not group.holds_blocks and not group.is_loading and group.client not in passed for group in older
+            not group.holds_blocks
+            and not group.is_loading
+            and group.client not in passed
+            and self._queues.rank(group) <= self._queues.rank(transfer)
+            for group in older
         )
 
     def end_deadlocked(self) -> bool:

@@ -90,12 +90,12 @@ class Ledger:
 
 def test_the_newest_group_is_the_victim_unless_a_transfer_may_read_its_blocks() -> None:
     ledger = Ledger()
-    assert ledger.preemption.newest_victim() is None
+    assert ledger.preemption.last_victim() is None
     old, new = ledger.run_group("old", 1), ledger.run_group("new", 1)
     ledger.run_group("prefill", 1, stops_after_prefill=True)
-    assert ledger.preemption.newest_victim() is new
+    assert ledger.preemption.last_victim() is new
     ledger.preemption.preempt(new, ledger.schedule)
-    assert ledger.preemption.newest_victim() is old
+    assert ledger.preemption.last_victim() is old
 
 
 def test_a_swapped_group_shares_its_blocks_again() -> None:
