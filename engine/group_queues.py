@@ -20,6 +20,9 @@ OnOutcome = Callable[[bool], None]
 WATERMARK = 0.01
 """Share of the pool that new groups leave free for running groups, as in vLLM."""
 
+PREEMPTIONS_PER_RANK = 4
+"""Preemptions of a group that count as half of its client's blocks."""
+
 
 class GroupQueues:
     """Groups that run, that wait to run, and that wait for blocks which another worker will fill.
@@ -86,12 +89,12 @@ class GroupQueues:
     def rank(self, group: SequenceGroup, num_more_blocks: int = 0) -> int:
         """Return the rank of a group: the fewer blocks its client holds, by powers of two, the lower.
 
-        Each time that a group is preempted counts as half the blocks, so that none is preempted for ever.
+        Some preemptions of a group count as half the blocks, so that none is preempted for ever.
         """
         if not self.is_shared:
             return 0
         num_blocks = self._num_held_by_client[group.client] + num_more_blocks
-        return num_blocks.bit_length() - group.num_preemptions
+        return num_blocks.bit_length() - group.num_preemptions // PREEMPTIONS_PER_RANK
 
     def place(self, group: SequenceGroup) -> tuple[int, int]:
         """Return the place of a group in the order."""

@@ -134,7 +134,7 @@ class Transfers:
         """
         if self._is_behind_waiting_group(transfer):
             return False
-        older = list(takewhile(lambda group: group is not transfer, transfers))
+        older = set(takewhile(lambda group: group is not transfer, transfers))
         prompts = [group.prompt for group in self._requests.groups.values() if group not in older]
         granted = (each for each in prompts if each.status is SequenceStatus.TRANSFERRING)
         num_granted = sum(len(each.held_blocks) for each in granted)

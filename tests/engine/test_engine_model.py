@@ -541,7 +541,7 @@ class TieredWindowedEngineMachine(TieredEngineMachine, WindowedEngineMachine):
     """Tiers below a pool from which sequences give their first blocks back before their end."""
 
 
-MACHINE_SETTINGS = settings(max_examples=40, stateful_step_count=30)
+MACHINE_SETTINGS = settings(max_examples=150, stateful_step_count=30)
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = MACHINE_SETTINGS
 TestWindowedEngine = WindowedEngineMachine.TestCase
