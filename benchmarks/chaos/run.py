@@ -90,7 +90,7 @@ async def run_chaos(config: ChaosConfig, journal: Journal, console: Console) -> 
         phases = _Phases(config, cluster, load, runner, console)
         before = await phases.run(faults[:num])
         after = await phases.run(faults[num:])
-        _compare(report, journal, before, after)
+        _compare(report, cluster, before, after)
     report.seconds, report.defects = journal.seconds, journal.defects
     return report
 
@@ -131,9 +131,9 @@ class _Phases:
             self.console.print(f"{journal.seconds:4.0f} s: {faults}; {counts}")
 
 
-def _compare(report: ChaosReport, journal: Journal, before: dict[str, Size], after: dict[str, Size]) -> None:
+def _compare(report: ChaosReport, cluster: Cluster, before: dict[str, Size], after: dict[str, Size]) -> None:
     for name in before.keys() & after.keys():
-        for problem in growth(name, before[name], after[name]):
-            journal.record_defect(problem)
+        for problem in growth(name, before[name], after[name], len(cluster.shape.routers)):
+            cluster.journal.record_defect(problem)
         if before[name].num_starts == after[name].num_starts:
             report.memory_mib[name] = (round(before[name].memory_mib, 1), round(after[name].memory_mib, 1))
