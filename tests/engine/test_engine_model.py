@@ -228,7 +228,6 @@ prompts = st.builds(
     st.integers(0, 2),
     st.sampled_from([1, 3, 4, 5, 8, 13, 20]),
 )
-clients = st.sampled_from(["a", "a", "b", "c"])
 
 
 class TransferState(Enum):
@@ -256,6 +255,7 @@ class EngineMachine(RuleBasedStateMachine):
     requests: Bundle[str] = Bundle("requests")
     window: int | None = None
     num_blocks = NUM_BLOCKS
+    clients: tuple[str, ...] = ("",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,24 +269,29 @@ class EngineMachine(RuleBasedStateMachine):
         """Make of a request one that fits the model."""
         return prompt, params
 
-    @rule(target=requests, prompt=prompts, params=many_params, client=clients)
-    def submit(self, prompt: list[int], params: SamplingParams, client: str) -> str:
+    @rule(target=requests, prompt=prompts, params=many_params, client=st.integers(0, 3))
+    def submit(self, prompt: list[int], params: SamplingParams, client: int) -> str:
         prompt, params = self.adapt(prompt, params)
         name = str(len(self.wanted))
         self.wanted[name] = (prompt, params)
-        sequence = Sequence(name, list(prompt), len(prompt), params, b"root", client=client)
+        sequence = self.sequence(name, client)
         self.command(lambda e: e.add_request(sequence))
         return name
 
-    @rule(target=requests, prompt=prompts, params=many_params, client=clients)
-    def accept(self, prompt: list[int], params: SamplingParams, client: str) -> str:
+    @rule(target=requests, prompt=prompts, params=many_params, client=st.integers(0, 3))
+    def accept(self, prompt: list[int], params: SamplingParams, client: int) -> str:
         """Take a prompt whose blocks another worker computes."""
         prompt, params = self.adapt(prompt, params)
         name = str(len(self.wanted))
         self.wanted[name] = (prompt, params)
-        sequence = Sequence(name, list(prompt), len(prompt), params, b"root", client=client)
+        sequence = self.sequence(name, client)
         self.transfers[name] = Transfer(sequence, self.command(lambda e: e.transfers.accept(sequence)))
         return name
+
+    def sequence(self, name: str, client: int) -> Sequence:
+        prompt, params = self.wanted[name]
+        client_name = self.clients[client % len(self.clients)]
+        return Sequence(name, list(prompt), len(prompt), params, b"root", client=client_name)
 
     @rule()
     def open(self) -> None:
@@ -355,19 +360,20 @@ class EngineMachine(RuleBasedStateMachine):
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Check that no group gets its first blocks before an older one that waits.
+        """Check that no group gets its first blocks before an older one that waits for its own.
 
-        Those of other clients may, and those that were preempted more often.
+        Where clients share the pool, those of other clients may, and those that were preempted more often.
         """
         before = self.groups_without_blocks()
         yield
         after = self.groups_without_blocks()
         given = [each for each in before - after if each.sequences]
-        waiting = [each for each in before & after if not each.is_loading]
         for group in given:
-            own = [each for each in waiting if each.client == group.client]
-            own = [each for each in own if each.num_preemptions >= group.num_preemptions]
-            assert all(group.arrival < each.arrival for each in own)
+            waiting = [each for each in before & after if not each.is_loading]
+            if len(self.clients) > 1:
+                waiting = [each for each in waiting if each.client == group.client]
+                waiting = [each for each in waiting if each.num_preemptions >= group.num_preemptions]
+            assert all(group.arrival < each.arrival for each in waiting)
 
     def groups_without_blocks(self) -> set[SequenceGroup]:
         """Return the groups that wait for all of their blocks, or for those that will be pushed."""
@@ -405,7 +411,7 @@ class EngineMachine(RuleBasedStateMachine):
         waiting = self.transfers_in(TransferState.WAITING)
         queues = self.engine.queues
         assert [group.prompt for group in queues.transfers] == [each.sequence for each in waiting]
-        is_shared = len({group.client for group in self.engine.groups.values()}) > 1
+        is_shared = len(self.clients) > 1
         if waiting and not is_shared and not any(not group.holds_blocks for group in queues.waiting):
             sequence = waiting[0].sequence
             num_missing = -(-sequence.num_tokens // BLOCK_SIZE) - len(sequence.block_table)
@@ -541,9 +547,25 @@ class TieredWindowedEngineMachine(TieredEngineMachine, WindowedEngineMachine):
     """Tiers below a pool from which sequences give their first blocks back before their end."""
 
 
-MACHINE_SETTINGS = settings(max_examples=150, stateful_step_count=30)
+class SharedEngineMachine(EngineMachine):
+    """The same with clients that share the pool."""
+
+    clients = ("a", "a", "b", "c")
+
+
+class SharedWindowedEngineMachine(TieredWindowedEngineMachine):
+    """Clients that share a pool with tiers below it, of a model that forgets."""
+
+    clients = SharedEngineMachine.clients
+
+
+MACHINE_SETTINGS = settings(max_examples=100, stateful_step_count=30)
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = MACHINE_SETTINGS
+TestSharedEngine = SharedEngineMachine.TestCase
+TestSharedEngine.settings = MACHINE_SETTINGS
+TestSharedWindowedEngine = SharedWindowedEngineMachine.TestCase
+TestSharedWindowedEngine.settings = MACHINE_SETTINGS
 TestWindowedEngine = WindowedEngineMachine.TestCase
 TestWindowedEngine.settings = MACHINE_SETTINGS
 TestTieredEngine = TieredEngineMachine.TestCase
