@@ -58,14 +58,14 @@ class FairTurns:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_divided = 0
 
-    def divide_sequences(self, *, may_start: bool = True) -> Turns | None:
+    def divide_sequences(self, *, with_waiting: bool = True) -> Turns | None:
         """Return the turns of the running groups, and of waiting ones that start although there is no room.
 
         None means that all running groups fit, and that no other may start.
         """
         running = self._queues.running
         num_slots = sum([group.num_slots for group in running])
-        starting = self._entitled(num_slots) if may_start and self._queues.waiting else []
+        starting = self._entitled(num_slots) if with_waiting and self._queues.waiting else []
         if num_slots <= self._max_num_seqs and not starting:
             return None
         self._num_divided += 1

@@ -73,7 +73,7 @@ class GroupQueues:
     def count_held_blocks(self) -> None:
         """Count how many blocks each client holds, on which the order depends until the next count.
 
-        Prompts that are computed for another worker keep the order of arrival, which is the same there.
+        Prompts that are computed for another worker keep the order of arrival, in which it waits for them.
         """
         self._num_held_by_client.clear()
         clients = {*self._num_by_client, *[group.client for group in self.transfers]}
@@ -89,7 +89,7 @@ class GroupQueues:
     def rank(self, group: SequenceGroup, num_more_blocks: int = 0) -> int:
         """Return the rank of a group: the fewer blocks its client holds, by powers of two, the lower.
 
-        Some preemptions of a group count as half the blocks, so that none is preempted for ever.
+        ``PREEMPTIONS_PER_RANK`` lower it too, so that no group is preempted for ever.
         """
         if not self.is_shared:
             return 0

@@ -164,7 +164,7 @@ class Scheduler:
         while queues.running and not schedule.sequences:
             # Those that had turns were preempted, or could not start. The engine would wait for an event.
             num_preempted = self._preemption.num_preempted
-            self._continue_running(schedule, self._divided_budget(may_start=False))
+            self._continue_running(schedule, self._divided_budget(with_waiting=False))
             if not queues.running:
                 self._admit_first(schedule)
             elif self._preemption.num_preempted == num_preempted:
@@ -177,9 +177,9 @@ class Scheduler:
         num_drafts = max(0, num_tokens - sum([len(group.sequences) for group in self._queues.running]))
         return _Budget(num_tokens, num_drafts, self.config.max_num_seqs)
 
-    def _divided_budget(self, *, may_start: bool = True) -> _Budget:
+    def _divided_budget(self, *, with_waiting: bool = True) -> _Budget:
         budget = self._budget()
-        budget.turns = self._fair_turns.divide_sequences(may_start=may_start)
+        budget.turns = self._fair_turns.divide_sequences(with_waiting=with_waiting)
         budget.num_by_client = self._fair_turns.divide_tokens()
         return budget
 
