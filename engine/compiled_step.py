@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from quire.engine.kv_memory import KvMemory
+from quire.engine.block_memory import BlockMemory
 from quire.engine.model_check import Forward, KvHeads, runs_alike
 from quire.engine.packed_linear import PackedEmbedding, PackedLinear
-from quire.engine.parallel.collectives import Collectives
 from quire.engine.parallel.layers import DividedHead, RowLinear
+from quire.engine.parallel.shared_collectives import SharedCollectives
 from quire.engine.row_layers import RowNorm
 from quire.engine.step_recipe import LayerRecipe, MlpRecipe, NoRecipeError, StepRecipe, read_recipe
 from quire.engine.step_tensors import StepTensors
@@ -63,9 +63,9 @@ class CompiledStep:
         self,
         recipe: StepRecipe,
         heads: KvHeads,
-        memory: KvMemory,
+        memory: BlockMemory,
         vocab_size: int,
-        collectives: Collectives | None = None,
+        collectives: SharedCollectives | None = None,
     ) -> None:
         self._recipe = recipe
         self._collectives = collectives
@@ -204,7 +204,7 @@ class CompiledStep:
             if layer.rotation is not None:
                 row["cosines"], row["sines"] = (each.data_ptr() for each in self._tables[layer.rotation])
 
-    def _fill_layers(self, heads: KvHeads, memory: KvMemory) -> None:
+    def _fill_layers(self, heads: KvHeads, memory: BlockMemory) -> None:
         none = self._hold(torch.zeros(self._num_heads))
         lowest = self._hold(torch.full((self._num_heads,), -torch.inf))
         first_counter = 2 * _CACHE_LINE + step.COUNTERS_PER_LAYER * len(heads.calls) + 1
@@ -228,7 +228,7 @@ class CompiledStep:
             arguments["window"] = call.window or 0
             arguments["scale"], arguments["softcap"] = call.scale, call.softcap or 0.0
 
-    def _fill_step(self, heads: KvHeads, memory: KvMemory) -> None:
+    def _fill_step(self, heads: KvHeads, memory: BlockMemory) -> None:
         recipe, steps = self._recipe, self._step
         first = recipe.layers[0]
         shape = memory.shape
@@ -387,7 +387,7 @@ def find_recipe(
     heads: KvHeads,
     vocab_size: int,
     num_positions: int,
-    collectives: Collectives | None = None,
+    collectives: SharedCollectives | None = None,
 ) -> StepRecipe | None:
     """Return the recipe of a model on the CPU if its program gives the same bits as its modules.
 
@@ -397,7 +397,7 @@ def find_recipe(
         recipe = read_recipe(module)
         _check_heads(recipe, heads)
 
-        def other(memory: KvMemory) -> Forward:
+        def other(memory: BlockMemory) -> Forward:
             return CompiledStep(recipe, heads, memory, vocab_size, collectives).run
 
         if not runs_alike(module, heads, vocab_size, num_positions, other):

@@ -20,6 +20,7 @@ from quire.engine.packed_linear import pack_linear_layers
 from quire.engine.parallel.collectives import Collectives
 from quire.engine.parallel.divided_model import connect_ranks
 from quire.engine.parallel.plan import ParallelPlan, read_plan
+from quire.engine.parallel.shared_collectives import SharedCollectives
 from quire.engine.parallel.sliced_weights import digest_of_whole, load_slices
 from quire.engine.row_layers import make_batch_invariant
 from quire.engine.step_recipe import StepRecipe
@@ -43,7 +44,7 @@ class LoadedModel:
     folder: Path
     """Folder with the model's files."""
     digest: str
-    """Digest of the whole model; empty on the ranks other than 0."""
+    """Digest of the whole model; empty on ranks that read the same files as rank 0."""
     dtype: torch.dtype
     num_layers: int
     num_kv_heads: int
@@ -54,8 +55,8 @@ class LoadedModel:
     heads: KvHeads
     recipe: StepRecipe | None
     """How to run the model as one program; None if it runs module by module, as on a GPU."""
-    collectives: Collectives | None = None
-    """Those of the ranks that the model is divided among; None if there is one process."""
+    shared_collectives: SharedCollectives | None = None
+    """Those that the recipe uses; None if there is one process."""
     own_kv_heads: range | None = None
     """The KV heads that this rank computes; None means all."""
 
@@ -123,9 +124,9 @@ def load_model(
         check_paging(module, heads, text_config.vocab_size)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{config.model_type}: {error}") from error
-    recipe = None
-    if device.type == "cpu":
-        recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings, collectives)
+    recipe, shared = None, collectives if isinstance(collectives, SharedCollectives) else None
+    if device.type == "cpu" and collectives is shared:
+        recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings, shared)
     num_kv_heads, own_kv_heads = heads.num_kv_heads, None
     if collectives is not None and plan.attention is not None:
         num_kv_heads = plan.attention.num_kv_heads
@@ -143,7 +144,7 @@ def load_model(
         eos_token_ids=_eos_token_ids(folder, text_config),
         heads=heads,
         recipe=recipe,
-        collectives=collectives,
+        shared_collectives=shared,
         own_kv_heads=own_kv_heads,
     )
 
@@ -187,7 +188,9 @@ def _load_part(
 ) -> _Loaded:
     rank, num_ranks = collectives.rank, collectives.num_ranks
     module, plan = load_slices(folder, config, None if dtype == "auto" else DTYPES[dtype], rank, num_ranks)
-    digest = digest_of_whole(folder, module, weight_dtype) if rank == 0 else ""
+    digest = ""
+    if rank == 0 or collectives.has_own_files:
+        digest = digest_of_whole(folder, module, weight_dtype)
     segments = plan.num_segments(rank, num_ranks)
     module = _prepare_module(module, torch.device("cpu"), weight_dtype, segments)
     connect_ranks(module, plan, config.get_text_config().vocab_size, collectives)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from quire.engine.attention import PagedStep
+from quire.engine.block_memory import BlockMemory
 from quire.engine.compiled_step import CompiledStep
 from quire.engine.decode_batch import DecodeBatch
 from quire.engine.decode_graphs import Capture, DecodeGraphs
@@ -31,7 +32,7 @@ class ModelRunner:
         swap_memory: host blocks of preempted groups; None means that there are none.
     """
 
-    def __init__(self, model: LoadedModel, memory: KvMemory, swap_memory: KvMemory | None = None) -> None:
+    def __init__(self, model: LoadedModel, memory: BlockMemory, swap_memory: KvMemory | None = None) -> None:
         self.model = model
         self.memory = memory
         self._swap_memory = swap_memory
@@ -39,7 +40,7 @@ class ModelRunner:
         self._compiled: CompiledStep | None = None
         if model.recipe is not None:
             self._compiled = CompiledStep(
-                model.recipe, model.heads, memory, model.vocab_size, model.collectives
+                model.recipe, model.heads, memory, model.vocab_size, model.shared_collectives
             )
         block_size = memory.shape.block_size
         alignment = 1 if model.window is None else ops.blocks_summed_together(memory.device, block_size)

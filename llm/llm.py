@@ -14,11 +14,12 @@ from quire.engine.device import choose_device
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.grammar import GrammarCompiler, GrammarMatcher
 from quire.engine.grammar_compile import BadFormatError
+from quire.engine.kv_memory import KvMemory
 from quire.engine.logits_rules import LogitsRules
 from quire.engine.model_loader import load_model
+from quire.engine.parallel.local_ranks import LocalRanks, start_local_ranks
 from quire.engine.parallel.parallel_runner import ParallelRunner
-from quire.engine.parallel.ranks import Ranks, start_ranks
-from quire.engine.pool_memory import allocate_pool, allocate_swap_space
+from quire.engine.pool_memory import allocate_swap_space, pool_size
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.speculation import SpeculationCounts
@@ -68,7 +69,7 @@ class LLM:
         files = load_model_files(config.model_path)
         self.tokenizer = Tokenizer.load(files.folder)
         self._chat_template = ChatTemplate.load(files)
-        self._ranks = start_ranks(config, device)
+        self._ranks = start_local_ranks(config, device)
         try:
             self._engine: Engine | None = _make_engine(config, device, self._ranks)
         except BaseException:
@@ -343,11 +344,16 @@ def _paired(prompts: list[EncodedPrompt], params: P | Sequence[P]) -> list[tuple
     return list(zip(prompts, each, strict=True))
 
 
-def _make_engine(config: LLMConfig, device: torch.device, ranks: Ranks | None) -> Engine:
+def _make_engine(config: LLMConfig, device: torch.device, ranks: LocalRanks | None) -> Engine:
     collectives = None if ranks is None else ranks.collectives
     loaded = load_model(config.model_path, config.dtype, device, config.weight_dtype, collectives)
     draft = load_draft_model(config, loaded, device)
-    memory = allocate_pool(config, loaded, draft, device, share=None if ranks is None else ranks.share_pool)
+    shape, num_blocks = pool_size(config, loaded, draft, device)
+    memory = (
+        KvMemory(shape, num_blocks, device)
+        if ranks is None
+        else ranks.allocate_pool(loaded, shape, num_blocks)
+    )
     limits = SchedulerConfig.of(config)
     swap_memory = allocate_swap_space(config, memory)
     parts = EngineParts(

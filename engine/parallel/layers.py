@@ -71,7 +71,8 @@ class DividedHead(PackedLinear):
         first, end = head_units(vocab_size, collectives.rank, collectives.num_ranks)
         self.first_unit = first if own.out_features == vocab_size else 0
         self.num_units = end - first
-        self.first_column = first * UNIT
+        self._borders = _column_borders(vocab_size, collectives.num_ranks)
+        self.first_column = self._borders[collectives.rank]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return all ranks' logits.
@@ -81,8 +82,14 @@ class DividedHead(PackedLinear):
         """
         columns = linear(inputs, self.packed, self.bias).reshape(-1, self.packed.out_features)
         columns = columns[:, self.first_unit * UNIT : (self.first_unit + self.num_units) * UNIT]
-        logits = self._collectives.gather_logits(columns.float(), self.first_column)
+        logits = self._collectives.gather_logits(columns, self._borders)
         return logits[:, : self.out_features].to(inputs.dtype).reshape(*inputs.shape[:-1], self.out_features)
+
+
+def _column_borders(vocab_size: int, num_ranks: int) -> list[int]:
+    """Return the first logit of each rank, and the number of logits."""
+    firsts = [head_units(vocab_size, rank, num_ranks)[0] * UNIT for rank in range(num_ranks)]
+    return [*firsts, vocab_size]
 
 
 def head_units(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:

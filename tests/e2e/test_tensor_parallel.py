@@ -123,7 +123,9 @@ def ranks_of(stack: RunningStack, name: str) -> list[int]:
     children = Path(f"/proc/{worker}/task").glob("*/children")
     found = [int(pid) for path in children for pid in path.read_text().split()]
     return [
-        pid for pid in found if b"quire.engine.parallel.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid
+        for pid in found
+        if b"quire.engine.parallel.local_rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

@@ -18,10 +18,10 @@ import torch
 
 from quire.engine.config import MAX_RANKS
 from quire.engine.model_check import UnsupportedModelError
-from quire.engine.parallel import ranks as ranks_module
+from quire.engine.parallel import local_ranks
 from quire.engine.parallel.collectives import RanksError
 from quire.engine.parallel.messages import Header, Kind
-from quire.engine.parallel.settings import check_device
+from quire.engine.parallel.ranks import check_device
 from quire.kernels.cpu import exchange
 from quire.llm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.llm.config import LLMConfig
@@ -170,7 +170,7 @@ def test_a_rank_that_dies_while_it_loads_ends_all(
     model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
-    start_rank = ranks_module._start
+    start_rank = local_ranks._start
 
     def start_and_kill(settings: Any) -> Any:
         process = start_rank(settings)
@@ -178,7 +178,7 @@ def test_a_rank_that_dies_while_it_loads_ends_all(
         Timer(0.5, process.kill).start()
         return process
 
-    monkeypatch.setattr(ranks_module, "_start", start_and_kill)
+    monkeypatch.setattr(local_ranks, "_start", start_and_kill)
     with pytest.raises(RanksError, match="rank 1 has ended with code -9"):
         start(model("llama"), 2)
     assert started
@@ -288,7 +288,7 @@ def test_a_process_that_cannot_be_started_leaves_nothing_open(
     model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    start_rank = ranks_module._start
+    start_rank = local_ranks._start
 
     def start_first(settings: Any) -> Any:
         if started:
@@ -297,10 +297,10 @@ def test_a_process_that_cannot_be_started_leaves_nothing_open(
         started.append(process.pid)
         return process
 
-    monkeypatch.setattr(ranks_module, "_start", start_first)
+    monkeypatch.setattr(local_ranks, "_start", start_first)
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="no more processes"):
-        ranks_module.Ranks(LLMConfig(str(model("llama")), tensor_parallel_size=4), 4)
+        local_ranks.LocalRanks(LLMConfig(str(model("llama")), tensor_parallel_size=4), 4)
     assert len(os.listdir("/proc/self/fd")) == num_open
     assert not is_running(started[0])
 

@@ -44,7 +44,9 @@ def config(transport: Any, directory: str | None = None) -> WorkerConfig:
 
 
 def pool(transport: Any) -> KvMemory:
-    return build._allocate_pool(config(transport), cast("LoadedModel", Model()), None, CPU, None)
+    memory = build._allocate_pool(config(transport), cast("LoadedModel", Model()), None, CPU, None)
+    assert isinstance(memory, KvMemory)
+    return memory
 
 
 def no_shared_memory(num_bytes: int) -> None:

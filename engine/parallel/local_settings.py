@@ -1,18 +1,16 @@
-"""What a rank needs to know at its start."""
+"""What a rank on this machine needs to know at its start."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 
-import torch
 from transformers import AutoConfig
 
 from quire.engine.config import EngineConfig
-from quire.engine.parallel.collectives import SharedSizes
 from quire.engine.parallel.messages import message_bytes
+from quire.engine.parallel.shared_collectives import SharedSizes
 from quire.models.source import find_model
-from quire.settings.setting import SettingError
 
 _LEAST_ROWS = 64
 """Rows of the steps with which a model is checked at load time."""
@@ -69,13 +67,3 @@ def shared_sizes(config: EngineConfig, num_ranks: int) -> SharedSizes:
         text_config.vocab_size,
         message_bytes(max_rows, config.max_num_seqs, width),
     )
-
-
-def check_device(config: EngineConfig, device: torch.device) -> None:
-    """Raise SettingError if a model cannot be divided among processes on a device."""
-    if device.type != "cpu":
-        size = config.name_of("tensor_parallel_size")
-        raise SettingError(
-            f"{size} {config.tensor_parallel_size} runs on CPUs only, and the device is {device.type!r}: "
-            f"leave {size} at 1, or hide the GPUs with CUDA_VISIBLE_DEVICES="
-        )

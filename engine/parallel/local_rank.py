@@ -1,6 +1,7 @@
-"""The process of a rank other than 0: it loads its part of the model and runs the steps that rank 0 sends.
+"""The process of a rank other than 0 on the machine of rank 0, whose steps it runs.
 
-It has no scheduler and no sampler. It ends when rank 0 does, and any exception ends it.
+It loads its part of the model. It has no scheduler and no sampler. It ends when rank 0 does, and any
+exception ends it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.model_check import UnsupportedModelError
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.model_runner import ModelRunner
-from quire.engine.parallel.collectives import Collectives, RanksError, SharedMemory
+from quire.engine.parallel.collectives import RanksError
+from quire.engine.parallel.local_settings import RankSettings
 from quire.engine.parallel.messages import HEADER_BYTES, Header, Kind, read_step
-from quire.engine.parallel.settings import RankSettings
+from quire.engine.parallel.shared_collectives import SharedCollectives, SharedMemory
 from quire.engine.shared_memory import map_shared
 from quire.settings.setting import SettingError
 
@@ -35,7 +37,7 @@ def main() -> None:
     Thread(target=_end_with_rank_0, args=(settings.life,), daemon=True).start()
     torch.set_num_threads(settings.num_threads)
     memory = SharedMemory(settings.sizes, settings.memory)
-    collectives = Collectives(memory, settings.rank)
+    collectives = SharedCollectives(memory, settings.rank)
     try:
         model = load_model(settings.model, settings.dtype, _CPU, settings.weight_dtype, collectives)
         _serve(settings, model, collectives)
@@ -50,7 +52,7 @@ def _end_with_rank_0(life: int) -> None:
     os._exit(1)
 
 
-def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives) -> None:
+def _serve(settings: RankSettings, model: LoadedModel, collectives: SharedCollectives) -> None:
     """Do what the messages of rank 0 ask for, until the pipe closes."""
     runner: ModelRunner | None = None
     while data := os.read(settings.control, HEADER_BYTES):
@@ -60,7 +62,7 @@ def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives)
             collectives.meet()
         else:
             assert runner is not None
-            runner.forward(read_step(collectives.memory, header))
+            runner.forward(read_step(collectives.memory.message, header))
 
 
 def _make_runner(settings: RankSettings, model: LoadedModel) -> ModelRunner:

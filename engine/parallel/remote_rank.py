@@ -1,0 +1,131 @@
+"""A rank on another machine than rank 0, whose steps it runs.
+
+It loads its part of the model. It has no scheduler and no sampler. Any failure ends it, and so does the end
+of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Event, Thread
+
+import numpy as np
+import torch
+
+from quire.engine.kv_memory import KvMemory
+from quire.engine.model_loader import load_model
+from quire.engine.model_runner import ModelRunner
+from quire.engine.parallel.collectives import RanksError
+from quire.engine.parallel.head_parts import part_shape
+from quire.engine.parallel.link import Kind, Link
+from quire.engine.parallel.link_collectives import LinkCollectives
+from quire.engine.parallel.messages import HEADER_BYTES, Header, read_step
+from quire.engine.parallel.remote_ranks import LEAVING, RankLinks
+from quire.engine.parallel.remote_settings import LoadedPart, RemoteSettings
+from quire.models.bundled import demo_model_path
+
+_CPU = torch.device("cpu")
+_SILENT_SECONDS = 30.0
+"""How long rank 0 may send no request about blocks, not even a ping."""
+
+
+def run_rank(
+    links: RankLinks,
+    model: str | None,
+    is_leaving: Event,
+    on_ready: Callable[[RemoteSettings], None],
+) -> None:
+    """Be a rank until rank 0 ends it.
+
+    Args:
+        links: the connections to rank 0.
+        model: folder or hub id of the model; None means what rank 0 names.
+        is_leaving: set when this process was told to end; rank 0 is told, and ends the group.
+        on_ready: called when this rank can run steps.
+
+    Raises:
+        RanksError: rank 0 has failed.
+        ValueError: this machine has another version of quire, or the model cannot be divided.
+        OSError: the model cannot be read.
+    """
+    settings = RemoteSettings.of(links.steps.receive(Kind.SETTINGS)[1])
+    settings = replace(settings, model=model or settings.model)
+    server = _BlockServer(links, is_leaving)
+    server.start()
+    try:
+        runner = _prepare(links.steps, settings, server)
+        on_ready(settings)
+        _run_steps(links.steps, runner)
+    except RanksError:
+        raise
+    except Exception as error:
+        links.steps.send(Kind.ERROR, f"{type(error).__name__}: {error}".encode())
+        raise
+    finally:
+        links.steps.close()
+        links.blocks.close()
+
+
+def _prepare(steps: Link, settings: RemoteSettings, server: _BlockServer) -> ModelRunner:
+    """Load the model, tell rank 0 what was loaded, and allocate the blocks that it asks for."""
+    collectives = LinkCollectives([steps], settings.rank, settings.num_ranks)
+    path = settings.model or str(demo_model_path())
+    model = load_model(path, settings.dtype, _CPU, collectives=collectives)
+    shape = model.kv_shape(settings.block_size, settings.kv_cache_dtype)
+    heads = model.own_kv_heads or range(shape.num_kv_heads)
+    steps.send(Kind.LOADED, LoadedPart(model.digest, heads.start, heads.stop).to_json())
+    num_blocks = int(np.frombuffer(steps.receive(Kind.POOL)[1], np.int64)[0])
+    memory = KvMemory(part_shape(shape, heads), num_blocks, _CPU)
+    server.memory = memory
+    steps.send(Kind.DONE)
+    return ModelRunner(model, memory)
+
+
+def _run_steps(steps: Link, runner: ModelRunner) -> None:
+    while True:
+        kind, data = steps.receive(Kind.STEP, Kind.END)
+        if kind is Kind.END:
+            return
+        message = np.frombuffer(data, np.uint8)
+        header = Header.of(bytes(message[:HEADER_BYTES]))
+        runner.forward(read_step(message[HEADER_BYTES:], header))
+
+
+class _BlockServer(Thread):
+    """Answers what rank 0 asks about blocks, beside the steps, and ends the steps if rank 0 is gone."""
+
+    def __init__(self, links: RankLinks, is_leaving: Event) -> None:
+        super().__init__(name="blocks", daemon=True)
+        self._links = links
+        self._is_leaving = is_leaving
+        self.memory: KvMemory | None = None
+
+    def run(self) -> None:
+        link = self._links.blocks
+        link.set_limit(_SILENT_SECONDS)
+        try:
+            while True:
+                kind, data = link.receive(Kind.PING, Kind.READ, Kind.WRITE, Kind.COPY)
+                link.send(Kind.DONE, self._answer(kind, data))
+        except RanksError:
+            return
+        finally:
+            self._links.steps.close()
+
+    def _answer(self, kind: Kind, data: bytearray) -> bytes:
+        if kind is Kind.PING:
+            return LEAVING if self._is_leaving.is_set() else b""
+        assert self.memory is not None
+        if kind is Kind.READ:
+            return b"".join(self.memory.payload(each) for each in np.frombuffer(data, np.int64))
+        if kind is Kind.COPY:
+            ids = np.frombuffer(data, np.int64).tolist()
+            self.memory.copy_within(list(zip(ids[::2], ids[1::2], strict=True)))
+            return b""
+        size = self.memory.shape.block_bytes
+        num_blocks = len(data) // (8 + size)
+        ids, payloads = np.frombuffer(data, np.int64, num_blocks), memoryview(data)[8 * num_blocks :]
+        for index, block_id in enumerate(ids):
+            self.memory.write(block_id, payloads[index * size : (index + 1) * size])
+        return b""
