@@ -49,6 +49,7 @@ ROOMS: Mapping[str, set[str]] = {
     "decode": {"worker", "server"},
     "vllm_adapter": {"requests", "server", "worker"},
     "worker_process": {"decode", "prefill", "server", "vllm_adapter", "worker"},
+    "rank_process": {"server", "worker"},
     "router": {"requests", "server"},
     "launch": {"worker"},
     "local": {"launch", "router", "server", "worker", "worker_process"},

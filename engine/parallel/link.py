@@ -15,6 +15,7 @@ import ssl
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NoReturn
 
 from quire.engine.block_memory import Buffer
 from quire.engine.parallel.collectives import RanksError
@@ -118,12 +119,9 @@ class Link:
         Raises:
             RanksError: the other end is gone, has failed, or has sent something else.
         """
-        kind, size = _FRAME.unpack(self._read(_FRAME.size))
-        if kind == Kind.ERROR:
-            text = self._read(min(size, _LONGEST_TEXT)).decode(errors="replace")
-            raise RanksError(f"{self.peer}: {text}")
+        kind, size = self._receive_header()
         if kind not in expected:
-            raise RanksError(f"{self.peer} sent a frame of kind {kind} instead of {expected}")
+            self._raise_unexpected(kind, size)
         return Kind(kind), self._read(size)
 
     def receive_into(self, kind: Kind, target: memoryview) -> None:
@@ -132,12 +130,9 @@ class Link:
         Raises:
             RanksError: the other end is gone, has failed, or has sent something else.
         """
-        found, size = _FRAME.unpack(self._read(_FRAME.size))
-        if found == Kind.ERROR:
-            text = self._read(min(size, _LONGEST_TEXT)).decode(errors="replace")
-            raise RanksError(f"{self.peer}: {text}")
+        found, size = self._receive_header()
         if (found, size) != (kind, len(target)):
-            raise RanksError(f"{self.peer} sent {size} bytes of kind {found}, not {len(target)} of {kind}")
+            self._raise_unexpected(found, size)
         self._fill(target)
 
     def close(self) -> None:
@@ -145,6 +140,18 @@ class Link:
         # TLS's own farewell would wait for the other end.
         _shut_down(self._connection)
         self._connection.close()
+
+    def _receive_header(self) -> tuple[int, int]:
+        kind, size = _FRAME.unpack(self._read(_FRAME.size))
+        return kind, size
+
+    def _raise_unexpected(self, kind: int, size: int) -> NoReturn:
+        if kind == Kind.ERROR:
+            text = self._read(min(size, _LONGEST_TEXT)).decode(errors="replace")
+            raise RanksError(f"{self.peer}: {text}")
+        if kind == Kind.END:
+            raise RanksError(f"{self.peer} has ended")
+        raise RanksError(f"{self.peer} has sent {size} bytes of kind {kind}, which do not belong here")
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)

@@ -7,6 +7,7 @@ of rank 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from threading import Event, Thread
 
@@ -21,6 +22,7 @@ from quire.engine.parallel.head_parts import part_shape
 from quire.engine.parallel.link import Kind, Link
 from quire.engine.parallel.link_collectives import LinkCollectives
 from quire.engine.parallel.messages import HEADER_BYTES, Header, read_step
+from quire.engine.parallel.ranks import LOAD_SECONDS
 from quire.engine.parallel.remote_ranks import LEAVING, RankLinks
 from quire.engine.parallel.remote_settings import LoadedPart, RemoteSettings
 from quire.models.bundled import demo_model_path
@@ -49,25 +51,34 @@ def run_rank(
         ValueError: this machine has another version of quire, or the model cannot be divided.
         OSError: the model cannot be read.
     """
-    settings = RemoteSettings.of(links.steps.receive(Kind.SETTINGS)[1])
-    settings = replace(settings, model=model or settings.model)
-    server = _BlockServer(links, is_leaving)
+    server = BlockServer(links, is_leaving)
     server.start()
     try:
+        settings = RemoteSettings.of(links.steps.receive(Kind.SETTINGS)[1])
+        settings = replace(settings, model=model or settings.model)
         runner = _prepare(links.steps, settings, server)
         on_ready(settings)
         _run_steps(links.steps, runner)
-    except RanksError:
-        raise
+    except RanksError as error:
+        raise RanksError(server.failure or str(error)) from error
     except Exception as error:
-        links.steps.send(Kind.ERROR, f"{type(error).__name__}: {error}".encode())
+        _tell_failure(links.steps, f"{type(error).__name__}: {error}")
         raise
     finally:
         links.steps.close()
         links.blocks.close()
 
 
-def _prepare(steps: Link, settings: RemoteSettings, server: _BlockServer) -> ModelRunner:
+def _tell_failure(steps: Link, problem: str) -> None:
+    """Send a problem to rank 0, and wait until it closes the links, since it may read only later."""
+    with suppress(RanksError):
+        steps.send(Kind.ERROR, problem.encode())
+        steps.set_limit(LOAD_SECONDS)
+        while True:
+            steps.receive(*Kind)
+
+
+def _prepare(steps: Link, settings: RemoteSettings, server: BlockServer) -> ModelRunner:
     """Load the model, tell rank 0 what was loaded, and allocate the blocks that it asks for."""
     collectives = LinkCollectives([steps], settings.rank, settings.num_ranks)
     path = settings.model or str(demo_model_path())
@@ -92,25 +103,34 @@ def _run_steps(steps: Link, runner: ModelRunner) -> None:
         runner.forward(read_step(message[HEADER_BYTES:], header))
 
 
-class _BlockServer(Thread):
-    """Answers what rank 0 asks about blocks, beside the steps, and ends the steps if rank 0 is gone."""
+class BlockServer(Thread):
+    """Answers what rank 0 asks about blocks, beside the steps, and ends the steps if rank 0 is gone.
+
+    Attributes:
+        memory: the blocks, once they are allocated.
+        failure: why rank 0 is gone.
+    """
 
     def __init__(self, links: RankLinks, is_leaving: Event) -> None:
         super().__init__(name="blocks", daemon=True)
         self._links = links
         self._is_leaving = is_leaving
         self.memory: KvMemory | None = None
+        self.failure: str | None = None
 
     def run(self) -> None:
         link = self._links.blocks
-        link.set_limit(_SILENT_SECONDS)
         try:
             while True:
-                kind, data = link.receive(Kind.PING, Kind.READ, Kind.WRITE, Kind.COPY)
+                kind, data = link.receive(Kind.PING, Kind.READ, Kind.WRITE, Kind.COPY, Kind.END)
+                # Only the first ping may take long: rank 0 waits for all other ranks before.
+                link.set_limit(_SILENT_SECONDS)
+                if kind is Kind.END:
+                    return
                 link.send(Kind.DONE, self._answer(kind, data))
-        except RanksError:
-            return
-        finally:
+        except Exception as error:  # whatever it is, rank 0 must not wait
+            self.failure = str(error)
+            link.close()
             self._links.steps.close()
 
     def _answer(self, kind: Kind, data: bytearray) -> bytes:

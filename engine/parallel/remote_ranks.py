@@ -120,11 +120,11 @@ class RemoteRanks(Ranks):
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        for link in self._steps:
+        self._watcher.join()
+        for link in (link for each in self._links for link in each):
             with suppress(RanksError):
                 link.send(Kind.END)
         self._close_links()
-        self._watcher.join()
 
     def _watch(self) -> None:
         """Fail the group when a rank gives no sign of life, and tell when one was told to end."""

@@ -1,0 +1,135 @@
+"""Connections between ranks: who may join, and that every failure is an error at the other end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from quire.engine.parallel.collectives import RanksError
+from quire.engine.parallel.link import TOKEN_BYTES, Kind, Link, Purpose, Trust, accept, connect
+
+TOKEN = bytes(range(TOKEN_BYTES))
+
+
+class Ends:
+    """Both ends of a connection, or the error with which each end refused the other."""
+
+    def __init__(self, ours: Trust, theirs: Trust) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(connect, server.getsockname()[:2], Purpose.BLOCKS, TOKEN, theirs)
+            self.accepted: tuple[Purpose, bytes, Link] | OSError
+            try:
+                self.accepted = accept(server.accept()[0], ours)
+            except OSError as error:
+                self.accepted = error
+            self.joining = joining
+
+    @property
+    def links(self) -> tuple[Link, Link]:
+        assert not isinstance(self.accepted, OSError), self.accepted
+        return self.accepted[2], self.joining.result()
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[Link, Link]]:
+    both = Ends(Trust(b"secret"), Trust(b"secret")).links
+    with ExitStack() as stack:
+        for each in both:
+            stack.callback(each.close)
+        yield both
+
+
+def test_ends_with_one_secret_accept_each_other() -> None:
+    ends = Ends(Trust(b"secret"), Trust(b"secret"))
+    assert not isinstance(ends.accepted, OSError)
+    assert ends.accepted[:2] == (Purpose.BLOCKS, TOKEN)
+    for each in ends.links:
+        each.close()
+
+
+@pytest.mark.parametrize("secret", [b"", b"other"])
+def test_a_stranger_is_refused(secret: bytes) -> None:
+    ends = Ends(Trust(b"secret"), Trust(secret))
+    assert isinstance(ends.accepted, OSError)
+    assert "does not know the cluster's secret" in str(ends.accepted)
+    with pytest.raises(RanksError):
+        ends.joining.result()
+
+
+def test_a_listener_that_only_repeats_is_refused() -> None:
+    """Who does not know the secret can send back only what the rank itself has sent."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        address = server.getsockname()[:2]
+        joining = pool.submit(connect, address, Purpose.STEPS, TOKEN, Trust(b"secret"))
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(bytes(32))
+            hello = connection.recv(1024)
+            connection.sendall(hello[-32:])
+            with pytest.raises(RanksError, match="does not know the cluster's secret"):
+                joining.result()
+
+
+def test_what_is_no_rank_is_refused() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()[:2]) as stranger,
+    ):
+        stranger.sendall(b"GET / HTTP/1.1\r\n" * 8)
+        with pytest.raises(OSError, match="does not know the cluster's secret"):
+            accept(server.accept()[0], Trust(b"secret"))
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_000, 3_000_000])
+def test_a_frame_arrives_as_it_was_sent(links: tuple[Link, Link], size: int) -> None:
+    parts = [bytes([7]) * size, b"end"]
+    sending = threading.Thread(target=links[0].send, args=(Kind.WRITE, *parts))
+    sending.start()
+    assert links[1].receive(Kind.READ, Kind.WRITE) == (Kind.WRITE, b"".join(parts))
+    sending.join()
+
+
+def test_a_frame_of_another_size_or_kind_is_an_error(links: tuple[Link, Link]) -> None:
+    links[0].send(Kind.END)
+    with pytest.raises(RanksError, match="has ended"):
+        links[1].receive(Kind.POOL)
+    links[0].send(Kind.SUM, b"12345678")
+    with pytest.raises(RanksError, match="has sent 8 bytes of kind 5"):
+        links[1].receive_into(Kind.SUM, memoryview(bytearray(4)))
+    links[1].send(Kind.SUM, b"")
+    with pytest.raises(RanksError, match="has sent 0 bytes of kind 5"):
+        links[0].receive(Kind.STEP, Kind.END)
+
+
+def test_a_failure_is_told_to_the_other_end(links: tuple[Link, Link]) -> None:
+    for receive in (
+        lambda: links[1].receive(Kind.STEP),
+        lambda: links[1].receive_into(Kind.SUM, memoryview(bytearray(4))),
+    ):
+        links[0].send(Kind.ERROR, b"no memory")
+        with pytest.raises(RanksError, match=r"the worker at 127.0.0.1:\d+: no memory"):
+            receive()
+
+
+def test_a_closed_or_silent_end_is_an_error(links: tuple[Link, Link]) -> None:
+    links[0].set_limit(0.05)
+    with pytest.raises(RanksError, match="has not answered"):
+        links[0].receive(Kind.DONE)
+    assert not links[0].has_ended
+    links[1].close()
+    with pytest.raises(RanksError, match="has closed the connection"):
+        links[0].receive(Kind.DONE)
+    assert links[0].has_ended
+
+
+def test_closing_ends_a_wait_in_another_thread(links: tuple[Link, Link]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(links[0].receive, Kind.DONE)
+        links[0].close()
+        with pytest.raises(RanksError):
+            waiting.result(timeout=10)
