@@ -124,7 +124,7 @@ def test_any_number_of_ranks_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     architecture: str,
     overrides: dict[str, Any],
-    dtype: str,
+    dtype: Any,
     sizes: tuple[int, ...],
 ) -> None:
     folder = model(architecture, **overrides)
