@@ -28,10 +28,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from quire.engine.parallel.collectives import pieces
+from quire.engine.parallel.collectives import Collectives, SharedMemory, SharedSizes, pieces
 from quire.engine.parallel.link import TOKEN_BYTES, Purpose, Trust, accept, connect
 from quire.engine.parallel.link_collectives import LinkCollectives
-from quire.engine.parallel.shared_collectives import SharedCollectives, SharedMemory, SharedSizes
 from quire.engine.parallel.shares import Shares
 
 ROWS = (1, 8, 32, 512)
@@ -81,8 +80,8 @@ def _be_rank(
     torch.set_num_threads(1)
     borders = np.array(Shares(8).borders(num_ranks))
     num_pieces = len(pieces(borders, rank))
-    shared = SharedCollectives(memory, rank)
-    linked = LinkCollectives(_links(rank, num_ranks, server), rank, num_ranks)
+    shared = Collectives(memory, rank)
+    linked = LinkCollectives(SharedMemory(memory.sizes), _links(rank, num_ranks, server), rank)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo), "GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     ways: dict[str, Sum] = {

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from quire.engine.block_memory import BlockMemory
 from quire.engine.model_check import Forward, KvHeads, runs_alike
 from quire.engine.packed_linear import PackedEmbedding, PackedLinear
+from quire.engine.parallel.collectives import Collectives
 from quire.engine.parallel.layers import DividedHead, RowLinear
-from quire.engine.parallel.shared_collectives import SharedCollectives
 from quire.engine.row_layers import RowNorm
 from quire.engine.step_recipe import LayerRecipe, MlpRecipe, NoRecipeError, StepRecipe, read_recipe
 from quire.engine.step_tensors import StepTensors
@@ -65,7 +65,7 @@ class CompiledStep:
         heads: KvHeads,
         memory: BlockMemory,
         vocab_size: int,
-        collectives: SharedCollectives | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         self._recipe = recipe
         self._collectives = collectives
@@ -133,7 +133,7 @@ class CompiledStep:
         threads.run(self._program.address, self._step_address, num_threads)
         if self._collectives is not None:
             self._collectives.num_rounds += self._num_sums
-            self._collectives.meet()
+            self._collectives.share_logits(num_logits)
         chosen = logits[:, : self._vocab_size]
         finish = self._recipe.finish
         return chosen if finish is None else finish(chosen.to(self._dtype))
@@ -387,7 +387,7 @@ def find_recipe(
     heads: KvHeads,
     vocab_size: int,
     num_positions: int,
-    collectives: SharedCollectives | None = None,
+    collectives: Collectives | None = None,
 ) -> StepRecipe | None:
     """Return the recipe of a model on the CPU if its program gives the same bits as its modules.
 

@@ -20,7 +20,6 @@ from quire.engine.packed_linear import pack_linear_layers
 from quire.engine.parallel.collectives import Collectives
 from quire.engine.parallel.divided_model import connect_ranks
 from quire.engine.parallel.plan import ParallelPlan, read_plan
-from quire.engine.parallel.shared_collectives import SharedCollectives
 from quire.engine.parallel.sliced_weights import digest_of_whole, load_slices
 from quire.engine.row_layers import make_batch_invariant
 from quire.engine.step_recipe import StepRecipe
@@ -55,8 +54,8 @@ class LoadedModel:
     heads: KvHeads
     recipe: StepRecipe | None
     """How to run the model as one program; None if it runs module by module, as on a GPU."""
-    shared_collectives: SharedCollectives | None = None
-    """Those that the recipe uses; None if there is one process."""
+    collectives: Collectives | None = None
+    """Those of the ranks that the model is divided among; None if there is one process."""
     own_kv_heads: range | None = None
     """The KV heads that this rank computes; None means all."""
 
@@ -124,9 +123,9 @@ def load_model(
         check_paging(module, heads, text_config.vocab_size)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{config.model_type}: {error}") from error
-    recipe, shared = None, collectives if isinstance(collectives, SharedCollectives) else None
-    if device.type == "cpu" and collectives is shared:
-        recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings, shared)
+    recipe = None
+    if device.type == "cpu":
+        recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings, collectives)
     num_kv_heads, own_kv_heads = heads.num_kv_heads, None
     if collectives is not None and plan.attention is not None:
         num_kv_heads = plan.attention.num_kv_heads
@@ -144,7 +143,7 @@ def load_model(
         eos_token_ids=_eos_token_ids(folder, text_config),
         heads=heads,
         recipe=recipe,
-        shared_collectives=shared,
+        collectives=collectives,
         own_kv_heads=own_kv_heads,
     )
 

@@ -52,7 +52,7 @@ def run_rank_process(config: RankConfig) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
     def tell_ready(settings: RemoteSettings) -> None:
-        _log.info("rank_ready", rank=settings.rank, ranks=settings.num_ranks, leader=config.leader)
+        _log.info("rank_ready", rank=settings.rank, ranks=settings.sizes.num_ranks, leader=config.leader)
 
     try:
         links = _join(config.leader, link_trust(config.cluster_secret, config.cluster_tls))

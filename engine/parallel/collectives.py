@@ -1,66 +1,259 @@
-"""What the ranks of a worker do together, and the fixed tree in which their partial sums are added.
+"""Collectives between the ranks of a worker, in memory that they share.
 
 A rank is a process. All ranks call the same collectives in the same order.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import mmap
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from quire.kernels.cpu import exchange
+from quire.kernels.cpu import exchange, threads
+from quire.kernels.cpu.futex import futex_call
+from quire.kernels.cpu.linear import UNIT
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
+_PAGE = mmap.PAGESIZE
 _piece_size: Callable[[int, int], int] = exchange.piece_size.py_func  # type: ignore[attr-defined]
+_LOOK_NANOSECONDS = 5_000_000
+"""After this time a rank that sleeps looks whether another has failed."""
 
 
 class RanksError(RuntimeError):
     """A rank has ended, failed or does not answer; the worker must end."""
 
 
-class Collectives(ABC):
+@dataclass(frozen=True)
+class SharedSizes:
+    """The sizes of the memory that ranks share.
+
+    Attributes:
+        num_ranks: number of ranks.
+        max_rows: most rows of a sum, and of the logits.
+        hidden_size: values of a row of a sum.
+        vocab_size: logits of a row.
+        num_message_bytes: bytes for the tensors of a step.
+    """
+
+    num_ranks: int
+    max_rows: int
+    hidden_size: int
+    vocab_size: int
+    num_message_bytes: int
+
+    @property
+    def sum_width(self) -> int:
+        """Values of a row of a sum, with padding."""
+        return _rounded(self.hidden_size, UNIT)
+
+    @property
+    def logits_width(self) -> int:
+        """Values of a row of logits, with padding."""
+        return _rounded(self.vocab_size, UNIT)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the partial sums of one piece of segments."""
+        return _rounded(4 * self.max_rows * self.sum_width, _PAGE)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the partial sums of one rank."""
+        return exchange.MOST_PIECES * self.piece_bytes
+
+    @property
+    def offsets(self) -> tuple[int, int, int, int]:
+        """Where the slots, the logits and the message begin, and where the memory ends."""
+        slots = _PAGE
+        logits = slots + 2 * self.num_ranks * self.slot_bytes
+        message = logits + _rounded(4 * self.max_rows * self.logits_width, _PAGE)
+        return slots, logits, message, message + _rounded(self.num_message_bytes, _PAGE)
+
+
+class SharedMemory:
+    """Anonymous memory that the ranks of one worker map; it ends with the last of their processes.
+
+    The system gives it pages only where they are written.
+
+    Args:
+        sizes: the same for all ranks.
+        descriptor: a file descriptor of the memory; None to make it.
+    """
+
+    def __init__(self, sizes: SharedSizes, descriptor: int | None = None) -> None:
+        self.sizes = sizes
+        num_bytes = sizes.offsets[3]
+        if descriptor is None:
+            descriptor = _create(num_bytes)
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, num_bytes)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self.address = self._bytes.ctypes.data
+        slots, logits, message, end = sizes.offsets
+        self.slots = self._bytes[slots:logits]
+        floats = self._bytes[logits:message].view(np.float32)
+        self.logits = torch.from_numpy(floats[: sizes.max_rows * sizes.logits_width]).view(
+            sizes.max_rows, sizes.logits_width
+        )
+        self.message = self._bytes[message:end]
+        # The counters of the ranks, and behind them whether a rank has failed.
+        self.counters = self._bytes[: exchange.LINE * (exchange.MOST_RANKS + 1)].view(np.int64)
+
+    def break_off(self) -> None:
+        """Let no rank wait for another any longer; their results are wrong from now on."""
+        self.counters[_BROKEN] = 1
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a rank has failed."""
+        return bool(self.counters[_BROKEN])
+
+
+_BROKEN = exchange.LINE // 8 * exchange.MOST_RANKS
+
+
+class Collectives:
     """The collectives of one rank. One thread calls them.
 
     Attributes:
+        memory: what the ranks share.
         rank: this rank.
         num_ranks: number of ranks.
         has_own_files: whether this rank reads the model from files that may not be those of rank 0.
+        num_rounds: rounds that this rank has come to.
+        failure: why the ranks have failed, if this process knows it.
     """
 
-    rank: int
-    num_ranks: int
-    has_own_files: bool
+    def __init__(self, memory: SharedMemory, rank: int) -> None:
+        self.memory = memory
+        self.rank = rank
+        self.num_ranks = memory.sizes.num_ranks
+        self.has_own_files = False
+        self.num_rounds = 0
+        self.failure: str | None = None
+        sizes = memory.sizes
+        self._patience = np.array([0, _LOOK_NANOSECONDS], np.int64)
+        self._arguments = np.array(
+            [
+                (
+                    rank,
+                    sizes.num_ranks,
+                    memory.address,
+                    memory.address + 8 * _BROKEN,
+                    memory.address + sizes.offsets[0],
+                    sizes.slot_bytes,
+                    sizes.piece_bytes,
+                    exchange.SPINS if len(os.sched_getaffinity(0)) >= sizes.num_ranks else 1,
+                    *futex_call(),
+                    self._patience.ctypes.data,
+                    0,
+                    0,
+                    0,
+                )
+            ],
+            exchange.EXCHANGE,
+        )
+        self.address = self._arguments.ctypes.data
+        """Address of an ``exchange.EXCHANGE``."""
 
-    @abstractmethod
     def sum(self, partials: Sequence[torch.Tensor], borders: Int64s) -> torch.Tensor:
-        """Return the sum of all ranks' tensors ``[num_rows, width]`` in float32, in a fixed tree.
+        """Return the sum of all ranks' tensors ``[num_rows, sum_width]`` in float32, in a fixed tree.
 
         Args:
             partials: the sums of this rank's ``pieces``.
             borders: the first segment of each rank, and the number of segments.
 
         Raises:
-            RanksError: a rank has failed, or the tensors are larger than those of the model.
+            RanksError: a rank has failed, or the tensors are larger than the memory for them.
         """
+        sizes = self.memory.sizes
+        num_rows, width = partials[0].shape
+        if num_rows > sizes.max_rows or width != sizes.sum_width:
+            raise RanksError(
+                f"a sum of {num_rows} x {width} values does not fit {sizes.max_rows} x {sizes.sum_width}"
+            )
+        self.num_rounds += 1
+        number = (self.num_rounds & 1) * sizes.num_ranks + self.rank
+        for index, partial in enumerate(partials):
+            begin = number * sizes.slot_bytes + index * sizes.piece_bytes
+            piece = self.memory.slots[begin : begin + 4 * num_rows * width]
+            piece.view(np.float32)[:] = partial.contiguous().view(-1).numpy()
+        output = torch.empty_like(partials[0])
+        values = self.address, self.num_rounds, borders.ctypes.data, num_rows, width, output.data_ptr()
+        arguments = np.array([values], exchange.SUM)
+        threads.run(exchange.sum_kernel().address, arguments.ctypes.data, 1)
+        self.check()
+        return output
 
-    @abstractmethod
-    def gather_logits(self, columns: torch.Tensor, borders: Sequence[int]) -> torch.Tensor:
-        """Return the logits ``[num_rows, borders[-1]]`` of which each rank has some columns.
+    def gather_logits(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the logits ``[num_rows, logits_width]`` of which each rank has some columns.
 
-        Rank 0 has all of them afterwards. What the others get depends on the collectives.
-
-        Args:
-            columns: this rank's columns.
-            borders: the first column of each rank, and the number of columns.
+        Rank 0 has all of them afterwards.
 
         Raises:
-            RanksError: a rank has failed, or there are more rows than a step may have.
+            RanksError: a rank has failed, or there are more rows than the memory has.
         """
+        num_rows = columns.shape[0]
+        self.before_logits()
+        logits = self.logits(num_rows)
+        first, end = self.column_borders[self.rank : self.rank + 2]
+        logits[:, first:end] = columns
+        self.share_logits(num_rows)
+        return logits.clone()
+
+    @property
+    def column_borders(self) -> list[int]:
+        """The first logit of each rank, and the number of logits."""
+        return column_borders(self.memory.sizes.vocab_size, self.num_ranks)
+
+    def before_logits(self) -> None:
+        """Wait until no rank reads the logits of the call before.
+
+        Raises:
+            RanksError: a rank has failed.
+        """
+        self.meet()
+
+    def share_logits(self, num_rows: int) -> None:
+        """Let rank 0 have the columns that each rank has written into ``logits(num_rows)``.
+
+        Raises:
+            RanksError: a rank has failed.
+        """
+        self.meet()
+
+    def logits(self, num_rows: int) -> torch.Tensor:
+        """Return the memory ``[num_rows, logits_width]`` into which each rank writes its logits.
+
+        Raises:
+            RanksError: there are more rows than the memory has.
+        """
+        if num_rows > self.memory.sizes.max_rows:
+            raise RanksError(f"{num_rows} rows of logits do not fit {self.memory.sizes.max_rows}")
+        return self.memory.logits[:num_rows]
+
+    def meet(self) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            RanksError: a rank has failed.
+        """
+        self.num_rounds += 1
+        arguments = np.array([(self.address, self.num_rounds)], exchange.MEETING)
+        threads.run(exchange.meeting_kernel().address, arguments.ctypes.data, 1)
+        self.check()
+
+    def check(self) -> None:
+        """Raise RanksError if a rank has failed."""
+        if self.memory.is_broken:
+            raise RanksError(self.failure or "a rank of this worker has failed")
 
 
 def pieces(borders: Int64s, rank: int) -> list[range]:
@@ -72,3 +265,29 @@ def pieces(borders: Int64s, rank: int) -> list[range]:
         found.append(range(first - own_first, first - own_first + size))
         first += size
     return found
+
+
+def head_units(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the first unit of logits of a rank, and the first one of the next rank."""
+    num_units = -(-vocab_size // UNIT)
+    return num_units * rank // num_ranks, num_units * (rank + 1) // num_ranks
+
+
+def column_borders(vocab_size: int, num_ranks: int) -> list[int]:
+    """Return the first logit of each rank, and the number of logits."""
+    firsts = [head_units(vocab_size, rank, num_ranks)[0] * UNIT for rank in range(num_ranks)]
+    return [*firsts, vocab_size]
+
+
+def _create(num_bytes: int) -> int:
+    descriptor = os.memfd_create("quire-ranks")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quire.engine.packed_linear import PackedLinear
-from quire.engine.parallel.collectives import Collectives, pieces
+from quire.engine.parallel.collectives import Collectives, head_units, pieces
 from quire.kernels.cpu.linear import UNIT, linear, sums
 
 
@@ -71,8 +71,7 @@ class DividedHead(PackedLinear):
         first, end = head_units(vocab_size, collectives.rank, collectives.num_ranks)
         self.first_unit = first if own.out_features == vocab_size else 0
         self.num_units = end - first
-        self._borders = _column_borders(vocab_size, collectives.num_ranks)
-        self.first_column = self._borders[collectives.rank]
+        self.first_column = first * UNIT
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return all ranks' logits.
@@ -82,17 +81,5 @@ class DividedHead(PackedLinear):
         """
         columns = linear(inputs, self.packed, self.bias).reshape(-1, self.packed.out_features)
         columns = columns[:, self.first_unit * UNIT : (self.first_unit + self.num_units) * UNIT]
-        logits = self._collectives.gather_logits(columns, self._borders)
+        logits = self._collectives.gather_logits(columns)
         return logits[:, : self.out_features].to(inputs.dtype).reshape(*inputs.shape[:-1], self.out_features)
-
-
-def _column_borders(vocab_size: int, num_ranks: int) -> list[int]:
-    """Return the first logit of each rank, and the number of logits."""
-    firsts = [head_units(vocab_size, rank, num_ranks)[0] * UNIT for rank in range(num_ranks)]
-    return [*firsts, vocab_size]
-
-
-def head_units(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the first unit of logits of a rank, and the first one of the next rank."""
-    num_units = -(-vocab_size // UNIT)
-    return num_units * rank // num_ranks, num_units * (rank + 1) // num_ranks

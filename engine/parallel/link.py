@@ -124,16 +124,17 @@ class Link:
             self._raise_unexpected(kind, size)
         return Kind(kind), self._read(size)
 
-    def receive_into(self, kind: Kind, target: memoryview) -> None:
-        """Receive a frame that fills some memory exactly.
+    def receive_into(self, kind: Kind, *targets: memoryview) -> None:
+        """Receive a frame that fills some pieces of memory exactly.
 
         Raises:
             RanksError: the other end is gone, has failed, or has sent something else.
         """
         found, size = self._receive_header()
-        if (found, size) != (kind, len(target)):
+        if (found, size) != (kind, sum(map(len, targets))):
             self._raise_unexpected(found, size)
-        self._fill(target)
+        for each in targets:
+            self._fill(each)
 
     def close(self) -> None:
         """Close the connection; a call that another thread makes with it fails."""

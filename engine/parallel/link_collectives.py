@@ -1,70 +1,48 @@
-"""Collectives between ranks on several machines: rank 0 adds what the others send, and sends them the sums.
+"""Collectives between ranks that share no memory, over connections to rank 0.
 
-Each sum takes one way to rank 0 and one way back. That is the least for two ranks. All bytes pass through
-rank 0's connections, so several ranks share their speed.
+Each rank has memory of its own for the partial sums of all ranks. When it has computed its own, it sends them
+and gets those of the others. Then all ranks add in the same tree as ranks that share memory, so the bits are
+the same. With two ranks, the two messages of a small sum cross on the way. With more, all bytes pass through
+rank 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from quire.engine.block_memory import Buffer
-from quire.engine.parallel.collectives import Collectives, Int64s, RanksError, pieces
+from quire.engine.parallel.collectives import Collectives, Int64s, RanksError, SharedMemory, pieces
 from quire.engine.parallel.link import Kind, Link
+from quire.kernels.cpu import exchange
+
+_CROSSING_BYTES = 32 << 10
+"""Both ends may send so many bytes at a time before either receives: the system holds more."""
+_CARRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class LinkCollectives(Collectives):
     """The collectives of one rank.
 
     Args:
+        memory: memory of this process alone.
         links: those of rank 0 to the other ranks, in their order; or one, a rank's own to rank 0.
         rank: this rank.
-        num_ranks: number of ranks.
-
-    Attributes:
-        failure: why the ranks have failed, if this process knows it.
     """
 
-    def __init__(self, links: Sequence[Link], rank: int, num_ranks: int) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
+    def __init__(self, memory: SharedMemory, links: Sequence[Link], rank: int) -> None:
+        super().__init__(memory, rank)
         self.has_own_files = rank > 0
-        self.failure: str | None = None
         self._links = links
-
-    def sum(self, partials: Sequence[torch.Tensor], borders: Int64s) -> torch.Tensor:
-        """See ``Collectives``."""
-        own = torch.stack(list(partials)).contiguous()
-        if self.rank:
-            self.send(Kind.SUM, _bytes(own))
-            total = torch.empty_like(own[0])
-            self._receive(self._links[0], Kind.SUM, total)
-            return total
-        parts = list(_placed(own, borders, 0))
-        for rank, link in enumerate(self._links, 1):
-            others = own.new_empty((len(pieces(borders, rank)), *own.shape[1:]))
-            self._receive(link, Kind.SUM, others)
-            parts += _placed(others, borders, rank)
-        total = add_pieces(parts)
-        self.send(Kind.SUM, _bytes(total))
-        return total
-
-    def gather_logits(self, columns: torch.Tensor, borders: Sequence[int]) -> torch.Tensor:
-        """See ``Collectives``. Ranks other than 0 get zeros instead of the others' columns."""
-        logits = columns.new_zeros((columns.shape[0], borders[-1]))
-        logits[:, borders[self.rank] : borders[self.rank + 1]] = columns
-        if self.rank:
-            self.send(Kind.LOGITS, _bytes(columns.contiguous()))
-            return logits
-        for link, (first, end) in zip(self._links, pairwise(borders[1:]), strict=True):
-            others = columns.new_empty((columns.shape[0], end - first))
-            self._receive(link, Kind.LOGITS, others)
-            logits[:, first:end] = others
-        return logits
+        # The kernel has only its address.
+        self._carry_function = _CARRY(self._carry)
+        carry = ctypes.cast(self._carry_function, ctypes.c_void_p).value
+        self._arguments["carry"] = carry
 
     def send(self, kind: Kind, *parts: Buffer) -> None:
         """Send a frame over all links.
@@ -76,9 +54,66 @@ class LinkCollectives(Collectives):
             for link in self._links:
                 link.send(kind, *parts)
 
-    def _receive(self, link: Link, kind: Kind, target: torch.Tensor) -> None:
-        with self._failing():
-            link.receive_into(kind, _bytes(target))
+    def before_logits(self) -> None:
+        """See ``Collectives``. Only rank 0 reads the logits of its own memory."""
+
+    def share_logits(self, num_rows: int) -> None:
+        """See ``Collectives``. The other ranks' columns stay what they were on ranks other than 0."""
+        self.check()
+        logits, borders = self.logits(num_rows), self.column_borders
+        if self.rank:
+            own = logits[:, borders[self.rank] : borders[self.rank + 1]]
+            self.send(Kind.LOGITS, _bytes(own.contiguous()))
+            return
+        for link, (first, end) in zip(self._links, pairwise(borders[1:]), strict=True):
+            columns = torch.empty((num_rows, end - first))
+            with self._failing():
+                link.receive_into(Kind.LOGITS, _bytes(columns))
+            logits[:, first:end] = columns
+
+    def _carry(self, _: object) -> None:
+        """Send this rank's slot of a round, and fill those of the others; called within a kernel."""
+        try:
+            with self._failing():
+                self._carry_slots()
+        except BaseException as error:
+            # Nothing can be raised through the kernel. It goes on, and the next check fails.
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
+            self.memory.break_off()
+
+    def _carry_slots(self) -> None:
+        round_number = int(self.memory.counters[exchange.LINE // 8 * self.rank])
+        borders = np.ctypeslib.as_array(
+            ctypes.cast(int(self._arguments["borders"][0]), ctypes.POINTER(ctypes.c_int64)),
+            (self.num_ranks + 1,),
+        )
+        num_rows = int(self._arguments["num_rows"][0])
+        slots = [self._slot(round_number, rank, num_rows, borders) for rank in range(self.num_ranks)]
+        own, others = slots[self.rank], [slots[rank] for rank in range(self.num_ranks) if rank != self.rank]
+        if self.rank:
+            self._links[0].send(Kind.SUM, *own)
+            for slot in others:
+                self._links[0].receive_into(Kind.SUM, *slot)
+            return
+        is_crossing = len(self._links) == 1 and sum(map(len, own)) <= _CROSSING_BYTES
+        if is_crossing:
+            self._links[0].send(Kind.SUM, *own)
+        for link, slot in zip(self._links, others, strict=True):
+            link.receive_into(Kind.SUM, *slot)
+        if is_crossing:
+            return
+        for rank, link in enumerate(self._links, 1):
+            for other, slot in enumerate(slots):
+                if other != rank:
+                    link.send(Kind.SUM, *slot)
+
+    def _slot(self, round_number: int, rank: int, num_rows: int, borders: Int64s) -> list[memoryview]:
+        """Return the memory of a rank's pieces in a round."""
+        sizes = self.memory.sizes
+        begin = ((round_number & 1) * self.num_ranks + rank) * sizes.slot_bytes
+        num_bytes = 4 * num_rows * sizes.sum_width
+        firsts = [begin + index * sizes.piece_bytes for index in range(len(pieces(borders, rank)))]
+        return [self.memory.slots[first : first + num_bytes].data for first in firsts]
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -89,32 +124,8 @@ class LinkCollectives(Collectives):
             yield
         except RanksError as error:
             self.failure = self.failure or str(error)
+            self.memory.break_off()
             raise RanksError(self.failure) from error
-
-
-def add_pieces(parts: Iterable[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
-    """Return the sum of pieces in a fixed binary tree, whose leaves are segments.
-
-    Args:
-        parts: the first segment, the number of segments and the sum of each piece, in order; a piece is a
-            whole subtree, see ``pieces``.
-    """
-    levels: dict[int, torch.Tensor] = {}
-    for first, size, part in parts:
-        level, total = size.bit_length() - 1, part
-        while first >> level & 1:
-            total = total + levels.pop(level)
-            level += 1
-        levels[level] = total
-    (whole,) = levels.values()
-    return whole
-
-
-def _placed(tensors: torch.Tensor, borders: Int64s, rank: int) -> Iterable[tuple[int, int, torch.Tensor]]:
-    """Yield the first segment, the number of segments and the sum of each of a rank's pieces."""
-    own_first = int(borders[rank])
-    for piece, tensor in zip(pieces(borders, rank), tensors, strict=True):
-        yield own_first + piece.start, len(piece), tensor
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

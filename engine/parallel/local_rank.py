@@ -17,10 +17,9 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.model_check import UnsupportedModelError
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.model_runner import ModelRunner
-from quire.engine.parallel.collectives import RanksError
+from quire.engine.parallel.collectives import Collectives, RanksError, SharedMemory
 from quire.engine.parallel.local_settings import RankSettings
 from quire.engine.parallel.messages import HEADER_BYTES, Header, Kind, read_step
-from quire.engine.parallel.shared_collectives import SharedCollectives, SharedMemory
 from quire.engine.shared_memory import map_shared
 from quire.settings.setting import SettingError
 
@@ -37,7 +36,7 @@ def main() -> None:
     Thread(target=_end_with_rank_0, args=(settings.life,), daemon=True).start()
     torch.set_num_threads(settings.num_threads)
     memory = SharedMemory(settings.sizes, settings.memory)
-    collectives = SharedCollectives(memory, settings.rank)
+    collectives = Collectives(memory, settings.rank)
     try:
         model = load_model(settings.model, settings.dtype, _CPU, settings.weight_dtype, collectives)
         _serve(settings, model, collectives)
@@ -52,7 +51,7 @@ def _end_with_rank_0(life: int) -> None:
     os._exit(1)
 
 
-def _serve(settings: RankSettings, model: LoadedModel, collectives: SharedCollectives) -> None:
+def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives) -> None:
     """Do what the messages of rank 0 ask for, until the pipe closes."""
     runner: ModelRunner | None = None
     while data := os.read(settings.control, HEADER_BYTES):

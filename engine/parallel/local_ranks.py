@@ -17,12 +17,11 @@ from quire.engine import shared_memory
 from quire.engine.config import EngineConfig
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
-from quire.engine.parallel.collectives import RanksError
+from quire.engine.parallel.collectives import Collectives, SharedMemory
 from quire.engine.parallel.local_settings import RankSettings, shared_sizes
 from quire.engine.parallel.messages import Header, Kind, step_header, write_step
 from quire.engine.parallel.rank_watch import RankWatch
 from quire.engine.parallel.ranks import LOAD_SECONDS, STEP_SECONDS, Ranks, check_device
-from quire.engine.parallel.shared_collectives import SharedCollectives, SharedMemory
 from quire.engine.step_tensors import StepTensors
 from quire.kvindex.kv_layout import KvShape
 
@@ -42,7 +41,7 @@ class LocalRanks(Ranks):
         OSError: a process cannot be started.
     """
 
-    collectives: SharedCollectives
+    collectives: Collectives
 
     def __init__(self, config: EngineConfig, num_ranks: int) -> None:
         self.failure: Future[str] = Future()
@@ -74,7 +73,7 @@ class LocalRanks(Ranks):
             self._start(settings, resources)
             self._resources = resources.pop_all()
         torch.set_num_threads(num_threads)
-        self.collectives = SharedCollectives(self._memory, 0)
+        self.collectives = Collectives(self._memory, 0)
         self._watcher = Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
@@ -107,9 +106,7 @@ class LocalRanks(Ranks):
 
     def send_step(self, step: StepTensors) -> None:
         """See ``Ranks``. The tensors lie in shared memory until all ranks have met after the step."""
-        header, most = step_header(step), self._memory.sizes.max_rows
-        if max(header.first, header.second) > most:
-            raise RanksError(f"a step of {header.first} tokens does not fit {most}")
+        header = step_header(step, self._memory.sizes.max_rows)
         write_step(self._memory.message, step)
         self.send(header)
 

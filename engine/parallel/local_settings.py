@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from transformers import AutoConfig
 
 from quire.engine.config import EngineConfig
+from quire.engine.parallel.collectives import SharedSizes
 from quire.engine.parallel.messages import message_bytes
-from quire.engine.parallel.shared_collectives import SharedSizes
 from quire.models.source import find_model
 
 _LEAST_ROWS = 64

@@ -51,11 +51,17 @@ def message_bytes(max_tokens: int, max_num_seqs: int, max_table_width: int) -> i
     return 8 * (4 * max_tokens + 4 * max_num_seqs + max_num_seqs * max_table_width + 64)
 
 
-def step_header(step: StepTensors) -> Header:
-    """Return the header of a step, which tells the sizes of its tensors."""
+def step_header(step: StepTensors, max_rows: int) -> Header:
+    """Return the header of a step, which tells the sizes of its tensors.
+
+    Raises:
+        RanksError: the step has more rows than the ranks have memory for.
+    """
     metadata = step.metadata
     most = -1 if metadata.max_new_tokens is None else metadata.max_new_tokens
     num_tokens, num_logits = step.input_ids.shape[0], step.logit_rows.shape[0]
+    if max(num_tokens, num_logits) > max_rows:
+        raise RanksError(f"a step of {num_tokens} tokens does not fit {max_rows}")
     num_seqs, width = metadata.block_tables.shape
     return Header(Kind.STEP, num_tokens, num_logits, num_seqs, width, most)
 

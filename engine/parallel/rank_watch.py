@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 
-from quire.engine.parallel.shared_collectives import SharedMemory
+from quire.engine.parallel.collectives import SharedMemory
 from quire.kernels.cpu.exchange import LINE
 
 STOPPED_SECONDS = 1.0

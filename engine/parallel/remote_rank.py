@@ -13,11 +13,12 @@ from threading import Event, Thread
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import load_model
 from quire.engine.model_runner import ModelRunner
-from quire.engine.parallel.collectives import RanksError
+from quire.engine.parallel.collectives import RanksError, SharedMemory, SharedSizes
 from quire.engine.parallel.head_parts import part_shape
 from quire.engine.parallel.link import Kind, Link
 from quire.engine.parallel.link_collectives import LinkCollectives
@@ -26,6 +27,7 @@ from quire.engine.parallel.ranks import LOAD_SECONDS
 from quire.engine.parallel.remote_ranks import LEAVING, RankLinks
 from quire.engine.parallel.remote_settings import LoadedPart, RemoteSettings
 from quire.models.bundled import demo_model_path
+from quire.models.source import find_model
 
 _CPU = torch.device("cpu")
 _SILENT_SECONDS = 30.0
@@ -80,8 +82,9 @@ def _tell_failure(steps: Link, problem: str) -> None:
 
 def _prepare(steps: Link, settings: RemoteSettings, server: BlockServer) -> ModelRunner:
     """Load the model, tell rank 0 what was loaded, and allocate the blocks that it asks for."""
-    collectives = LinkCollectives([steps], settings.rank, settings.num_ranks)
     path = settings.model or str(demo_model_path())
+    _check_sizes(path, settings.sizes)
+    collectives = LinkCollectives(SharedMemory(settings.sizes), [steps], settings.rank)
     model = load_model(path, settings.dtype, _CPU, collectives=collectives)
     shape = model.kv_shape(settings.block_size, settings.kv_cache_dtype)
     heads = model.own_kv_heads or range(shape.num_kv_heads)
@@ -91,6 +94,13 @@ def _prepare(steps: Link, settings: RemoteSettings, server: BlockServer) -> Mode
     server.memory = memory
     steps.send(Kind.DONE)
     return ModelRunner(model, memory)
+
+
+def _check_sizes(path: str, sizes: SharedSizes) -> None:
+    """Raise ValueError for a model that would not fit the memory for sums."""
+    config = AutoConfig.from_pretrained(find_model(path)).get_text_config()
+    if (config.hidden_size, config.vocab_size) != (sizes.hidden_size, sizes.vocab_size):
+        raise ValueError(f"{path} is another model than the worker's: give both the same files")
 
 
 def _run_steps(steps: Link, runner: ModelRunner) -> None:

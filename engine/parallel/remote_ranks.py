@@ -6,6 +6,7 @@ which do not wait for a step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -16,10 +17,11 @@ import numpy as np
 
 from quire.engine.config import EngineConfig
 from quire.engine.model_loader import LoadedModel
-from quire.engine.parallel.collectives import RanksError
+from quire.engine.parallel.collectives import RanksError, SharedMemory
 from quire.engine.parallel.divided_memory import BlockLinks, DividedMemory
 from quire.engine.parallel.link import Kind, Link
 from quire.engine.parallel.link_collectives import LinkCollectives
+from quire.engine.parallel.local_settings import shared_sizes
 from quire.engine.parallel.messages import step_bytes, step_header, write_step
 from quire.engine.parallel.ranks import LOAD_SECONDS, STEP_SECONDS, Ranks
 from quire.engine.parallel.remote_settings import LoadedPart, RemoteSettings, own_version
@@ -65,14 +67,16 @@ class RemoteRanks(Ranks):
         self._on_leaving = on_leaving
         self._steps = [each.steps for each in links]
         self._blocks = BlockLinks([each.blocks for each in links])
-        self.collectives = LinkCollectives(self._steps, 0, len(links) + 1)
+        sizes = shared_sizes(config, len(links) + 1)
+        self._memory = SharedMemory(sizes)
+        self.collectives = LinkCollectives(self._memory, self._steps, 0)
         self._is_closed = Event()
         for rank, each in enumerate(links, 1):
             each.steps.set_limit(LOAD_SECONDS)
             each.blocks.set_limit(_LOADING_ANSWER_SECONDS)
             settings = RemoteSettings(
                 rank=rank,
-                num_ranks=len(links) + 1,
+                sizes=sizes,
                 quire_version=own_version(),
                 model=config.model,
                 dtype=config.dtype,
@@ -105,9 +109,10 @@ class RemoteRanks(Ranks):
 
     def send_step(self, step: StepTensors) -> None:
         """See ``Ranks``."""
+        header = step_header(step, self._memory.sizes.max_rows)
         message = np.empty(step_bytes(step), np.uint8)
         write_step(message, step)
-        self.collectives.send(Kind.STEP, step_header(step).to_bytes(), message.data)
+        self.collectives.send(Kind.STEP, header.to_bytes(), message.data)
 
     def expect_steps(self) -> None:
         """See ``Ranks``."""
@@ -125,6 +130,7 @@ class RemoteRanks(Ranks):
             with suppress(RanksError):
                 link.send(Kind.END)
         self._close_links()
+        os.close(self._memory.descriptor)
 
     def _watch(self) -> None:
         """Fail the group when a rank gives no sign of life, and tell when one was told to end."""
@@ -145,6 +151,7 @@ class RemoteRanks(Ranks):
         """Let rank 0 stop waiting, and all other ranks end."""
         self.collectives.failure = self.collectives.failure or problem
         self._blocks.failure = self._blocks.failure or problem
+        self._memory.break_off()
         self._close_links()
         with suppress(InvalidStateError):  # it has failed before
             self.failure.set_result(problem)

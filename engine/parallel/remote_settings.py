@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
+from quire.engine.parallel.collectives import SharedSizes
+
 
 @dataclass(frozen=True)
 class RemoteSettings:
@@ -14,11 +16,12 @@ class RemoteSettings:
     Attributes:
         quire_version: that of rank 0.
         model: folder or hub id of the model; None means the bundled demo.
+        sizes: the sizes of each rank's memory for sums.
     """
 
     rank: int
-    num_ranks: int
     quire_version: str
+    sizes: SharedSizes
     model: str | None
     dtype: str
     block_size: int
@@ -39,7 +42,7 @@ class RemoteSettings:
         own, other = own_version(), values.get("quire_version")
         if other != own:
             raise ValueError(f"this machine has quire {own}, and the worker's has {other}: install the same")
-        return cls(**values)
+        return cls(**{**values, "sizes": SharedSizes(**values["sizes"])})
 
 
 @dataclass(frozen=True)
