@@ -22,7 +22,8 @@ from quire.services.server.tls import CLUSTER_NAME
 from quire.services.worker.config import WorkerConfig
 
 PROGRAM = "import sys; from quire.cli.main import main; sys.argv[0] = 'quire'; main()"
-SECONDS = 60.0
+SECONDS = 180.0
+"""A worker may have to compile its kernels first."""
 SIZES: Any = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 Process = subprocess.Popen[str]
 Start = Callable[..., Process]
@@ -41,7 +42,7 @@ def address() -> str:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return what starts `quire` with arguments and variables; it is killed at the end, or after a minute."""
+    """Return what starts `quire` with arguments and variables; it is killed at the end, or after three minutes."""
     with ExitStack() as stack:
 
         def start(*arguments: object, **variables: str) -> Process:
