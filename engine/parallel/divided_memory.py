@@ -17,7 +17,7 @@ from quire.engine.block_memory import BlockMemory, Buffer, Pairs
 from quire.engine.kv_memory import KvMemory, check_scales
 from quire.engine.parallel.collectives import RanksError
 from quire.engine.parallel.head_parts import part_shape, put_part, take_part
-from quire.engine.parallel.link import Kind, Link
+from quire.engine.parallel.link import FrameKind, Link
 from quire.engine.parallel.messages import Bytes
 from quire.kvindex.kv_layout import KvShape
 
@@ -38,7 +38,7 @@ class BlockLinks:
         self._lock = Lock()
         self.failure: str | None = None
 
-    def ask(self, requests: Mapping[int, tuple[Kind, Sequence[Buffer]]]) -> dict[int, bytearray]:
+    def ask(self, requests: Mapping[int, tuple[FrameKind, Sequence[Buffer]]]) -> dict[int, bytearray]:
         """Send requests to ranks, and return their answers.
 
         Raises:
@@ -51,7 +51,7 @@ class BlockLinks:
             try:
                 for rank, (kind, parts) in requests.items():
                     self._links[rank - 1].send(kind, *parts)
-                return {rank: self._links[rank - 1].receive(Kind.DONE)[1] for rank in requests}
+                return {rank: self._links[rank - 1].receive(FrameKind.DONE)[1] for rank in requests}
             except RanksError as error:
                 self.failure = self.failure or str(error)
                 raise RanksError(self.failure) from error
@@ -105,7 +105,7 @@ class DividedMemory(BlockMemory):
     def copy_within(self, pairs: Pairs) -> None:
         """See ``BlockMemory``."""
         if pairs:
-            request = Kind.COPY, [np.array(pairs, np.int64).tobytes()]
+            request = FrameKind.COPY, [np.array(pairs, np.int64).tobytes()]
             self._links.ask(dict.fromkeys(range(1, len(self._heads)), request))
             self._own.copy_within(pairs)
 
@@ -125,7 +125,7 @@ class DividedMemory(BlockMemory):
     def _read(self, block_ids: Sequence[int]) -> Iterable[Bytes]:
         """Return copies of whole blocks."""
         ids = np.array(block_ids, np.int64).tobytes()
-        parts = self._links.ask({rank: (Kind.READ, [ids]) for rank in _owners(self._heads)})
+        parts = self._links.ask({rank: (FrameKind.READ, [ids]) for rank in _owners(self._heads)})
         blocks = [np.zeros(self.shape.block_bytes, np.uint8) for _ in block_ids]
         for block, block_id in zip(blocks, block_ids, strict=True):
             own = np.frombuffer(self._own.payload(block_id), np.uint8)
@@ -143,7 +143,7 @@ class DividedMemory(BlockMemory):
         def parts(rank: int) -> list[memoryview]:
             return [take_part(block, self.shape, self._heads[rank]).data for block in blocks]
 
-        self._links.ask({rank: (Kind.WRITE, [ids, *parts(rank)]) for rank in range(1, len(self._heads))})
+        self._links.ask({rank: (FrameKind.WRITE, [ids, *parts(rank)]) for rank in range(1, len(self._heads))})
         for block_id, part in zip(block_ids, parts(0), strict=True):
             self._own.write(block_id, part)
 

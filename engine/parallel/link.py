@@ -36,7 +36,7 @@ class Purpose(IntEnum):
     BLOCKS = 1
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame carries."""
 
     ERROR = 0
@@ -96,7 +96,7 @@ class Link:
         except OSError:
             return True
 
-    def send(self, kind: Kind, *parts: Buffer) -> None:
+    def send(self, kind: FrameKind, *parts: Buffer) -> None:
         """Send a frame.
 
         Raises:
@@ -113,7 +113,7 @@ class Link:
         except OSError as error:
             raise RanksError(f"{self.peer} is gone: {error}") from error
 
-    def receive(self, *expected: Kind) -> tuple[Kind, bytearray]:
+    def receive(self, *expected: FrameKind) -> tuple[FrameKind, bytearray]:
         """Return the next frame, which must be of one of some kinds.
 
         Raises:
@@ -122,9 +122,9 @@ class Link:
         kind, size = self._receive_header()
         if kind not in expected:
             self._raise_unexpected(kind, size)
-        return Kind(kind), self._read(size)
+        return FrameKind(kind), self._read(size)
 
-    def receive_into(self, kind: Kind, *targets: memoryview) -> None:
+    def receive_into(self, kind: FrameKind, *targets: memoryview) -> None:
         """Receive a frame that fills some pieces of memory exactly.
 
         Raises:
@@ -147,10 +147,10 @@ class Link:
         return kind, size
 
     def _raise_unexpected(self, kind: int, size: int) -> NoReturn:
-        if kind == Kind.ERROR:
+        if kind == FrameKind.ERROR:
             text = self._read(min(size, _LONGEST_TEXT)).decode(errors="replace")
             raise RanksError(f"{self.peer}: {text}")
-        if kind == Kind.END:
+        if kind == FrameKind.END:
             raise RanksError(f"{self.peer} has ended")
         raise RanksError(f"{self.peer} has sent {size} bytes of kind {kind}, which do not belong here")
 

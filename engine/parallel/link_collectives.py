@@ -18,7 +18,7 @@ import torch
 
 from quire.engine.block_memory import Buffer
 from quire.engine.parallel.collectives import Collectives, Int64s, RanksError, SharedMemory, pieces
-from quire.engine.parallel.link import Kind, Link
+from quire.engine.parallel.link import FrameKind, Link
 from quire.kernels.cpu import exchange
 
 _CROSSING_BYTES = 32 << 10
@@ -44,7 +44,7 @@ class LinkCollectives(Collectives):
         carry = ctypes.cast(self._carry_function, ctypes.c_void_p).value
         self._arguments["carry"] = carry
 
-    def send(self, kind: Kind, *parts: Buffer) -> None:
+    def send(self, kind: FrameKind, *parts: Buffer) -> None:
         """Send a frame over all links.
 
         Raises:
@@ -63,12 +63,12 @@ class LinkCollectives(Collectives):
         logits, borders = self.logits(num_rows), self.column_borders
         if self.rank:
             own = logits[:, borders[self.rank] : borders[self.rank + 1]]
-            self.send(Kind.LOGITS, _bytes(own.contiguous()))
+            self.send(FrameKind.LOGITS, _bytes(own.contiguous()))
             return
         for link, (first, end) in zip(self._links, pairwise(borders[1:]), strict=True):
             columns = torch.empty((num_rows, end - first))
             with self._failing():
-                link.receive_into(Kind.LOGITS, _bytes(columns))
+                link.receive_into(FrameKind.LOGITS, _bytes(columns))
             logits[:, first:end] = columns
 
     def _carry(self, _: object) -> None:
@@ -91,21 +91,21 @@ class LinkCollectives(Collectives):
         slots = [self._slot(round_number, rank, num_rows, borders) for rank in range(self.num_ranks)]
         own, others = slots[self.rank], [slots[rank] for rank in range(self.num_ranks) if rank != self.rank]
         if self.rank:
-            self._links[0].send(Kind.SUM, *own)
+            self._links[0].send(FrameKind.SUM, *own)
             for slot in others:
-                self._links[0].receive_into(Kind.SUM, *slot)
+                self._links[0].receive_into(FrameKind.SUM, *slot)
             return
         is_crossing = len(self._links) == 1 and sum(map(len, own)) <= _CROSSING_BYTES
         if is_crossing:
-            self._links[0].send(Kind.SUM, *own)
+            self._links[0].send(FrameKind.SUM, *own)
         for link, slot in zip(self._links, others, strict=True):
-            link.receive_into(Kind.SUM, *slot)
+            link.receive_into(FrameKind.SUM, *slot)
         if is_crossing:
             return
         for rank, link in enumerate(self._links, 1):
             for other, slot in enumerate(slots):
                 if other != rank:
-                    link.send(Kind.SUM, *slot)
+                    link.send(FrameKind.SUM, *slot)
 
     def _slot(self, round_number: int, rank: int, num_rows: int, borders: Int64s) -> list[memoryview]:
         """Return the memory of a rank's pieces in a round."""

@@ -18,10 +18,11 @@ from quire.engine.config import EngineConfig
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.parallel.collectives import Collectives, SharedMemory
-from quire.engine.parallel.local_settings import RankSettings, shared_sizes
+from quire.engine.parallel.local_settings import RankSettings
 from quire.engine.parallel.messages import Header, Kind, step_header, write_step
 from quire.engine.parallel.rank_watch import RankWatch
 from quire.engine.parallel.ranks import LOAD_SECONDS, STEP_SECONDS, Ranks, check_device
+from quire.engine.parallel.shared_sizes import shared_sizes
 from quire.engine.step_tensors import StepTensors
 from quire.kvindex.kv_layout import KvShape
 

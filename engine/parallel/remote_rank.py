@@ -20,7 +20,7 @@ from quire.engine.model_loader import load_model
 from quire.engine.model_runner import ModelRunner
 from quire.engine.parallel.collectives import RanksError, SharedMemory, SharedSizes
 from quire.engine.parallel.head_parts import part_shape
-from quire.engine.parallel.link import Kind, Link
+from quire.engine.parallel.link import FrameKind, Link
 from quire.engine.parallel.link_collectives import LinkCollectives
 from quire.engine.parallel.messages import HEADER_BYTES, Header, read_step
 from quire.engine.parallel.ranks import LOAD_SECONDS
@@ -56,7 +56,7 @@ def run_rank(
     server = BlockServer(links, is_leaving)
     server.start()
     try:
-        settings = RemoteSettings.of(links.steps.receive(Kind.SETTINGS)[1])
+        settings = RemoteSettings.of(links.steps.receive(FrameKind.SETTINGS)[1])
         settings = replace(settings, model=model or settings.model)
         runner = _prepare(links.steps, settings, server)
         on_ready(settings)
@@ -69,15 +69,17 @@ def run_rank(
     finally:
         links.steps.close()
         links.blocks.close()
+        # A thread that is still in torch's code when the interpreter ends would abort the process.
+        server.join()
 
 
 def _tell_failure(steps: Link, problem: str) -> None:
     """Send a problem to rank 0, and wait until it closes the links, since it may read only later."""
     with suppress(RanksError):
-        steps.send(Kind.ERROR, problem.encode())
+        steps.send(FrameKind.ERROR, problem.encode())
         steps.set_limit(LOAD_SECONDS)
         while True:
-            steps.receive(*Kind)
+            steps.receive(*FrameKind)
 
 
 def _prepare(steps: Link, settings: RemoteSettings, server: BlockServer) -> ModelRunner:
@@ -88,11 +90,11 @@ def _prepare(steps: Link, settings: RemoteSettings, server: BlockServer) -> Mode
     model = load_model(path, settings.dtype, _CPU, collectives=collectives)
     shape = model.kv_shape(settings.block_size, settings.kv_cache_dtype)
     heads = model.own_kv_heads or range(shape.num_kv_heads)
-    steps.send(Kind.LOADED, LoadedPart(model.digest, heads.start, heads.stop).to_json())
-    num_blocks = int(np.frombuffer(steps.receive(Kind.POOL)[1], np.int64)[0])
+    steps.send(FrameKind.LOADED, LoadedPart(model.digest, heads.start, heads.stop).to_json())
+    num_blocks = int(np.frombuffer(steps.receive(FrameKind.POOL)[1], np.int64)[0])
     memory = KvMemory(part_shape(shape, heads), num_blocks, _CPU)
     server.memory = memory
-    steps.send(Kind.DONE)
+    steps.send(FrameKind.DONE)
     return ModelRunner(model, memory)
 
 
@@ -105,8 +107,8 @@ def _check_sizes(path: str, sizes: SharedSizes) -> None:
 
 def _run_steps(steps: Link, runner: ModelRunner) -> None:
     while True:
-        kind, data = steps.receive(Kind.STEP, Kind.END)
-        if kind is Kind.END:
+        kind, data = steps.receive(FrameKind.STEP, FrameKind.END)
+        if kind is FrameKind.END:
             return
         message = np.frombuffer(data, np.uint8)
         header = Header.of(bytes(message[:HEADER_BYTES]))
@@ -132,24 +134,26 @@ class BlockServer(Thread):
         link = self._links.blocks
         try:
             while True:
-                kind, data = link.receive(Kind.PING, Kind.READ, Kind.WRITE, Kind.COPY, Kind.END)
+                kind, data = link.receive(
+                    FrameKind.PING, FrameKind.READ, FrameKind.WRITE, FrameKind.COPY, FrameKind.END
+                )
                 # Only the first ping may take long: rank 0 waits for all other ranks before.
                 link.set_limit(_SILENT_SECONDS)
-                if kind is Kind.END:
+                if kind is FrameKind.END:
                     return
-                link.send(Kind.DONE, self._answer(kind, data))
+                link.send(FrameKind.DONE, self._answer(kind, data))
         except Exception as error:  # whatever it is, rank 0 must not wait
             self.failure = str(error)
             link.close()
             self._links.steps.close()
 
-    def _answer(self, kind: Kind, data: bytearray) -> bytes:
-        if kind is Kind.PING:
+    def _answer(self, kind: FrameKind, data: bytearray) -> bytes:
+        if kind is FrameKind.PING:
             return LEAVING if self._is_leaving.is_set() else b""
         assert self.memory is not None
-        if kind is Kind.READ:
+        if kind is FrameKind.READ:
             return b"".join(self.memory.payload(each) for each in np.frombuffer(data, np.int64))
-        if kind is Kind.COPY:
+        if kind is FrameKind.COPY:
             ids = np.frombuffer(data, np.int64).tolist()
             self.memory.copy_within(list(zip(ids[::2], ids[1::2], strict=True)))
             return b""

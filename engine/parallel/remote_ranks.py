@@ -19,12 +19,12 @@ from quire.engine.config import EngineConfig
 from quire.engine.model_loader import LoadedModel
 from quire.engine.parallel.collectives import RanksError, SharedMemory
 from quire.engine.parallel.divided_memory import BlockLinks, DividedMemory
-from quire.engine.parallel.link import Kind, Link
+from quire.engine.parallel.link import FrameKind, Link
 from quire.engine.parallel.link_collectives import LinkCollectives
-from quire.engine.parallel.local_settings import shared_sizes
 from quire.engine.parallel.messages import step_bytes, step_header, write_step
 from quire.engine.parallel.ranks import LOAD_SECONDS, STEP_SECONDS, Ranks
 from quire.engine.parallel.remote_settings import LoadedPart, RemoteSettings, own_version
+from quire.engine.parallel.shared_sizes import shared_sizes
 from quire.engine.step_tensors import StepTensors
 from quire.kvindex.kv_layout import KvShape
 
@@ -83,7 +83,7 @@ class RemoteRanks(Ranks):
                 block_size=config.block_size,
                 kv_cache_dtype=config.kv_cache_dtype,
             )
-            each.steps.send(Kind.SETTINGS, settings.to_json())
+            each.steps.send(FrameKind.SETTINGS, settings.to_json())
         self._watcher = Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
@@ -95,16 +95,16 @@ class RemoteRanks(Ranks):
         """
         heads = [model.own_kv_heads or range(shape.num_kv_heads)]
         for link in self._steps:
-            part = LoadedPart.of(link.receive(Kind.LOADED)[1])
+            part = LoadedPart.of(link.receive(FrameKind.LOADED)[1])
             if part.digest != model.digest:
                 raise RanksError(
                     f"{link.peer} has loaded another model than this worker: give both the same files"
                 )
             heads.append(part.heads)
         for link in self._steps:
-            link.send(Kind.POOL, np.int64(num_blocks).tobytes())
+            link.send(FrameKind.POOL, np.int64(num_blocks).tobytes())
         for link in self._steps:
-            link.receive(Kind.DONE)
+            link.receive(FrameKind.DONE)
         return DividedMemory(shape, num_blocks, heads, self._blocks)
 
     def send_step(self, step: StepTensors) -> None:
@@ -112,7 +112,7 @@ class RemoteRanks(Ranks):
         header = step_header(step, self._memory.sizes.max_rows)
         message = np.empty(step_bytes(step), np.uint8)
         write_step(message, step)
-        self.collectives.send(Kind.STEP, header.to_bytes(), message.data)
+        self.collectives.send(FrameKind.STEP, header.to_bytes(), message.data)
 
     def expect_steps(self) -> None:
         """See ``Ranks``."""
@@ -128,13 +128,13 @@ class RemoteRanks(Ranks):
         self._watcher.join()
         for link in (link for each in self._links for link in each):
             with suppress(RanksError):
-                link.send(Kind.END)
+                link.send(FrameKind.END)
         self._close_links()
         os.close(self._memory.descriptor)
 
     def _watch(self) -> None:
         """Fail the group when a rank gives no sign of life, and tell when one was told to end."""
-        pings = dict.fromkeys(range(1, len(self._links) + 1), (Kind.PING, ()))
+        pings = dict.fromkeys(range(1, len(self._links) + 1), (FrameKind.PING, ()))
         has_told = False
         while not self._is_closed.wait(_PING_SECONDS):
             try:

@@ -16,7 +16,7 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.parallel.collectives import RanksError
 from quire.engine.parallel.divided_memory import BlockLinks, DividedMemory
 from quire.engine.parallel.head_parts import part_shape
-from quire.engine.parallel.link import Kind, Link, Purpose
+from quire.engine.parallel.link import FrameKind, Link, Purpose
 from quire.engine.parallel.remote_rank import BlockServer
 from quire.engine.parallel.remote_ranks import LEAVING, RankLinks
 from quire.kvindex.kv_layout import KvShape
@@ -147,9 +147,9 @@ def test_a_rank_tells_that_it_was_told_to_end() -> None:
             stack.callback(each.close)
         BlockServer(RankLinks(steps[1], blocks[1]), leaving).start()
         links = BlockLinks([blocks[0]])
-        assert links.ask({1: (Kind.PING, ())}) == {1: b""}
+        assert links.ask({1: (FrameKind.PING, ())}) == {1: b""}
         leaving.set()
-        assert links.ask({1: (Kind.PING, ())}) == {1: LEAVING}
+        assert links.ask({1: (FrameKind.PING, ())}) == {1: LEAVING}
         blocks[0].close()
         with pytest.raises(RanksError):
-            steps[0].receive(Kind.DONE)  # without rank 0 there are no steps
+            steps[0].receive(FrameKind.DONE)  # without rank 0 there are no steps

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from quire.engine.parallel.collectives import RanksError
-from quire.engine.parallel.link import TOKEN_BYTES, Kind, Link, Purpose, Trust, accept, connect
+from quire.engine.parallel.link import TOKEN_BYTES, FrameKind, Link, Purpose, Trust, accept, connect
 
 TOKEN = bytes(range(TOKEN_BYTES))
 
@@ -88,31 +88,31 @@ def test_what_is_no_rank_is_refused() -> None:
 @pytest.mark.parametrize("size", [0, 1, 100_000, 3_000_000])
 def test_a_frame_arrives_as_it_was_sent(links: tuple[Link, Link], size: int) -> None:
     parts = [bytes([7]) * size, b"end"]
-    sending = threading.Thread(target=links[0].send, args=(Kind.WRITE, *parts))
+    sending = threading.Thread(target=links[0].send, args=(FrameKind.WRITE, *parts))
     sending.start()
-    kind, data = links[1].receive(Kind.READ, Kind.WRITE)
-    assert (kind, bytes(data)) == (Kind.WRITE, b"".join(parts))
+    kind, data = links[1].receive(FrameKind.READ, FrameKind.WRITE)
+    assert (kind, bytes(data)) == (FrameKind.WRITE, b"".join(parts))
     sending.join()
 
 
 def test_a_frame_of_another_size_or_kind_is_an_error(links: tuple[Link, Link]) -> None:
-    links[0].send(Kind.END)
+    links[0].send(FrameKind.END)
     with pytest.raises(RanksError, match="has ended"):
-        links[1].receive(Kind.POOL)
-    links[0].send(Kind.SUM, b"12345678")
+        links[1].receive(FrameKind.POOL)
+    links[0].send(FrameKind.SUM, b"12345678")
     with pytest.raises(RanksError, match="has sent 8 bytes of kind 5"):
-        links[1].receive_into(Kind.SUM, memoryview(bytearray(4)))
-    links[1].send(Kind.SUM, b"")
+        links[1].receive_into(FrameKind.SUM, memoryview(bytearray(4)))
+    links[1].send(FrameKind.SUM, b"")
     with pytest.raises(RanksError, match="has sent 0 bytes of kind 5"):
-        links[0].receive(Kind.STEP, Kind.END)
+        links[0].receive(FrameKind.STEP, FrameKind.END)
 
 
 def test_a_failure_is_told_to_the_other_end(links: tuple[Link, Link]) -> None:
     for receive in (
-        lambda: links[1].receive(Kind.STEP),
-        lambda: links[1].receive_into(Kind.SUM, memoryview(bytearray(4))),
+        lambda: links[1].receive(FrameKind.STEP),
+        lambda: links[1].receive_into(FrameKind.SUM, memoryview(bytearray(4))),
     ):
-        links[0].send(Kind.ERROR, b"no memory")
+        links[0].send(FrameKind.ERROR, b"no memory")
         with pytest.raises(RanksError, match=r"the worker at 127.0.0.1:\d+: no memory"):
             receive()
 
@@ -120,17 +120,17 @@ def test_a_failure_is_told_to_the_other_end(links: tuple[Link, Link]) -> None:
 def test_a_closed_or_silent_end_is_an_error(links: tuple[Link, Link]) -> None:
     links[0].set_limit(0.05)
     with pytest.raises(RanksError, match="has not answered"):
-        links[0].receive(Kind.DONE)
+        links[0].receive(FrameKind.DONE)
     assert not links[0].has_ended
     links[1].close()
     with pytest.raises(RanksError, match="has closed the connection"):
-        links[0].receive(Kind.DONE)
+        links[0].receive(FrameKind.DONE)
     assert links[0].has_ended
 
 
 def test_closing_ends_a_wait_in_another_thread(links: tuple[Link, Link]) -> None:
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(links[0].receive, Kind.DONE)
+        waiting = pool.submit(links[0].receive, FrameKind.DONE)
         links[0].close()
         with pytest.raises(RanksError):
             waiting.result(timeout=10)

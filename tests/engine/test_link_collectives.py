@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.engine.parallel.collectives import RanksError, SharedMemory, SharedSizes, pieces
-from quire.engine.parallel.link import Kind
+from quire.engine.parallel.link import FrameKind
 from quire.engine.parallel.link_collectives import LinkCollectives
 from quire.engine.parallel.shares import Shares
 from tests.engine.linked_ranks import link_pair
@@ -94,4 +94,4 @@ def test_a_failure_ends_all_that_follows() -> None:
         with pytest.raises(RanksError, match="closed the connection"):
             first.gather_logits(torch.ones(2, 128))
         with pytest.raises(RanksError, match="closed the connection"):
-            first.send(Kind.STEP)
+            first.send(FrameKind.STEP)
