@@ -30,6 +30,7 @@ from quire.models.bundled import demo_model_path
 from quire.models.source import find_model
 
 _CPU = torch.device("cpu")
+_REQUESTS = FrameKind.PING, FrameKind.READ, FrameKind.WRITE, FrameKind.COPY
 _SILENT_SECONDS = 30.0
 """How long rank 0 may send no request about blocks, not even a ping."""
 
@@ -134,9 +135,7 @@ class BlockServer(Thread):
         link = self._links.blocks
         try:
             while True:
-                kind, data = link.receive(
-                    FrameKind.PING, FrameKind.READ, FrameKind.WRITE, FrameKind.COPY, FrameKind.END
-                )
+                kind, data = link.receive(*_REQUESTS, FrameKind.END)
                 # Only the first ping may take long: rank 0 waits for all other ranks before.
                 link.set_limit(_SILENT_SECONDS)
                 if kind is FrameKind.END:

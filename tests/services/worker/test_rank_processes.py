@@ -42,7 +42,7 @@ def address() -> str:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return what starts `quire` with arguments and variables; it is killed at the end, or when it is late."""
+    """Return what starts `quire` with arguments and variables; it is killed at the end, or when late."""
     with ExitStack() as stack:
 
         def start(*arguments: object, **variables: str) -> Process:
