@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -29,11 +30,14 @@ _AGAIN_SECONDS = 1.0
 _log = get_logger("rank")
 
 
-def run_rank_process(config: RankConfig) -> None:
+def run_rank_process(config: RankConfig, on_ready: Callable[[int], None] | None = None) -> None:
     """Join a worker as one of its ranks, and run its steps until it ends.
 
     SIGTERM or SIGINT lets the worker drain and end, and this process with it. A second signal ends this
     process at once, and the worker fails.
+
+    Args:
+        on_ready: called with the number of the rank when it can run steps.
 
     Raises:
         OSError: the worker refuses this rank, or has failed.
@@ -53,6 +57,8 @@ def run_rank_process(config: RankConfig) -> None:
 
     def tell_ready(settings: RemoteSettings) -> None:
         _log.info("rank_ready", rank=settings.rank, ranks=settings.sizes.num_ranks, leader=config.leader)
+        if on_ready is not None:
+            on_ready(settings.rank)
 
     try:
         links = _join(config.leader, link_trust(config.cluster_secret, config.cluster_tls))

@@ -53,7 +53,7 @@ ROOMS: Mapping[str, set[str]] = {
     "router": {"requests", "server"},
     "launch": {"worker"},
     "local": {"launch", "router", "server", "worker", "worker_process"},
-    "ray_cluster": {"launch", "local", "server", "worker", "worker_process"},
+    "ray_cluster": {"launch", "local", "rank_process", "server", "worker", "worker_process"},
 }
 SERVICES = "quire.services"
 # Modules, and what nothing that they reach may import.

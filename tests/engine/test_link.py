@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+import trustme
 
 from quire.engine.parallel.collectives import RanksError
 from quire.engine.parallel.link import TOKEN_BYTES, FrameKind, Link, Purpose, Trust, accept, connect
+from quire.services.server.tls import CLUSTER_NAME, TlsFiles
+from quire.services.worker.rank_joins import link_trust
 
 TOKEN = bytes(range(TOKEN_BYTES))
 
@@ -59,6 +63,38 @@ def test_a_stranger_is_refused(secret: bytes) -> None:
     assert "does not know the cluster's secret" in str(ends.accepted)
     with pytest.raises(RanksError):
         ends.joining.result()
+
+
+@pytest.fixture(scope="module")
+def issue(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trust]:
+    """Return what issues a certificate to a name, each from an authority of its own."""
+
+    def issue(name: str) -> Trust:
+        folder, authority = tmp_path_factory.mktemp("tls"), trustme.CA()
+        authority.cert_pem.write_to_path(str(folder / "ca.pem"))
+        issued = authority.issue_cert(name)
+        (folder / "cert.pem").write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
+        (folder / "key.pem").write_bytes(issued.private_key_pem.bytes())
+        return link_trust(b"secret", TlsFiles(folder / "cert.pem", folder / "key.pem", folder / "ca.pem"))
+
+    return issue
+
+
+def test_with_certificates_strangers_are_refused(issue: Callable[[str], Trust]) -> None:
+    trust = issue(CLUSTER_NAME)
+    for stranger in (Trust(b"secret"), issue(CLUSTER_NAME)):
+        ends = Ends(trust, stranger)
+        assert isinstance(ends.accepted, OSError)
+        with pytest.raises((OSError, RanksError)):
+            ends.joining.result()
+    for each in Ends(trust, trust).links:
+        each.close()
+
+
+def test_the_name_in_the_certificate_counts(issue: Callable[[str], Trust]) -> None:
+    trust = issue("localhost")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        Ends(trust, trust).joining.result()
 
 
 def test_a_listener_that_only_repeats_is_refused() -> None:

@@ -103,7 +103,7 @@ def test_a_rank_of_another_cluster_is_refused(start: Start, address: str, model:
     assert first.wait(SECONDS) == 128 + signal.SIGTERM
 
 
-def test_with_certificates_all_is_encrypted(start: Start, address: str, model: Path, tmp_path: Path) -> None:
+def test_ranks_with_certificates(start: Start, address: str, model: Path, tmp_path: Path) -> None:
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     certificate = authority.issue_cert(CLUSTER_NAME)
@@ -114,12 +114,7 @@ def test_with_certificates_all_is_encrypted(start: Start, address: str, model: P
         "QUIRE_CLUSTER_KEY": str(tmp_path / "key.pem"),
         "QUIRE_CLUSTER_CA": str(tmp_path / "ca.pem"),
     }
-    first = worker(start, address, model, **issued)
-    await_event(first, "awaiting_ranks")
-    stranger = start("rank", address)
-    assert stranger.wait(SECONDS) == 1
-    await_event(first, "rank_refused")
-    rank = start("rank", address, **issued)
+    first, rank = worker(start, address, model, **issued), start("rank", address, **issued)
     await_event(rank, "rank_ready")
     await_event(first, "worker_ready")
 
