@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -23,11 +21,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-_PR_SET_PDEATHSIG = 1
+from quire.services.local.parent_end import PR_SET_PDEATHSIG
+
 _LAUNCHER = f"""
 import ctypes, os, signal, sys
 if sys.platform == "linux":
-    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)
+    ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGTERM)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
@@ -208,12 +207,6 @@ class RedisProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask Linux for this signal when the parent of this process dies; do nothing on other systems."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _sha256(text: str) -> str:

@@ -7,7 +7,7 @@ import signal
 import threading
 
 from quire.services.local.child_processes import start_child
-from quire.services.local.redis_process import end_with_parent
+from quire.services.local.parent_end import end_with_parent
 from quire.services.rank_process import run_rank_process
 from quire.services.ray_cluster.connection import node_address
 from quire.services.worker.rank_config import RankConfig
