@@ -80,8 +80,10 @@ class Link:
         self.peer = peer
 
     def set_limit(self, seconds: float | None) -> None:
-        """Let a call fail that moves no byte for so long; None means no limit."""
-        self._connection.settimeout(seconds)
+        """Let a call fail that moves no byte for this long; None means no limit."""
+        # Setting it takes a system call, and callers set the same limit in each step.
+        if self._connection.gettimeout() != seconds:
+            self._connection.settimeout(seconds)
 
     @property
     def has_ended(self) -> bool:
@@ -207,7 +209,7 @@ def connect(address: tuple[str, int], purpose: Purpose, token: bytes, trust: Tru
 
     Raises:
         RanksError: the other end does not belong to the cluster, or does not take this end for a part of it.
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     connection = socket.create_connection(address, HANDSHAKE_SECONDS)
     try:

@@ -22,7 +22,7 @@ from quire.engine.parallel.link import FrameKind, Link
 from quire.kernels.cpu import exchange
 
 _CROSSING_BYTES = 32 << 10
-"""Both ends may send so many bytes at a time before either receives: the system holds more."""
+"""Both ends may send this many bytes before either receives: the system holds more."""
 _CARRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -30,7 +30,7 @@ class LinkCollectives(Collectives):
     """The collectives of one rank.
 
     Args:
-        memory: memory of this process alone.
+        memory: private memory of this process.
         links: those of rank 0 to the other ranks, in their order; or one, a rank's own to rank 0.
         rank: this rank.
     """

@@ -9,7 +9,6 @@ import threading
 from quire.services.local.child_processes import start_child
 from quire.services.local.parent_end import end_with_parent
 from quire.services.rank_process import run_rank_process
-from quire.services.ray_cluster.connection import node_address
 from quire.services.worker.rank_config import RankConfig
 
 
@@ -29,10 +28,6 @@ class RankActor:
     def __repr__(self) -> str:
         """Return the rank's name, which Ray writes before each line of its log."""
         return self._name
-
-    def node(self) -> str:
-        """Return the address of the node."""
-        return node_address()
 
     def _watch(self) -> None:
         self._child.process.join()

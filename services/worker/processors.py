@@ -20,7 +20,7 @@ def num_processors(cgroups: Path = CGROUPS) -> int:
 
 
 def limit_threads(threads: int | None) -> None:
-    """Let this process compute with so many threads; None means one for each processor.
+    """Set how many threads this process computes with; None means one for each processor.
 
     This must come before torch starts its threads.
     """

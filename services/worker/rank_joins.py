@@ -81,7 +81,7 @@ def _collect(server: socket.socket, num_others: int, trust: Trust) -> list[RankL
                 waited = 0.0
                 _log.warning("awaiting_ranks", missing=num_others - len(whole), remedy="start `quire rank`")
             continue
-        # A stranger that says nothing holds up nobody else.
+        # A stranger that sends nothing must not delay the others.
         Thread(target=_shake_hands, args=(connection, trust, joined), daemon=True).start()
 
 

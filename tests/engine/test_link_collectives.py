@@ -19,7 +19,7 @@ from quire.engine.parallel.shares import Shares
 from tests.engine.linked_ranks import link_pair
 
 NUM_ROWS, VOCAB_SIZE = 200, 300
-"""The sums of so many rows are too large for the messages of two ranks to cross."""
+"""Sums of this many rows are too large for the messages of two ranks to cross."""
 
 
 @contextmanager

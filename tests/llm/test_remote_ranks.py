@@ -25,34 +25,12 @@ from quire.llm import LLM, BeamSearchParams, SamplingParams
 from quire.llm import llm as llm_module
 from quire.models.random_model import make_random_model
 from tests.engine.linked_ranks import be_rank
+from tests.llm.divided_model import PROMPTS, SIZES, answers
 
-_SIZES = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
-_PROMPTS = [list(range(5, 5 + length)) for length in (3, 40, 150, 77)]
+pytestmark = pytest.mark.usefixtures("restored_threads")
+
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["tests.engine.linked_ranks"])
-_PARAMS = SamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=3)
-
-
-@pytest.fixture(autouse=True)
-def _restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that makes a tiny model of an architecture, once for each of its arguments."""
-    made: dict[Any, Path] = {}
-
-    def make(architecture: str, **overrides: Any) -> Path:
-        key = architecture, *sorted(overrides.items())
-        if key not in made:
-            folder = tmp_path_factory.mktemp(architecture)
-            made[key] = make_random_model(architecture, folder, **{**_SIZES, **overrides})
-        return made[key]
-
-    return make
 
 
 class Others:
@@ -102,14 +80,6 @@ def start(folder: Path, num_ranks: int, dtype: Any = "float32", **settings: Any)
     return LLM(str(folder), dtype=dtype, threads=1, tensor_parallel_size=num_ranks, **settings)
 
 
-def answers(llm: LLM) -> list[Any]:
-    """Return all tokens, and the exact logprobs of the best ones."""
-    return [
-        (output.outputs[0].token_ids, output.outputs[0].logprobs)
-        for output in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
-    ]
-
-
 @pytest.mark.parametrize(
     ("architecture", "overrides", "dtype", "sizes"),
     [
@@ -120,14 +90,14 @@ def answers(llm: LLM) -> list[Any]:
     ],
 )
 def test_any_number_of_ranks_gives_the_same_bits(
-    model: Callable[..., Path],
+    divided_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     architecture: str,
     overrides: dict[str, Any],
     dtype: Any,
     sizes: tuple[int, ...],
 ) -> None:
-    folder = model(architecture, **overrides)
+    folder = divided_model(architecture, **overrides)
     with LLM(str(folder), dtype=dtype, num_blocks=128, threads=1) as llm:
         expected = answers(llm)
     for num_ranks in sizes:
@@ -139,7 +109,7 @@ def test_any_number_of_ranks_gives_the_same_bits(
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_blocks_are_copied_and_swapped_on_all_ranks(
-    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str
+    divided_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str
 ) -> None:
     """Samples that share a partial block copy it, beams too, and preempted requests are swapped."""
     params = SamplingParams(n=3, max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
@@ -150,7 +120,7 @@ def test_blocks_are_copied_and_swapped_on_all_ranks(
         with ExitStack() as stack:
             if num_ranks > 1:
                 stack.enter_context(remote(monkeypatch))
-            llm = stack.enter_context(start(model("llama"), num_ranks, **settings))
+            llm = stack.enter_context(start(divided_model("llama"), num_ranks, **settings))
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert llm.stats().num_swapped > 0
             beams = llm.beam_search(prompts[:1], BeamSearchParams(beam_width=3, max_tokens=20))
@@ -164,7 +134,7 @@ def test_blocks_are_copied_and_swapped_on_all_ranks(
 
 
 def test_the_least_important_blocks_are_those_of_all_heads(
-    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    divided_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, kv_budget_tokens=48)
     results = []
@@ -172,49 +142,49 @@ def test_the_least_important_blocks_are_those_of_all_heads(
         with ExitStack() as stack:
             if num_ranks > 1:
                 stack.enter_context(remote(monkeypatch))
-            llm = stack.enter_context(start(model("llama"), num_ranks))
-            results.append([o.outputs[0].token_ids for o in llm.generate(_PROMPTS, params, use_tqdm=False)])
+            llm = stack.enter_context(start(divided_model("llama"), num_ranks))
+            results.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)])
     assert results[0] == results[1]
 
 
 def test_a_rank_with_other_weights_is_refused(
-    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    divided_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The other model has the same shape, so that nothing but its weights tells the two apart."""
-    other = make_random_model("llama", tmp_path, seed=1, **_SIZES)
+    other = make_random_model("llama", tmp_path, seed=1, **SIZES)
     with remote(monkeypatch, other) as others:
         with pytest.raises(RanksError, match="has loaded another model than this worker"):
-            start(model("llama"), 2)
+            start(divided_model("llama"), 2)
         assert others.ends() == [1]
 
 
 def test_a_rank_without_the_model_tells_why(
-    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    divided_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with remote(monkeypatch, Path("/no/such/folder")) as others:
         with pytest.raises(RanksError, match=r"the rank at 127.0.0.1:\d+: .*/no/such/folder"):
-            start(model("llama"), 2)
+            start(divided_model("llama"), 2)
         assert others.ends() == [1]
 
 
 def test_a_rank_of_another_version_is_refused(
-    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    divided_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_ranks, "own_version", lambda: "0.0.1")
     with remote(monkeypatch), pytest.raises(RanksError, match=r"and the worker's has 0\.0\.1: install the"):
-        start(model("llama"), 2)
+        start(divided_model("llama"), 2)
 
 
 def test_a_rank_that_is_told_to_end_tells_rank_0(
-    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    divided_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with remote(monkeypatch) as others:
-        with start(model("llama"), 2) as llm:
+        with start(divided_model("llama"), 2) as llm:
             answers(llm)
             others.processes[0].terminate()
             assert others.has_told.wait(10)
             # It stays until rank 0 ends.
-            assert len(answers(llm)) == len(_PROMPTS)
+            assert len(answers(llm)) == len(PROMPTS)
         assert others.ends() == [0]
 
 
@@ -226,9 +196,9 @@ def test_a_rank_that_is_told_to_end_tells_rank_0(
     ],
 )
 def test_a_rank_that_fails_between_steps_ends_the_group(
-    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, problem: str
+    divided_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, problem: str
 ) -> None:
-    with remote(monkeypatch) as others, start(model("llama"), 3) as llm:
+    with remote(monkeypatch) as others, start(divided_model("llama"), 3) as llm:
         answers(llm)
         ranks = llm._ranks
         assert isinstance(ranks, RemoteRanks)
@@ -241,13 +211,13 @@ def test_a_rank_that_fails_between_steps_ends_the_group(
 
 
 def test_a_rank_that_stops_in_a_step_ends_the_group(
-    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    divided_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with remote(monkeypatch) as others, start(model("llama"), 2) as llm:
+    with remote(monkeypatch) as others, start(divided_model("llama"), 2) as llm:
         answers(llm)
         timer = Timer(0.05, os.kill, (others.processes[0].pid, signal.SIGSTOP))
         timer.start()
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         with pytest.raises(RanksError, match="has not answered for"):
             while True:
-                llm.generate(_PROMPTS, params, use_tqdm=False)
+                llm.generate(PROMPTS, params, use_tqdm=False)
