@@ -1,20 +1,64 @@
-"""Requests to single workers of a stack, and the processes of workers that several processes make up."""
+"""Stacks whose workers have several ranks, requests to single workers, and the processes of the ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from quire.protos import inference_pb2, worker_pb2
-from quire.services.local.stack import RunningStack
+from quire.routing.planner import PolicyConfig
+from quire.services.local import stack as stack_module
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
+from quire.services.worker.config import WorkerConfig
 
 HEADS = {"intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
 NUM_NEW, NUM_FULL = 24, 12
 WAIT_SECONDS = 60.0
 _names = count()
+_WORKER_CONFIGS = stack_module.worker_configs
+
+
+@contextmanager
+def stack_of_ranks(
+    model: Path,
+    sizes: dict[str, int],
+    addresses: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Iterator[RunningStack]:
+    """Run a stack whose workers have these numbers of ranks, by name.
+
+    Args:
+        addresses: where the workers wait for ranks that are not their own processes.
+    """
+
+    def configs(*arguments: Any) -> dict[str, WorkerConfig]:
+        return {
+            name: replace(config, tensor_parallel_size=sizes[name], rank_address=(addresses or {}).get(name))
+            for name, config in _WORKER_CONFIGS(*arguments).items()
+        }
+
+    worker = {"model": str(model), "num_blocks": 256, "max_model_len": 400, "threads": 1, **settings}
+    config = LocalStackConfig(
+        num_prefill=sum(name.startswith("prefill") for name in sizes),
+        num_decode=sum(name.startswith("decode") for name in sizes),
+        router=RouterConfig(port=0, placing=PolicyConfig(local_prefill_tokens=0)),
+        worker=WorkerConfig(role="decode", dtype="float32", **worker),
+        log_level="error",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stack_module, "worker_configs", configs)
+        with local_stack(config) as stack:
+            yield stack
 
 
 def sequence_of(prompt: list[int], max_tokens: int = NUM_NEW) -> worker_pb2.Sequence:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,9 @@ import pytest
 from quire.kvindex.kv_layout import KvShape
 from quire.models.random_model import make_random_model
 from quire.protos import worker_pb2
-from quire.routing.planner import PolicyConfig
 from quire.services.launch.launcher import Started
-from quire.services.local import stack as stack_module
-from quire.services.local.config import LocalStackConfig
-from quire.services.local.stack import RunningStack, local_stack
-from quire.services.router.config import RouterConfig
-from quire.services.worker.config import DiskFolder, WorkerConfig
+from quire.services.local.stack import RunningStack
+from quire.services.worker.config import DiskFolder
 from tests.e2e.rank_requests import (
     HEADS,
     NUM_FULL,
@@ -38,6 +33,7 @@ from tests.e2e.rank_requests import (
     local,
     sequence_of,
     source,
+    stack_of_ranks,
 )
 
 SIZES = {"prefill-0": 2, "decode-0": 3, "decode-1": 1}
@@ -92,33 +88,14 @@ class Ranks:
 @pytest.fixture(scope="module")
 def start(model: Path) -> Callable[..., Any]:
     """Return what starts a stack whose workers have these numbers of ranks, by name, and the ranks."""
-    make_configs = stack_module.worker_configs
 
     @contextmanager
     def start(sizes: dict[str, int], **settings: Any) -> Iterator[tuple[RunningStack, Ranks]]:
         ranks = Ranks(sizes)
-
-        def configs(*arguments: Any) -> dict[str, WorkerConfig]:
-            return {
-                name: replace(
-                    config, tensor_parallel_size=sizes[name], rank_address=ranks.addresses.get(name)
-                )
-                for name, config in make_configs(*arguments).items()
-            }
-
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("QUIRE_CLUSTER_SECRET", SECRET)
-            patch.setattr(stack_module, "worker_configs", configs)
-            worker = {"model": str(model), "num_blocks": 256, "max_model_len": 500, "threads": 1, **settings}
-            config = LocalStackConfig(
-                num_prefill=sum(name.startswith("prefill") for name in sizes),
-                num_decode=sum(name.startswith("decode") for name in sizes),
-                router=RouterConfig(port=0, placing=PolicyConfig(local_prefill_tokens=0)),
-                worker=WorkerConfig(role="decode", dtype="float32", **worker),
-                log_level="error",
-            )
             try:
-                with local_stack(config) as stack:
+                with stack_of_ranks(model, sizes, ranks.addresses, max_model_len=500, **settings) as stack:
                     yield stack, ranks
             finally:
                 ranks.close()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,8 @@ import pytest
 
 from quire.models.random_model import make_random_model
 from quire.protos import worker_pb2
-from quire.routing.planner import PolicyConfig
-from quire.services.local import stack as stack_module
-from quire.services.local.config import LocalStackConfig
-from quire.services.local.stack import RunningStack, local_stack
-from quire.services.router.config import RouterConfig
-from quire.services.worker.config import DiskFolder, WorkerConfig
+from quire.services.local.stack import RunningStack
+from quire.services.worker.config import DiskFolder
 from tests.e2e.rank_requests import (
     HEADS,
     NUM_FULL,
@@ -33,6 +28,7 @@ from tests.e2e.rank_requests import (
     ranks_of,
     sequence_of,
     source,
+    stack_of_ranks,
 )
 
 SIZES = {"prefill-0": 1, "prefill-1": 3, "decode-0": 2, "decode-1": 4}
@@ -48,30 +44,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(model: Path) -> Iterator[Callable[..., Any]]:
+def start(model: Path) -> Callable[..., Any]:
     """Return a function that starts a stack whose workers have these numbers of processes, by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        make_configs = stack_module.worker_configs
 
-        def start(sizes: dict[str, int], **settings: Any) -> Any:
-            def configs(*arguments: Any) -> dict[str, WorkerConfig]:
-                return {
-                    name: replace(config, tensor_parallel_size=sizes[name])
-                    for name, config in make_configs(*arguments).items()
-                }
+    def start(sizes: dict[str, int], **settings: Any) -> Any:
+        return stack_of_ranks(**{"model": model, "sizes": sizes, **settings})
 
-            patch.setattr(stack_module, "worker_configs", configs)
-            worker = {"model": str(model), "num_blocks": 256, "max_model_len": 400, "threads": 1, **settings}
-            config = LocalStackConfig(
-                num_prefill=sum(name.startswith("prefill") for name in sizes),
-                num_decode=sum(name.startswith("decode") for name in sizes),
-                router=RouterConfig(port=0, placing=PolicyConfig(local_prefill_tokens=0)),
-                worker=WorkerConfig(role="decode", dtype="float32", **worker),
-                log_level="error",
-            )
-            return local_stack(config)
-
-        yield start
+    return start
 
 
 @pytest.fixture(scope="module")
