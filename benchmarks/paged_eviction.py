@@ -24,7 +24,6 @@ from rich.console import Console
 
 from quire.benchmarks.paper.demo import CPU, as_sequence, load_demo
 from quire.benchmarks.paper.report import Result, progress, save, show
-from quire.engine.block_memory import BlockMemory
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
@@ -45,7 +44,7 @@ BUDGETS = (768, 512, 256, 128, 64)
 RESULTS = Path(__file__).parent / "results"
 
 
-def recency(memory: BlockMemory, block_ids: list[int]) -> list[float]:
+def recency(memory: KvMemory, block_ids: list[int]) -> list[float]:
     """Return a score for each block that increases with its position."""
     return list(map(float, range(len(block_ids))))
 

@@ -1,26 +1,21 @@
 """Step times and memory of a model on one process and on several, side by side.
 
     python -m quire.benchmarks.tensor_parallel
-    python -m quire.benchmarks.tensor_parallel --layouts 1x1,2x1,2x1tcp --dtypes float32 --rounds 5
+    python -m quire.benchmarks.tensor_parallel --layouts 1x1,2x1,4x1 --dtypes float32 --rounds 5
 
-A layout such as 2x1 is two ranks with one thread each, and 2x1tcp the same with ranks that share no memory,
-as on other machines. All layouts of a data type are loaded at a time and take turns, so that a disturbance
-of the machine meets all of them. The model is a random Llama of 100 M parameters, and sequences have 128
-tokens of context. The tables have the medians of the forward passes and the packed weights of rank 0, each
-with its ratio to the first layout. The ceiling of small batches comes first: the time to read all weights
-from memory once. The last line is JSON.
+A layout such as 2x1 is two ranks with one thread each. All layouts of a data type are loaded at a time and
+take turns, so that a disturbance of the machine meets all of them. The model is a random Llama of 100 M
+parameters, and sequences have 128 tokens of context. The tables have the medians of the forward passes and
+the packed weights of rank 0, each with its ratio to the first layout. The ceiling of small batches comes
+first: the time to read all weights from memory once. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -34,14 +29,9 @@ from quire.benchmarks.kernels_cpu import read_bytes_per_second
 from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
 from quire.benchmarks.weight_dtypes import weight_bytes
 from quire.engine.engine import Engine
-from quire.engine.parallel.link import Trust
-from quire.engine.parallel.remote_ranks import RemoteRanks
 from quire.engine.sequence import Sequence
 from quire.llm import LLM
-from quire.llm.config import LLMConfig
-from quire.llm.make_engine import make_engine
 from quire.sampling.params import SamplingParams
-from quire.services.worker.rank_joins import await_ranks
 
 BATCHES = (1, 8, 32)
 READING = "reading all weights"
@@ -50,31 +40,24 @@ MODEL = "100m"
 
 
 class Layout(NamedTuple):
-    """Ranks of a worker, the threads of each, and whether they are connected as on other machines."""
+    """Ranks of a worker, and the threads of each."""
 
     num_ranks: int
     num_threads: int
-    is_remote: bool
-
-    @classmethod
-    def of(cls, text: str) -> Layout:
-        """Return the layout that an option names."""
-        num_ranks, num_threads = text.removesuffix("tcp").split("x")
-        return cls(int(num_ranks), int(num_threads), text.endswith("tcp"))
 
     def __str__(self) -> str:
-        return f"{self.num_ranks}x{self.num_threads}{'tcp' * self.is_remote}"
+        return f"{self.num_ranks}x{self.num_threads}"
 
 
 def main() -> None:
     """Measure each data type, print its table, and then the line."""
     parser = argparse.ArgumentParser(prog="python -m quire.benchmarks.tensor_parallel", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--layouts", default="1x1,2x1,2x1tcp,1x2", help="ranks x threads of each, and tcp")
+    parser.add_argument("--layouts", default="1x1,2x1,1x2", help="ranks x threads of each")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    layouts = [Layout.of(each) for each in options.layouts.split(",")]
+    layouts = [Layout(*map(int, each.split("x"))) for each in options.layouts.split(",")]
     report = {}
     with TemporaryDirectory() as folder:
         model = make_random_llama(Path(folder) / "model", SIZES[MODEL])
@@ -88,20 +71,20 @@ def main() -> None:
 def _measured(model: Path, dtype: str, layouts: list[Layout], num_rounds: int) -> dict[str, dict[str, float]]:
     """Return the median milliseconds of each kind of pass, and rank 0's weights, for each layout."""
     with ExitStack() as stack:
-        engines = {layout: stack.enter_context(_open(model, dtype, layout)) for layout in layouts}
+        llms = {layout: stack.enter_context(_open(model, dtype, layout)) for layout in layouts}
         times: dict[Layout, dict[str, list[float]]] = {layout: defaultdict(list) for layout in layouts}
         for round_number in range(num_rounds):
-            for layout, engine in engines.items():
+            for layout, llm in llms.items():
                 # This number belongs to the process, and the last layout to be loaded has set its own.
                 torch.set_num_threads(layout.num_threads)
                 for batch in BATCHES:
-                    times[layout][f"decode {batch}"] += _decode(engine, batch)
+                    times[layout][f"decode {batch}"] += _decode(llm.engine, batch)
                 prompt = [[round_number + 5] * PROMPT]
-                times[layout][f"prompt of {PROMPT}"] += _steps(engine, prompt, 1)
+                times[layout][f"prompt of {PROMPT}"] += _steps(llm.engine, prompt, 1)
         return {
-            str(layout): {READING: round(1000 * _reading_seconds(layout, weight_bytes(engines[layout])), 3)}
+            str(layout): {READING: round(1000 * _reading_seconds(layout, weight_bytes(llms[layout])), 3)}
             | {name: round(1000 * median(seconds), 3) for name, seconds in found.items()}
-            | {"weights of rank 0 in MiB": round(weight_bytes(engines[layout]) / (1 << 20), 1)}
+            | {"weights of rank 0 in MiB": round(weight_bytes(llms[layout]) / (1 << 20), 1)}
             for layout, found in times.items()
         }
 
@@ -112,37 +95,16 @@ def _reading_seconds(layout: Layout, bytes_of_a_rank: int) -> float:
     return layout.num_ranks * bytes_of_a_rank / read_bytes_per_second()
 
 
-@contextmanager
-def _open(model: Path, dtype: Any, layout: Layout) -> Iterator[Engine]:
-    settings: dict[str, Any] = {
-        "dtype": dtype,
-        "num_blocks": 512,
-        "threads": layout.num_ranks * layout.num_threads,
-        "tensor_parallel_size": layout.num_ranks,
-        "max_num_seqs": max(BATCHES),
-        "max_num_batched_tokens": PROMPT,
-    }
-    if not layout.is_remote:
-        with LLM(str(model), **settings) as llm:
-            yield llm.engine
-        return
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    program = "import sys; from quire.cli.main import main; sys.argv[0] = 'quire'; main()"
-    command = [sys.executable, "-c", program, "rank", address, "--threads", str(layout.num_threads)]
-    ranks = [subprocess.Popen([*command, "--log-level", "error"]) for _ in range(1, layout.num_ranks)]
-    remote = None
-    try:
-        config = LLMConfig(str(model), **settings)
-        remote = RemoteRanks(config, await_ranks(address, len(ranks), Trust()), on_leaving=lambda: None)
-        torch.set_num_threads(layout.num_threads)
-        yield make_engine(config, torch.device("cpu"), remote)
-    finally:
-        if remote is not None:
-            remote.close()
-        for each in ranks:
-            each.terminate()
-            each.wait()
+def _open(model: Path, dtype: Any, layout: Layout) -> LLM:
+    return LLM(
+        str(model),
+        dtype=dtype,
+        num_blocks=512,
+        threads=layout.num_ranks * layout.num_threads,
+        tensor_parallel_size=layout.num_ranks,
+        max_num_seqs=max(BATCHES),
+        max_num_batched_tokens=PROMPT,
+    )
 
 
 def _decode(engine: Engine, batch: int) -> list[float]:

@@ -21,7 +21,6 @@ from rich.table import Table
 
 from quire.benchmarks.decode_steps import StepTime, time_steps
 from quire.engine.config import Dtype, WeightDtype
-from quire.engine.engine import Engine
 from quire.engine.packed_linear import PackedLinear
 from quire.llm import LLM, SamplingParams
 from quire.models.notes import held_out
@@ -56,9 +55,9 @@ class Quality(NamedTuple):
     cross_entropy: float
 
 
-def weight_bytes(engine: Engine) -> int:
+def weight_bytes(llm: LLM) -> int:
     """Return the bytes of the packed weights of all linear layers, with their scales."""
-    modules = engine.model.module.modules()
+    modules = llm.engine.model.module.modules()
     return sum(each.packed.panels.nbytes for each in modules if isinstance(each, PackedLinear))
 
 
@@ -120,7 +119,7 @@ def main() -> None:
     rows = []
     for kind, llm in llms.items():
         quality = None if arguments.model else measure_quality(llm, arguments.examples)
-        num_bytes, seconds = weight_bytes(llm.engine), times[kind]
+        num_bytes, seconds = weight_bytes(llm), times[kind]
         table.add_row(
             str(kind),
             f"{num_bytes / 1e6:.1f}",

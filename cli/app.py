@@ -56,7 +56,6 @@ def make_app() -> typer.Typer:
     app.command(rich_help_panel=SERVE)(processes.router)
     app.command(rich_help_panel=SERVE)(processes.prefill)
     app.command(rich_help_panel=SERVE)(processes.decode)
-    app.command(rich_help_panel=SERVE)(processes.rank)
     app.add_typer(keys.app, name="keys", rich_help_panel=OPERATE)
     app.add_typer(admin.app, name="admin", rich_help_panel=OPERATE)
     app.command(rich_help_panel=USE)(generate)

@@ -15,7 +15,6 @@ from quire.services.local.config import LocalStackConfig
 from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
 from quire.services.server.config import ServiceConfig
 from quire.services.worker.config import WorkerConfig
-from quire.services.worker.rank_config import RankConfig
 
 SPECULATION = ("speculation", "num_speculative_tokens", "draft_model")
 """Settings of decode workers only; a prefill worker samples one token of a request."""
@@ -29,7 +28,6 @@ STACK_WORKER = Offer(
         *(each.name for each in fields(ServiceConfig) if each.name not in SHARED_IN_STACK),
         "port",
         "advertise",
-        "rank_address",
     ),
 )
 STACK_ROUTER = Offer(
@@ -105,15 +103,6 @@ def prefill(
 def decode(*, config: Annotated[WorkerConfig, Offer(fixed={"role": "decode"})]) -> None:
     """Run a decode worker, which receives KV blocks of prompts and generates the answers."""
     _run_worker(config)
-
-
-@spread
-def rank(*, config: RankConfig) -> None:
-    """Run one rank of a worker on another machine than the worker's, which listens at --rank-address."""
-    from quire.services.rank_process import run_rank_process
-
-    with start_errors():
-        run_rank_process(config)
 
 
 def _run_worker(config: WorkerConfig) -> None:

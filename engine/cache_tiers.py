@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.block_pool import BlockListener, BlockPool
 from quire.engine.disk_cache import DiskCache, Finished
 from quire.engine.host_cache import HostCache
+from quire.engine.kv_memory import KvMemory
 from quire.engine.prefix_tree import PrefixTree
 
 MAX_LOADING_SHARE = 0.5
@@ -86,7 +86,7 @@ class CacheTiers:
 
     def __init__(
         self,
-        memory: BlockMemory,
+        memory: KvMemory,
         host: HostCache,
         disk: DiskCache | None = None,
         listener: BlockListener | None = None,

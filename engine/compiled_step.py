@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from quire.engine.block_memory import BlockMemory
+from quire.engine.kv_memory import KvMemory
 from quire.engine.model_check import Forward, KvHeads, runs_alike
 from quire.engine.packed_linear import PackedEmbedding, PackedLinear
 from quire.engine.parallel.collectives import Collectives
@@ -63,7 +63,7 @@ class CompiledStep:
         self,
         recipe: StepRecipe,
         heads: KvHeads,
-        memory: BlockMemory,
+        memory: KvMemory,
         vocab_size: int,
         collectives: Collectives | None = None,
     ) -> None:
@@ -133,7 +133,7 @@ class CompiledStep:
         threads.run(self._program.address, self._step_address, num_threads)
         if self._collectives is not None:
             self._collectives.num_rounds += self._num_sums
-            self._collectives.share_logits(num_logits)
+            self._collectives.meet()
         chosen = logits[:, : self._vocab_size]
         finish = self._recipe.finish
         return chosen if finish is None else finish(chosen.to(self._dtype))
@@ -204,7 +204,7 @@ class CompiledStep:
             if layer.rotation is not None:
                 row["cosines"], row["sines"] = (each.data_ptr() for each in self._tables[layer.rotation])
 
-    def _fill_layers(self, heads: KvHeads, memory: BlockMemory) -> None:
+    def _fill_layers(self, heads: KvHeads, memory: KvMemory) -> None:
         none = self._hold(torch.zeros(self._num_heads))
         lowest = self._hold(torch.full((self._num_heads,), -torch.inf))
         first_counter = 2 * _CACHE_LINE + step.COUNTERS_PER_LAYER * len(heads.calls) + 1
@@ -228,7 +228,7 @@ class CompiledStep:
             arguments["window"] = call.window or 0
             arguments["scale"], arguments["softcap"] = call.scale, call.softcap or 0.0
 
-    def _fill_step(self, heads: KvHeads, memory: BlockMemory) -> None:
+    def _fill_step(self, heads: KvHeads, memory: KvMemory) -> None:
         recipe, steps = self._recipe, self._step
         first = recipe.layers[0]
         shape = memory.shape
@@ -397,7 +397,7 @@ def find_recipe(
         recipe = read_recipe(module)
         _check_heads(recipe, heads)
 
-        def other(memory: BlockMemory) -> Forward:
+        def other(memory: KvMemory) -> Forward:
             return CompiledStep(recipe, heads, memory, vocab_size, collectives).run
 
         if not runs_alike(module, heads, vocab_size, num_positions, other):

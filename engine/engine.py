@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.block_pins import BlockPins
 from quire.engine.block_pool import BlockListener, BlockPool
 from quire.engine.block_tables import BlockTables
@@ -64,7 +63,7 @@ class EngineParts:
     runner: ModelRunner | None = None
     clock: Callable[[], float] = perf_counter
 
-    def make_tiers(self, memory: BlockMemory) -> CacheTiers | None:
+    def make_tiers(self, memory: KvMemory) -> CacheTiers | None:
         """Return the cache tiers below a pool with the given memory; None without a host cache."""
         if self.host_cache is None:
             return None
@@ -101,7 +100,7 @@ class Engine:
     def __init__(
         self,
         model: LoadedModel,
-        memory: BlockMemory,
+        memory: KvMemory,
         config: SchedulerConfig,
         hash_block: HashBlock,
         max_model_len: int | None = None,
@@ -331,7 +330,7 @@ class Engine:
         assert len(swapped) == len(set(swapped)) == num_used, "host blocks have leaked"
 
 
-def longest_sequence(model: LoadedModel, memory: BlockMemory, max_model_len: int | None = None) -> int:
+def longest_sequence(model: LoadedModel, memory: KvMemory, max_model_len: int | None = None) -> int:
     """Return the most tokens of a sequence, which the model, the pool and ``max_model_len`` limit.
 
     With a sliding window in every layer, the pool need not hold a whole sequence.

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.kv_memory import KvMemory
 from quire.engine.swap_space import SwapSpace
 
@@ -88,12 +87,12 @@ class HostCache:
 
     # --- bytes --------------------------------------------------------------------------------------------
 
-    def copy_in(self, source: BlockMemory, block_id: int, host_id: int) -> None:
+    def copy_in(self, source: KvMemory, block_id: int, host_id: int) -> None:
         """Copy a block of the pool into a host block."""
         source.copy_out(self.memory, [(block_id, host_id)])
         self._record_copy(source, host_id)
 
-    def copy_out(self, target: BlockMemory, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_out(self, target: KvMemory, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, given as (host block, block), into the pool."""
         target.copy_in(self.memory, pairs)
         for host_id, _ in pairs:
@@ -105,6 +104,6 @@ class HostCache:
             copied.synchronize()
         return self.memory.payload(host_id)
 
-    def _record_copy(self, pool_memory: BlockMemory, host_id: int) -> None:
+    def _record_copy(self, pool_memory: KvMemory, host_id: int) -> None:
         if (event := pool_memory.copies_event()) is not None:
             self._copied[host_id] = event

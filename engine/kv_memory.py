@@ -1,4 +1,4 @@
-"""Memory of KV blocks in one piece: one tensor with a contiguous range of bytes for each block."""
+"""The memory behind the block pool: one tensor with a contiguous range of bytes for each block."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from quire.engine.block_memory import BlockMemory, Buffer, Pairs
 from quire.engine.shared_memory import SharedMemory
 from quire.kernels import ops
 from quire.kvindex.kv_layout import KvShape
 
+Pairs = Sequence[tuple[int, int]]
+Buffer = bytes | memoryview
 
-class KvMemory(BlockMemory):
+
+class KvMemory:
     """KV blocks as ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
 
     On a GPU, ``read`` and ``write`` run on a stream of their own, concurrently with the step. Copies between
@@ -24,6 +26,11 @@ class KvMemory(BlockMemory):
         shared: memory on the CPU for the blocks, which other processes may map; None means memory of its own.
         own_heads: the KV heads that this process computes, if a model is divided among processes that share
             the blocks; None means all.
+
+    Attributes:
+        layers: for each layer, its part of all blocks, with the own heads only.
+        scales: for each layer, float32 ``[num_blocks, 2, num_own_heads]``; None if blocks have no scales.
+        descriptor: file descriptor by which other processes map the blocks; None if they cannot.
     """
 
     def __init__(
@@ -97,7 +104,8 @@ class KvMemory(BlockMemory):
         """
         if len(payload) != self.shape.block_bytes:
             raise ValueError(f"a block has {self.shape.block_bytes} bytes, got {len(payload)}")
-        check_scales(self.shape, payload)
+        if self.shape.is_quantized:
+            self._check_scales(payload)
         if self._stream is None:
             copied = self._bytes[block_id].numpy()
             copied[:] = np.frombuffer(payload, dtype=np.uint8)
@@ -106,6 +114,12 @@ class KvMemory(BlockMemory):
             self._bytes[block_id].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
             self._stream.synchronize()
         return payload
+
+    def _check_scales(self, payload: Buffer) -> None:
+        """Raise ValueError unless each scale of a block is a positive normal number, to divide tokens by."""
+        scales = np.frombuffer(payload[self.shape.scales], np.float32)
+        if not (np.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)).all():
+            raise ValueError("a stored scale of the block is not a positive number")
 
     def payload(self, block_id: int) -> memoryview:
         """Return the bytes of a block, not a copy of them; only for memory on the CPU."""
@@ -169,15 +183,6 @@ class KvMemory(BlockMemory):
 
     def _beside_the_step(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def check_scales(shape: KvShape, payload: Buffer) -> None:
-    """Raise ValueError unless each scale of a block is a positive normal number, to divide tokens by."""
-    if not shape.is_quantized:
-        return
-    scales = np.frombuffer(payload[shape.scales], np.float32)
-    if not (np.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)).all():
-        raise ValueError("a stored scale of the block is not a positive number")
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

@@ -43,7 +43,7 @@ class LoadedModel:
     folder: Path
     """Folder with the model's files."""
     digest: str
-    """Digest of the whole model; empty on ranks that read the same files as rank 0."""
+    """Digest of the whole model; empty on the ranks other than 0."""
     dtype: torch.dtype
     num_layers: int
     num_kv_heads: int
@@ -187,9 +187,7 @@ def _load_part(
 ) -> _Loaded:
     rank, num_ranks = collectives.rank, collectives.num_ranks
     module, plan = load_slices(folder, config, None if dtype == "auto" else DTYPES[dtype], rank, num_ranks)
-    digest = ""
-    if rank == 0 or collectives.has_own_files:
-        digest = digest_of_whole(folder, module, weight_dtype)
+    digest = digest_of_whole(folder, module, weight_dtype) if rank == 0 else ""
     segments = plan.num_segments(rank, num_ranks)
     module = _prepare_module(module, torch.device("cpu"), weight_dtype, segments)
     connect_ranks(module, plan, config.get_text_config().vocab_size, collectives)

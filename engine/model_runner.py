@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from quire.engine.attention import PagedStep
-from quire.engine.block_memory import BlockMemory
 from quire.engine.compiled_step import CompiledStep
 from quire.engine.decode_batch import DecodeBatch
 from quire.engine.decode_graphs import Capture, DecodeGraphs
@@ -32,7 +31,7 @@ class ModelRunner:
         swap_memory: host blocks of preempted groups; None means that there are none.
     """
 
-    def __init__(self, model: LoadedModel, memory: BlockMemory, swap_memory: KvMemory | None = None) -> None:
+    def __init__(self, model: LoadedModel, memory: KvMemory, swap_memory: KvMemory | None = None) -> None:
         self.model = model
         self.memory = memory
         self._swap_memory = swap_memory

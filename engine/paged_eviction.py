@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.engine.block_memory import BlockMemory
+from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import NO_BLOCK, Sequence
 
-Score = Callable[[BlockMemory, list[int]], list[float]]
+Score = Callable[[KvMemory, list[int]], list[float]]
 """Function that returns the importance of each block; block ids are given in order of position."""
 
 
-def importance(memory: BlockMemory, block_ids: list[int]) -> list[float]:
+def importance(memory: KvMemory, block_ids: list[int]) -> list[float]:
     """Return, for each block, the mean ratio of value norm to key norm."""
     keys, values = memory.vectors(block_ids).norm(dim=-1).unbind(dim=2)
     ratios: list[float] = (values / keys.clamp(min=1e-6)).flatten(1).mean(dim=1).tolist()
@@ -32,7 +32,7 @@ def importance(memory: BlockMemory, block_ids: list[int]) -> list[float]:
 class PagedEviction:
     """Chooses the blocks that a sequence with a KV budget frees."""
 
-    def __init__(self, memory: BlockMemory, score: Score = importance) -> None:
+    def __init__(self, memory: KvMemory, score: Score = importance) -> None:
         self._memory = memory
         self._score = score
 

@@ -1,35 +1,40 @@
-"""Sizes the block pool that a configuration describes, and allocates the swap space."""
+"""Allocates the memory of the KV blocks that a configuration describes: the pool and the swap space."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.config import EngineConfig
 from quire.engine.device import default_num_blocks
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
-from quire.kvindex.kv_layout import KvShape
+from quire.engine.shared_memory import SharedMemory
 from quire.settings.setting import SettingError
 
 
-def pool_size(
+def allocate_pool(
     config: EngineConfig,
     model: LoadedModel,
     draft: LoadedModel | None,
     device: torch.device,
     num_sharing_gpu: int = 1,
-) -> tuple[KvShape, int]:
-    """Return the shape of the pool's blocks, and how many there are.
+    *,
+    share: Callable[[int], SharedMemory] | None = None,
+) -> KvMemory:
+    """Return the memory of the block pool.
 
-    By default the pool takes a share of what the device has, and leaves room for as many blocks of a draft
-    model.
+    By default it takes a share of what the device has, and leaves room for as many blocks of a draft model.
 
     Args:
         num_sharing_gpu: number of processes that share the GPU in equal parts.
+        share: returns memory of some bytes that other processes can map, for a pool on the CPU; None means
+            that they cannot map it.
 
     Raises:
         SettingError: the memory holds fewer than two blocks.
+        OSError: the pool is to be shared, and the system has no such memory.
     """
     shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
     if config.num_blocks is not None:
@@ -44,10 +49,11 @@ def pool_size(
             f"the pool must hold at least two blocks of {shape.block_bytes} bytes: "
             f"raise {config.name_of('kv_memory_bytes')}"
         )
-    return shape, num_blocks
+    shared = None if share is None or device.type != "cpu" else share(num_blocks * shape.block_bytes)
+    return KvMemory(shape, num_blocks, device, shared=shared, own_heads=model.own_kv_heads)
 
 
-def allocate_swap_space(config: EngineConfig, memory: BlockMemory) -> KvMemory | None:
+def allocate_swap_space(config: EngineConfig, memory: KvMemory) -> KvMemory | None:
     """Return host memory for the blocks of preempted requests; None if it holds no block."""
     num_blocks = config.swap_space_bytes // memory.shape.block_bytes
     is_pinned = memory.device.type == "cuda"

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.config import EngineConfig
 from quire.engine.draft_proposer import DraftProposer
 from quire.engine.kv_memory import KvMemory
@@ -52,7 +51,7 @@ def make_speculator(
     config: EngineConfig,
     draft: LoadedModel | None,
     model: LoadedModel,
-    memory: BlockMemory,
+    memory: KvMemory,
     limits: SchedulerConfig,
     hash_block: HashBlock,
 ) -> Speculator | None:

@@ -11,17 +11,22 @@ import torch
 from quire.engine import sequence as engine_types
 from quire.engine.dead_ends import dead_end
 from quire.engine.device import choose_device
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineParts
 from quire.engine.grammar import GrammarCompiler, GrammarMatcher
 from quire.engine.grammar_compile import BadFormatError
 from quire.engine.logits_rules import LogitsRules
-from quire.engine.parallel.local_ranks import start_local_ranks
+from quire.engine.model_loader import load_model
+from quire.engine.parallel.parallel_runner import ParallelRunner
+from quire.engine.parallel.ranks import Ranks, start_ranks
+from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError
+from quire.engine.scheduler import SchedulerConfig
 from quire.engine.speculation import SpeculationCounts
+from quire.engine.speculators import load_draft_model, make_speculator
+from quire.kvindex.block_hash import block_hash
 from quire.llm.config import LLMConfig, takes_fields_of
 from quire.llm.errors import RequestsFailedError
 from quire.llm.interrupt import uninterrupted
-from quire.llm.make_engine import make_engine
 from quire.llm.outputs import EngineStats, RequestOutput
 from quire.llm.params import BeamSearchParams, SamplingParams
 from quire.llm.progress import Advance, progress_bar
@@ -63,9 +68,9 @@ class LLM:
         files = load_model_files(config.model_path)
         self.tokenizer = Tokenizer.load(files.folder)
         self._chat_template = ChatTemplate.load(files)
-        self._ranks = start_local_ranks(config, device)
+        self._ranks = start_ranks(config, device)
         try:
-            self._engine: Engine | None = make_engine(config, device, self._ranks)
+            self._engine: Engine | None = _make_engine(config, device, self._ranks)
         except BaseException:
             self._close_ranks()
             raise
@@ -336,3 +341,18 @@ def _paired(prompts: list[EncodedPrompt], params: P | Sequence[P]) -> list[tuple
     if len(each) != len(prompts):
         raise ValueError(f"there are {len(prompts)} prompts, but parameters for {len(each)}")
     return list(zip(prompts, each, strict=True))
+
+
+def _make_engine(config: LLMConfig, device: torch.device, ranks: Ranks | None) -> Engine:
+    collectives = None if ranks is None else ranks.collectives
+    loaded = load_model(config.model_path, config.dtype, device, config.weight_dtype, collectives)
+    draft = load_draft_model(config, loaded, device)
+    memory = allocate_pool(config, loaded, draft, device, share=None if ranks is None else ranks.share_pool)
+    limits = SchedulerConfig.of(config)
+    swap_memory = allocate_swap_space(config, memory)
+    parts = EngineParts(
+        swap_memory=swap_memory,
+        speculator=make_speculator(config, draft, loaded, memory, limits, block_hash),
+        runner=None if ranks is None else ParallelRunner(loaded, memory, swap_memory, ranks),
+    )
+    return Engine(loaded, memory, limits, block_hash, config.max_model_len, parts)

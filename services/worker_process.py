@@ -16,7 +16,7 @@ from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.grpc_server import Service, end_on_signals
 from quire.services.server.open_files import raise_open_file_limit
 from quire.services.worker.config import RunningWorker, WorkerConfig
-from quire.services.worker.processors import limit_threads
+from quire.services.worker.processors import num_processors
 
 if TYPE_CHECKING:
     from quire.services.worker.parts import WorkerParts
@@ -80,4 +80,7 @@ def _limit_processors(config: WorkerConfig) -> None:
     """
     if config.cpus is not None:
         os.sched_setaffinity(0, config.cpus)
-    limit_threads(config.threads)
+    threads = config.threads or num_processors()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

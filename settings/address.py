@@ -11,9 +11,3 @@ def is_address(text: str) -> bool:
     """Return whether a text is host:port."""
     match = _ADDRESS.fullmatch(text)
     return match is not None and 0 < int(match[1]) < 1 << 16
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return the host, without brackets, and the port of host:port."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -49,11 +49,10 @@ ROOMS: Mapping[str, set[str]] = {
     "decode": {"worker", "server"},
     "vllm_adapter": {"requests", "server", "worker"},
     "worker_process": {"decode", "prefill", "server", "vllm_adapter", "worker"},
-    "rank_process": {"server", "worker"},
     "router": {"requests", "server"},
     "launch": {"worker"},
     "local": {"launch", "router", "server", "worker", "worker_process"},
-    "ray_cluster": {"launch", "local", "rank_process", "server", "worker", "worker_process"},
+    "ray_cluster": {"launch", "local", "server", "worker", "worker_process"},
 }
 SERVICES = "quire.services"
 # Modules, and what nothing that they reach may import.

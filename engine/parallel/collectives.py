@@ -125,8 +125,6 @@ class Collectives:
     Attributes:
         memory: what the ranks share.
         rank: this rank.
-        num_ranks: number of ranks.
-        has_own_files: whether this rank reads the model from files that may not be those of rank 0.
         num_rounds: rounds that this rank has come to.
         failure: why the ranks have failed, if this process knows it.
     """
@@ -134,8 +132,6 @@ class Collectives:
     def __init__(self, memory: SharedMemory, rank: int) -> None:
         self.memory = memory
         self.rank = rank
-        self.num_ranks = memory.sizes.num_ranks
-        self.has_own_files = False
         self.num_rounds = 0
         self.failure: str | None = None
         sizes = memory.sizes
@@ -153,15 +149,17 @@ class Collectives:
                     exchange.SPINS if len(os.sched_getaffinity(0)) >= sizes.num_ranks else 1,
                     *futex_call(),
                     self._patience.ctypes.data,
-                    0,
-                    0,
-                    0,
                 )
             ],
             exchange.EXCHANGE,
         )
         self.address = self._arguments.ctypes.data
         """Address of an ``exchange.EXCHANGE``."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.memory.sizes.num_ranks
 
     def sum(self, partials: Sequence[torch.Tensor], borders: Int64s) -> torch.Tensor:
         """Return the sum of all ranks' tensors ``[num_rows, sum_width]`` in float32, in a fixed tree.
@@ -192,42 +190,19 @@ class Collectives:
         self.check()
         return output
 
-    def gather_logits(self, columns: torch.Tensor) -> torch.Tensor:
+    def gather_logits(self, columns: torch.Tensor, first_column: int) -> torch.Tensor:
         """Return the logits ``[num_rows, logits_width]`` of which each rank has some columns.
-
-        Rank 0 has all of them afterwards.
 
         Raises:
             RanksError: a rank has failed, or there are more rows than the memory has.
         """
-        num_rows = columns.shape[0]
-        self.before_logits()
+        num_rows, width = columns.shape
+        # The first meeting protects the logits of the call before, which a rank may still read.
+        self.meet()
         logits = self.logits(num_rows)
-        first, end = self.column_borders[self.rank : self.rank + 2]
-        logits[:, first:end] = columns
-        self.share_logits(num_rows)
+        logits[:, first_column : first_column + width] = columns
+        self.meet()
         return logits.clone()
-
-    @property
-    def column_borders(self) -> list[int]:
-        """The first logit of each rank, and the number of logits."""
-        return column_borders(self.memory.sizes.vocab_size, self.num_ranks)
-
-    def before_logits(self) -> None:
-        """Wait until no rank reads the logits of the call before.
-
-        Raises:
-            RanksError: a rank has failed.
-        """
-        self.meet()
-
-    def share_logits(self, num_rows: int) -> None:
-        """Let rank 0 have the columns that each rank has written into ``logits(num_rows)``.
-
-        Raises:
-            RanksError: a rank has failed.
-        """
-        self.meet()
 
     def logits(self, num_rows: int) -> torch.Tensor:
         """Return the memory ``[num_rows, logits_width]`` into which each rank writes its logits.
@@ -265,18 +240,6 @@ def pieces(borders: Int64s, rank: int) -> list[range]:
         found.append(range(first - own_first, first - own_first + size))
         first += size
     return found
-
-
-def head_units(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the first unit of logits of a rank, and the first one of the next rank."""
-    num_units = -(-vocab_size // UNIT)
-    return num_units * rank // num_ranks, num_units * (rank + 1) // num_ranks
-
-
-def column_borders(vocab_size: int, num_ranks: int) -> list[int]:
-    """Return the first logit of each rank, and the number of logits."""
-    firsts = [head_units(vocab_size, rank, num_ranks)[0] * UNIT for rank in range(num_ranks)]
-    return [*firsts, vocab_size]
 
 
 def _create(num_bytes: int) -> int:

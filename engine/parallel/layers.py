@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quire.engine.packed_linear import PackedLinear
-from quire.engine.parallel.collectives import Collectives, head_units, pieces
+from quire.engine.parallel.collectives import Collectives, pieces
 from quire.kernels.cpu.linear import UNIT, linear, sums
 
 
@@ -81,5 +81,11 @@ class DividedHead(PackedLinear):
         """
         columns = linear(inputs, self.packed, self.bias).reshape(-1, self.packed.out_features)
         columns = columns[:, self.first_unit * UNIT : (self.first_unit + self.num_units) * UNIT]
-        logits = self._collectives.gather_logits(columns)
+        logits = self._collectives.gather_logits(columns.float(), self.first_column)
         return logits[:, : self.out_features].to(inputs.dtype).reshape(*inputs.shape[:-1], self.out_features)
+
+
+def head_units(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the first unit of logits of a rank, and the first one of the next rank."""
+    num_units = -(-vocab_size // UNIT)
+    return num_units * rank // num_ranks, num_units * (rank + 1) // num_ranks

@@ -1,19 +1,20 @@
-"""How rank 0 tells the other ranks what to run: a header, and the tensors of a step one behind the other."""
+"""How rank 0 tells the other ranks what to run: a header through a pipe, and tensors in shared memory.
+
+The tensors of a message lie in shared memory until all ranks have met after it.
+"""
 
 from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from quire.engine.parallel.collectives import RanksError
+from quire.engine.parallel.collectives import RanksError, SharedMemory
 from quire.engine.step_tensors import StepTensors
 from quire.kernels.metadata import AttentionMetadata
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _HEADER = struct.Struct("6q")
 HEADER_BYTES = _HEADER.size
@@ -37,7 +38,7 @@ class Header(NamedTuple):
     fifth: int = 0
 
     def to_bytes(self) -> bytes:
-        """Return the bytes to send."""
+        """Return the bytes that go through the pipe."""
         return _HEADER.pack(*self)
 
     @classmethod
@@ -51,46 +52,36 @@ def message_bytes(max_tokens: int, max_num_seqs: int, max_table_width: int) -> i
     return 8 * (4 * max_tokens + 4 * max_num_seqs + max_num_seqs * max_table_width + 64)
 
 
-def step_header(step: StepTensors, max_rows: int) -> Header:
-    """Return the header of a step, which tells the sizes of its tensors.
+def write_step(memory: SharedMemory, step: StepTensors) -> Header:
+    """Write the tensors of a step.
 
     Raises:
-        RanksError: the step has more rows than the ranks have memory for.
+        RanksError: the step is larger than the memory for it.
     """
     metadata = step.metadata
-    most = -1 if metadata.max_new_tokens is None else metadata.max_new_tokens
+    tables = metadata.block_tables
     num_tokens, num_logits = step.input_ids.shape[0], step.logit_rows.shape[0]
-    if max(num_tokens, num_logits) > max_rows:
-        raise RanksError(f"a step of {num_tokens} tokens does not fit {max_rows}")
-    num_seqs, width = metadata.block_tables.shape
-    return Header(Kind.STEP, num_tokens, num_logits, num_seqs, width, most)
+    if max(num_tokens, num_logits) > memory.sizes.max_rows:
+        raise RanksError(f"a step of {num_tokens} tokens does not fit {memory.sizes.max_rows}")
+    writer = _Writer(memory)
+    for tensor in (
+        step.input_ids,
+        step.positions,
+        step.logit_rows,
+        metadata.slot_mapping,
+        tables,
+        metadata.query_starts,
+        metadata.seq_lens,
+    ):
+        writer.put(tensor)
+    most = -1 if metadata.max_new_tokens is None else metadata.max_new_tokens
+    return Header(Kind.STEP, num_tokens, num_logits, tables.shape[0], tables.shape[1], most)
 
 
-def step_bytes(step: StepTensors) -> int:
-    """Return the bytes that the tensors of a step take in a message."""
-    return sum(_next_offset(0, each.nbytes) for each in _tensors(step))
-
-
-def write_step(message: Bytes, step: StepTensors) -> None:
-    """Write the tensors of a step into a message.
-
-    Raises:
-        RanksError: the message has too few bytes.
-    """
-    offset = 0
-    for tensor in _tensors(step):
-        data = tensor.contiguous().numpy().reshape(-1).view(np.uint8)
-        end = offset + len(data)
-        if end > len(message):
-            raise RanksError(f"a message of {end} bytes or more does not fit {len(message)}")
-        message[offset:end] = data
-        offset = _next_offset(offset, len(data))
-
-
-def read_step(message: Bytes, header: Header) -> StepTensors:
-    """Return the tensors of a step, which lie in the message."""
+def read_step(memory: SharedMemory, header: Header) -> StepTensors:
+    """Return the tensors of a step, which lie in shared memory."""
     _, num_tokens, num_logits, num_seqs, width, most = header
-    reader = _Reader(message)
+    reader = _Reader(memory)
     tokens, positions = reader.take(torch.int64, num_tokens), reader.take(torch.int64, num_tokens)
     logit_rows, slots = reader.take(torch.int64, num_logits), reader.take(torch.int64, num_tokens)
     metadata = AttentionMetadata(
@@ -103,24 +94,27 @@ def read_step(message: Bytes, header: Header) -> StepTensors:
     return StepTensors(tokens, positions, logit_rows, metadata)
 
 
-def _tensors(step: StepTensors) -> tuple[torch.Tensor, ...]:
-    metadata = step.metadata
-    return (
-        step.input_ids,
-        step.positions,
-        step.logit_rows,
-        metadata.slot_mapping,
-        metadata.block_tables,
-        metadata.query_starts,
-        metadata.seq_lens,
-    )
+class _Writer:
+    """Writes tensors one behind the other."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._message = memory.message
+        self._offset = 0
+
+    def put(self, tensor: torch.Tensor) -> None:
+        data = tensor.contiguous().numpy().reshape(-1).view(np.uint8)
+        end = self._offset + len(data)
+        if end > len(self._message):
+            raise RanksError(f"a message of {end} bytes or more does not fit {len(self._message)}")
+        self._message[self._offset : end] = data
+        self._offset = _next_offset(self._offset, len(data))
 
 
 class _Reader:
     """Returns the tensors of a message one after the other."""
 
-    def __init__(self, message: Bytes) -> None:
-        self._message = message
+    def __init__(self, memory: SharedMemory) -> None:
+        self._message = memory.message
         self._offset = 0
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:

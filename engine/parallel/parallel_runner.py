@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.model_runner import ModelRunner
+from quire.engine.parallel.messages import write_step
 from quire.engine.parallel.ranks import Ranks
 from quire.engine.step_tensors import StepTensors
 
@@ -15,18 +15,18 @@ from quire.engine.step_tensors import StepTensors
 class ParallelRunner(ModelRunner):
     """Rank 0: it sends each step to the other ranks and runs it with them.
 
-    Each rank writes and reads the keys and values of its own heads. Between steps the other ranks touch no
-    block, so rank 0 moves whole blocks like a process without ranks.
+    All ranks share the blocks, and each one writes and reads the keys and values of its own heads in them.
+    Between steps the other ranks touch no block, so rank 0 moves whole blocks like a process without ranks.
 
     Args:
         model: rank 0's part of the model.
-        memory: the KV blocks of all ranks.
+        memory: the KV blocks, which all ranks have mapped.
         swap_memory: host blocks of preempted groups; None means that there are none.
         ranks: the other ranks.
     """
 
     def __init__(
-        self, model: LoadedModel, memory: BlockMemory, swap_memory: KvMemory | None, ranks: Ranks
+        self, model: LoadedModel, memory: KvMemory, swap_memory: KvMemory | None, ranks: Ranks
     ) -> None:
         super().__init__(model, memory, swap_memory)
         self._ranks = ranks
@@ -37,7 +37,7 @@ class ParallelRunner(ModelRunner):
         Raises:
             RanksError: a rank has failed.
         """
-        self._ranks.send_step(step)
+        self._ranks.send(write_step(self._ranks.collectives.memory, step))
         logits = super().forward(step)
         self._ranks.expect_steps()
         return logits

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from quire.engine import attention
 from quire.engine.model_check import UnsupportedModelError
 from quire.engine.model_digest import model_digest
-from quire.engine.parallel.collectives import head_units
+from quire.engine.parallel.layers import head_units
 from quire.engine.parallel.plan import Division, ParallelPlan, read_plan
 from quire.kernels.cpu.linear import UNIT
 

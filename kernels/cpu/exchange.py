@@ -5,9 +5,6 @@ it reads all slots and adds them in a fixed binary tree, so that each process ge
 two sets of slots, which are used in turns: a process that has come to a round has read the slots of the round
 before, so those may be written again.
 
-Processes on several machines share no memory. Each has memory of its own for all slots, and a function that
-carries its slot to the others, and brings theirs, before this process waits.
-
 The leaves of the tree are segments of inputs. A process has some of them in a row. It adds those that form
 whole subtrees, its pieces, and leaves the rest to the reader: with 8 segments and 3 processes, the segments
 2, 3 and 4 are the pieces 2 + 3 and 4. A process whose segments are an aligned power of two has one piece.
@@ -25,7 +22,7 @@ import numpy as np
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.futex import sleep_while, wake
-from quire.kernels.cpu.intrinsics import arrive, call, exact, keep_apart, pointer, raise_shared, read_shared
+from quire.kernels.cpu.intrinsics import arrive, exact, keep_apart, pointer, raise_shared, read_shared
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.linear import MOST_SEGMENTS
 
@@ -56,9 +53,6 @@ EXCHANGE = np.dtype(
             "system_call",
             "futex",
             "patience",
-            "carry",
-            "num_rows",
-            "borders",
         )
     ]
 )
@@ -68,44 +62,18 @@ EXCHANGE = np.dtype(
 above 0 if a process has failed. ``slots`` is that of ``[2, num_ranks, slot_bytes]``, and a slot has a piece
 every ``piece_bytes``. ``spins`` is how often a process looks for the others before it sleeps. For
 ``system_call`` and ``futex`` see ``futex_call``. ``patience`` is the address of the seconds and nanoseconds
-after which a process that sleeps looks whether another has failed. ``carry`` is the address of a function
-``void carry(EXCHANGE *)``, which fills the slots of the other processes; 0 if they write into the same
-memory. ``num_rows`` and ``borders`` are those of the slots to carry (see ``add_slots``).
+after which a process that sleeps looks whether another has failed.
 """
 
 
 @exact
 def come(exchange: Any) -> None:
     """Tell the other processes that this one has come to its next round."""
-    _come_as(exchange, exchange.rank)
-
-
-@exact
-def _come_as(exchange: Any, rank: int) -> None:
-    counter = exchange.counters + LINE * rank
+    counter = exchange.counters + LINE * exchange.rank
     round_number = arrive(counter) + 1
     # Who sleeps has written this before it compared the counter, so one of the two sees the other.
     if read_shared(counter + _ASLEEP) >= round_number:
         wake(exchange.system_call, exchange.futex, counter)
-
-
-@exact
-def carry(exchange_at: int, num_rows: int, borders_at: int) -> None:
-    """Bring the slots of processes that share no memory, so that these have come to this round.
-
-    Args:
-        exchange_at: address of an ``EXCHANGE``.
-        num_rows, borders_at: see ``add_slots``.
-    """
-    exchange = carray(pointer(exchange_at, EXCHANGE), 1)[0]
-    if exchange.carry == 0:
-        return
-    exchange.num_rows = num_rows
-    exchange.borders = borders_at
-    call(exchange.carry, exchange_at)
-    for rank in range(exchange.num_ranks):
-        if rank != exchange.rank:
-            _come_as(exchange, rank)
 
 
 @exact
@@ -212,7 +180,6 @@ def sum_kernel() -> Any:
         args = carray(arguments, 1)[0]
         exchange = carray(pointer(args.exchange, EXCHANGE), 1)[0]
         come(exchange)
-        carry(args.exchange, args.num_rows, args.borders)
         meet(exchange, args.round)
         add_slots(exchange, args.round, args.borders, 0, args.num_rows, args.width, args.output)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.blocks import quantize_vector
-from quire.kernels.cpu.exchange import EXCHANGE, add_slots, carry, come, meet, piece_size, slot
+from quire.kernels.cpu.exchange import EXCHANGE, add_slots, come, meet, piece_size, slot
 from quire.kernels.cpu.intrinsics import (
     TILE_COLUMNS,
     arrive,
@@ -340,7 +340,6 @@ def _add_linear(
     phase = _wait(args, num_threads, phase)
     if thread == 0:
         come(exchange)
-        carry(args.exchange, args.num_tokens, borders_at)
     meet(exchange, round_number)
     first = args.num_tokens * thread // num_threads
     end = args.num_tokens * (thread + 1) // num_threads

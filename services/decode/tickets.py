@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
+from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import Sequence
 from quire.engine.transfers import num_transferred_tokens
 from quire.kvindex.kv_layout import KvLayout
@@ -66,7 +66,7 @@ class Tickets:
     byte reaches the sequence's blocks, and the engine may give them to others.
     """
 
-    def __init__(self, engine: EngineThread, memory: BlockMemory, layout: KvLayout, epoch: str) -> None:
+    def __init__(self, engine: EngineThread, memory: KvMemory, layout: KvLayout, epoch: str) -> None:
         self.layout = layout
         self.epoch = epoch
         self._engine = engine
@@ -123,7 +123,7 @@ class Tickets:
 class PromisedBlocks:
     """Blocks that one push fills; a ``Reservation``."""
 
-    def __init__(self, promise: Promise, engine: EngineThread, memory: BlockMemory) -> None:
+    def __init__(self, promise: Promise, engine: EngineThread, memory: KvMemory) -> None:
         self._promise = promise
         self._engine = engine
         self._memory = memory

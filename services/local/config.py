@@ -36,12 +36,6 @@ class LocalStackConfig:
         "machine is a node, local to start one here (extra ray).",
         Panel.PROCESS,
     )
-    spread_ranks: bool = setting(
-        False,
-        "--spread-ranks",
-        "With --ray: the ranks of a worker may run on several nodes, which is slower.",
-        Panel.PROCESS,
-    )
     redis_url: str | None = field(default=None, repr=False)
     router: RouterConfig = field(default_factory=RouterConfig)
     worker: WorkerConfig = field(default_factory=lambda: WorkerConfig(role="decode"))
@@ -54,5 +48,3 @@ class LocalStackConfig:
                 "--ray needs the extra 'ray': pip install 'quire-llm[ray]', or in a clone "
                 ".venv/bin/pip install -e '.[ray]'"
             )
-        if self.spread_ranks and self.ray is None:
-            raise ValueError("--spread-ranks needs --ray: without it all ranks are on this machine")

@@ -31,12 +31,10 @@ from quire.services.launch.mailbox import Mailbox
 from quire.services.local.child_processes import KILL_SECONDS
 from quire.services.local.config import LocalStackConfig
 from quire.services.ray_cluster.connection import connected
-from quire.services.ray_cluster.rank_actor import RankActor
 from quire.services.ray_cluster.worker_actor import WorkerActor
 from quire.services.server.grpc_server import Draining
 from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
-from quire.services.worker.rank_config import RankConfig
 
 PLACE_SECONDS = 60.0
 """Longest time that Ray may take to find a node with room."""
@@ -52,13 +50,11 @@ class _Placed:
     """A worker, the reservation of its processors, and its actor once it is placed.
 
     Attributes:
-        bundles: the processors of each part of the reservation; several if each rank has an actor of its own.
         late: logs that Ray does not start the worker again, unless it is cancelled.
     """
 
     config: WorkerConfig
     group: PlacementGroup
-    bundles: list[int]
     late: threading.Timer
     actor: Any = None
     is_stopping: bool = False
@@ -67,9 +63,8 @@ class _Placed:
 class RayLauncher(Launcher):
     """Keeps one thread for each worker, which follows its actor."""
 
-    def __init__(self, host: str, *, spread_ranks: bool = False) -> None:
+    def __init__(self, host: str) -> None:
         self._host = host
-        self._spread_ranks = spread_ranks
         self._workers: dict[str, _Placed] = {}
         self._happened: Mailbox[Event] = Mailbox()
         self._threads: dict[str, threading.Thread] = {}
@@ -87,15 +82,10 @@ class RayLauncher(Launcher):
     def start(self, configs: Mapping[str, WorkerConfig]) -> None:
         """Begin to reserve processors for workers, and to start them there."""
         for name, config in configs.items():
-            threads = config.threads or config.tensor_parallel_size
-            # Ranks of one node share memory, so they have one bundle, which cannot be divided.
-            bundles = [max(threads, config.tensor_parallel_size)]
-            if self._spread_ranks:
-                threads = max(1, threads // config.tensor_parallel_size)
-                bundles = [threads] * config.tensor_parallel_size
-            group = placement_group([{"CPU": each} for each in bundles], strategy="PACK", name=name)
-            config = replace(config, threads=threads)
-            self._workers[name] = _Placed(config, group, bundles, _timer(name, bundles))
+            config = replace(config, threads=config.threads or config.tensor_parallel_size)
+            # The ranks of a worker share memory, so its reservation is one bundle, which lies on one node.
+            group = placement_group([{"CPU": num_cpus(config)}], strategy="STRICT_PACK", name=name)
+            self._workers[name] = _Placed(config, group, late=_timer(name, config))
             thread = threading.Thread(target=self._follow, args=(name,), name=name, daemon=True)
             self._threads[name] = thread
             thread.start()
@@ -159,9 +149,10 @@ class RayLauncher(Launcher):
             if worker.is_stopping:
                 return False
         if not is_placed:
+            needed = num_cpus(worker.config)
             free = ", ".join(f"{_cpus(node)} on {node['NodeManagerAddress']}" for node in ray.nodes())
             problem = (
-                f"the Ray cluster had no {_room(worker.bundles)} within {PLACE_SECONDS:.0f} s (in all: "
+                f"no node of the Ray cluster had {needed} free CPUs within {PLACE_SECONDS:.0f} s (in all: "
                 f"{free}); add nodes, or ask for fewer workers or --threads"
             )
             self._happened.put(NotStarted(name, LaunchError(problem)))
@@ -173,10 +164,8 @@ class RayLauncher(Launcher):
 
     def _follow_one_life(self, name: str, worker: _Placed, *, is_again: bool) -> bool:
         """Report the start and the end of one process; return whether it served."""
-        has_served, ranks = False, []
+        has_served = False
         try:
-            if len(worker.bundles) > 1:
-                ranks = _start_ranks(name, worker, ray.get(worker.actor.rank_address.remote()))
             report = ray.get(worker.actor.started.remote())
             if isinstance(report, str):
                 self._happened.put(NotStarted(name, LaunchError(report)))
@@ -190,45 +179,15 @@ class RayLauncher(Launcher):
         except RayActorError:
             if has_served and not worker.is_stopping:
                 _log.error("process_ended", name=name, end="ended, or its node did")
-                worker.late = _timer(name, worker.bundles)
+                worker.late = _timer(name, worker.config)
                 worker.late.start()
             time.sleep(AGAIN_SECONDS)
-        finally:
-            for each in ranks:
-                ray.kill(each)
         return has_served
 
 
-def _start_ranks(name: str, worker: _Placed, leader: str) -> list[Any]:
-    """Start the other ranks of a worker, each in its reservation; Ray does so once there is room."""
-    config = worker.config
-    settings = RankConfig(
-        leader=leader,
-        threads=config.threads,
-        cluster_secret=config.cluster_secret,
-        cluster_cert=config.cluster_cert,
-        cluster_key=config.cluster_key,
-        cluster_ca=config.cluster_ca,
-        log_level=config.log_level,
-    )
-    actor = ray.remote(RankActor)
-    return [
-        actor.options(
-            num_cpus=cpus,
-            # Ray may put an actor on a node that has ended, and notice that only seconds later.
-            max_restarts=-1,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                worker.group, placement_group_bundle_index=rank
-            ),
-        ).remote(f"{name}-rank-{rank}", settings)
-        for rank, cpus in enumerate(worker.bundles)
-        if rank
-    ]
-
-
-def _timer(name: str, bundles: list[int]) -> threading.Timer:
+def _timer(name: str, config: WorkerConfig) -> threading.Timer:
     """Return what logs that Ray has not started a worker again; Ray itself says nothing."""
-    needs = _room(bundles)
+    needs = f"a node with {num_cpus(config)} free CPUs"
     timer = threading.Timer(
         PLACE_SECONDS, partial(_log.warning, "process_not_started_again", name=name, needs=needs)
     )
@@ -238,15 +197,14 @@ def _timer(name: str, bundles: list[int]) -> threading.Timer:
 
 def _remote(worker: _Placed) -> Any:
     strategy = PlacementGroupSchedulingStrategy(worker.group, placement_group_bundle_index=0)
-    options = {"num_cpus": worker.bundles[0], "max_restarts": -1, "max_concurrency": METHODS_AT_ONCE}
+    options = {"num_cpus": num_cpus(worker.config), "max_restarts": -1, "max_concurrency": METHODS_AT_ONCE}
     actor = ray.remote(WorkerActor).options(**options, scheduling_strategy=strategy)
-    return actor.remote(worker.config, len(worker.bundles) > 1)
+    return actor.remote(worker.config)
 
 
-def _room(bundles: list[int]) -> str:
-    """Return what a worker needs, as errors call it."""
-    parts = f"{len(bundles)} times " if len(bundles) > 1 else ""
-    return f"room for {parts}{bundles[0]} CPUs on one node"
+def num_cpus(config: WorkerConfig) -> int:
+    """Return the processors that a worker keeps busy, with all its ranks."""
+    return max(config.threads or 1, config.tensor_parallel_size)
 
 
 def _cpus(node: Mapping[str, Any]) -> str:
@@ -257,11 +215,8 @@ def _cpus(node: Mapping[str, Any]) -> str:
 def _ray_launcher(
     config: LocalStackConfig, show: Callable[[Draining], None], *, address: str
 ) -> Iterator[RayLauncher]:
-    if config.spread_ranks:
-        # Each worker will have an address of its own; with any of them it has the same limits.
-        replace(config.worker, rank_address="127.0.0.1:1")
     with connected(address) as host:
-        launcher = RayLauncher(host, spread_ranks=config.spread_ranks)
+        launcher = RayLauncher(host)
         try:
             yield launcher
         finally:

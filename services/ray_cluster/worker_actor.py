@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -24,18 +23,13 @@ class WorkerActor:
     The worker is the same process as on one machine, and its requests and blocks do not pass through Ray. If
     the worker ends, the actor ends too, and Ray starts both again, on another node if this one is gone. The
     new worker has a new epoch.
-
-    Args:
-        config: the worker's settings.
-        has_other_nodes: whether its ranks may be on other nodes, so that they have to connect to it.
     """
 
-    def __init__(self, config: WorkerConfig, has_other_nodes: bool) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         # Where Ray's daemon of a node ends, Ray's own check comes up to 1 s late, and kills the worker. This
         # signal ends only the actor, at once; the worker notices and drains, so that its answers move away.
         end_with_parent(signal.SIGKILL)
-        self._rank_address = _free_address() if has_other_nodes else None
-        config = replace(config, host=node_address(), rank_address=self._rank_address)
+        config = replace(config, host=node_address())
         assert config.worker_id is not None
         self._name = config.worker_id
         self._grace_seconds = config.grace_seconds
@@ -47,10 +41,6 @@ class WorkerActor:
     def __repr__(self) -> str:
         """Return the worker's name, which Ray writes before each line of its log."""
         return self._name
-
-    def rank_address(self) -> str | None:
-        """Return where the worker waits for its ranks, if they are on other nodes."""
-        return self._rank_address
 
     def started(self) -> RunningWorker | str:
         """Wait until the worker serves and return what it tells, or why it could not start."""
@@ -81,9 +71,3 @@ class WorkerActor:
         time.sleep(RESTART_SECONDS)
         if not self._is_stopping:
             os._exit(1)
-
-
-def _free_address() -> str:
-    """Return a free port at the address of this node."""
-    with socket.create_server((node_address(), 0)) as server:
-        return f"{node_address()}:{server.getsockname()[1]}"

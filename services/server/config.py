@@ -1,4 +1,4 @@
-"""Holds the settings that the processes of a cluster have in common; importing this loads no gRPC."""
+"""Holds the settings that routers and workers have in common; importing this loads no gRPC."""
 
 from __future__ import annotations
 
@@ -21,13 +21,22 @@ def _redis_problem(url: str) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """Settings by which the processes of a cluster recognise each other, and of their log.
+class ServiceConfig:
+    """Settings of a service, a router or a worker.
 
     Raises:
         ValueError: settings are out of range or contradict each other.
     """
 
+    host: str = setting("127.0.0.1", "--host", "Address to listen on.", Panel.NETWORK)
+    redis_url: str | None = setting(
+        None,
+        "--redis-url",
+        "Redis of the prefix index and of membership.",
+        Panel.NETWORK,
+        problem=_redis_problem,
+        is_secret=True,
+    )
     cluster_secret: bytes = setting(
         b"",
         "--cluster-secret",
@@ -35,6 +44,17 @@ class ClusterConfig:
         "Better given by the variable.",
         Panel.NETWORK,
         is_secret=True,
+    )
+    metrics_port: int = setting(
+        0,
+        "--metrics-port",
+        "Port of the Prometheus metrics; 0 takes a free one.",
+        Panel.NETWORK,
+        minimum=0,
+        maximum=MAX_PORT,
+    )
+    served_model_name: str | None = setting(
+        None, "--served-model-name", "Name that clients use; by default the model's.", Panel.MODEL
     )
     cluster_cert: Path | None = setting(
         None,
@@ -45,6 +65,20 @@ class ClusterConfig:
     cluster_key: Path | None = setting(None, "--cluster-key", "PEM key of that certificate.", Panel.SECURITY)
     cluster_ca: Path | None = setting(
         None, "--cluster-ca", "Authority of the cluster's certificates, and of nothing else.", Panel.SECURITY
+    )
+    otlp_endpoint: str | None = setting(
+        None,
+        "--otlp-endpoint",
+        "Send traces there by OTLP/gRPC, as http://host:4317; needs the extra 'tracing'.",
+        Panel.OBSERVABILITY,
+    )
+    grace_seconds: float = setting(
+        # Less than the 30 s after which Kubernetes kills a process.
+        25.0,
+        "--grace-period",
+        "How long requests may go on after SIGTERM or Ctrl-C, in seconds.",
+        Panel.PROCESS,
+        minimum=0,
     )
     log_level: LogLevel = setting("info", "--log-level", "Least severity of logged events.", Panel.PROCESS)
 
@@ -66,47 +100,3 @@ class ClusterConfig:
         if self.cluster_cert is None or self.cluster_key is None:
             return None
         return TlsFiles(self.cluster_cert, self.cluster_key, self.cluster_ca)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServiceConfig(ClusterConfig):
-    """Settings of a service, a router or a worker.
-
-    Raises:
-        ValueError: settings are out of range or contradict each other.
-    """
-
-    host: str = setting("127.0.0.1", "--host", "Address to listen on.", Panel.NETWORK)
-    redis_url: str | None = setting(
-        None,
-        "--redis-url",
-        "Redis of the prefix index and of membership.",
-        Panel.NETWORK,
-        problem=_redis_problem,
-        is_secret=True,
-    )
-    metrics_port: int = setting(
-        0,
-        "--metrics-port",
-        "Port of the Prometheus metrics; 0 takes a free one.",
-        Panel.NETWORK,
-        minimum=0,
-        maximum=MAX_PORT,
-    )
-    served_model_name: str | None = setting(
-        None, "--served-model-name", "Name that clients use; by default the model's.", Panel.MODEL
-    )
-    otlp_endpoint: str | None = setting(
-        None,
-        "--otlp-endpoint",
-        "Send traces there by OTLP/gRPC, as http://host:4317; needs the extra 'tracing'.",
-        Panel.OBSERVABILITY,
-    )
-    grace_seconds: float = setting(
-        # Less than the 30 s after which Kubernetes kills a process.
-        25.0,
-        "--grace-period",
-        "How long requests may go on after SIGTERM or Ctrl-C, in seconds.",
-        Panel.PROCESS,
-        minimum=0,
-    )

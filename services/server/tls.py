@@ -88,20 +88,6 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     return first
 
 
-def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return a context for connections to a server of the same authority, without gRPC.
-
-    Raises:
-        BadFileError: see ``server_credentials``.
-    """
-    context = ssl.create_default_context(cafile=files.authority)
-    try:
-        context.load_cert_chain(files.certificate, files.key)
-    except OSError as error:
-        raise BadFileError(f"{files.certificate} cannot be shown: {error}") from error
-    return context
-
-
 class ClusterTls:
     """Mutual TLS between router and workers: each side shows a certificate of the cluster's authority."""
 

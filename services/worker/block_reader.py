@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.block_pool import BlockPool
+from quire.engine.kv_memory import KvMemory
 from quire.kvtransfer.frame import Frame, digest
 
 
@@ -24,7 +24,7 @@ class BlockReader:
     block is not written again before it is allocated again.
     """
 
-    def __init__(self, memory: BlockMemory, pool: BlockPool) -> None:
+    def __init__(self, memory: KvMemory, pool: BlockPool) -> None:
         self._memory = memory
         self._pool = pool
         self._kept: dict[int, _Kept] = {}

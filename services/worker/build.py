@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import signal
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.block_pool import BlockListener
 from quire.engine.decode_graphs import CudaCapture
 from quire.engine.device import choose_device
@@ -23,11 +21,9 @@ from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory, dtype_name
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.parallel.collectives import RanksError
-from quire.engine.parallel.local_ranks import start_local_ranks
 from quire.engine.parallel.parallel_runner import ParallelRunner
-from quire.engine.parallel.ranks import Ranks, check_device
-from quire.engine.parallel.remote_ranks import RemoteRanks
-from quire.engine.pool_memory import allocate_swap_space, pool_size
+from quire.engine.parallel.ranks import Ranks, start_ranks
+from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.engine.shared_memory import allocate_shared
@@ -42,7 +38,6 @@ from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.processors import num_processors
-from quire.services.worker.rank_joins import await_ranks, link_trust
 from quire.settings.setting import SettingError
 
 _log = get_logger("worker")
@@ -57,7 +52,7 @@ class Models(NamedTuple):
 
     model: LoadedModel
     draft: LoadedModel | None
-    memory: BlockMemory
+    memory: KvMemory
     ranks: Ranks | None
 
     def close(self) -> None:
@@ -76,32 +71,15 @@ def load_models(config: WorkerConfig) -> Models:
     """
     device = choose_device()
     with ExitStack() as stack:
+        if (ranks := start_ranks(config, device)) is not None:
+            stack.callback(ranks.close)
+            _tell_of_few_processors(config)
         try:
-            if (ranks := _start_ranks(config, device)) is not None:
-                stack.callback(ranks.close)
             models = _load_models(config, device, ranks)
         except RanksError as error:
             raise ChildProcessError(f"the worker did not start: {error}") from error
         stack.pop_all()
         return models
-
-
-def _start_ranks(config: WorkerConfig, device: torch.device) -> Ranks | None:
-    """Start the other processes that the model is divided among, or wait for them; None if there are none."""
-    if config.rank_address is None:
-        if (ranks := start_local_ranks(config, device)) is not None:
-            _tell_of_few_processors(config)
-        return ranks
-    check_device(config, device)
-    trust = link_trust(config.cluster_secret, config.cluster_tls)
-    links = await_ranks(config.rank_address, config.tensor_parallel_size - 1, trust)
-    return RemoteRanks(config, links, on_leaving=_end_gracefully)
-
-
-def _end_gracefully() -> None:
-    """Let this process drain as if it had been told to itself."""
-    _log.info("rank_leaves", details="a rank was told to end, so the worker drains and ends")
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _tell_of_few_processors(config: WorkerConfig) -> None:
@@ -128,22 +106,22 @@ def _allocate_pool(
     draft: LoadedModel | None,
     device: torch.device,
     ranks: Ranks | None,
-) -> BlockMemory:
+) -> KvMemory:
     """Allocate the block pool, so that other workers can map it if the system and the settings allow."""
-    shape, num_blocks = pool_size(config, model, draft, device, config.num_sharing_gpu)
+    allocate = partial(allocate_pool, config, model, draft, device, config.num_sharing_gpu)
     if ranks is not None:
-        return ranks.allocate_pool(model, shape, num_blocks)
-    if config.transport in ("grpc", "nixl") or device.type != "cpu":
-        return KvMemory(shape, num_blocks, device)
+        return allocate(share=ranks.share_pool)
+    if config.transport in ("grpc", "nixl"):
+        return allocate()
     try:
-        return KvMemory(shape, num_blocks, device, shared=allocate_shared(num_blocks * shape.block_bytes))
+        return allocate(share=allocate_shared)
     except OSError as error:
         if config.transport == "shared":
             raise SettingError(
                 f"--transport shared needs memory that processes can share: {error}"
             ) from error
         _log.warning("pool_not_shared", reason=str(error), details="other workers get its blocks in messages")
-        return KvMemory(shape, num_blocks, device)
+        return allocate()
 
 
 def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIdentity:
@@ -170,7 +148,7 @@ def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIden
     )
 
 
-def open_disk_cache(config: WorkerConfig, memory: BlockMemory, identity: WorkerIdentity) -> DiskCache | None:
+def open_disk_cache(config: WorkerConfig, memory: KvMemory, identity: WorkerIdentity) -> DiskCache | None:
     """Open the folder of evicted blocks, if there is one; reads what an earlier worker left."""
     if config.disk_cache is None:
         return None
@@ -207,7 +185,7 @@ def build_engine(
     return engine
 
 
-def _host_cache(config: WorkerConfig, memory: BlockMemory) -> HostCache | None:
+def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:
     if not config.host_cache_bytes:
         return None
     num_blocks = config.host_cache_bytes // memory.shape.block_bytes
@@ -216,7 +194,7 @@ def _host_cache(config: WorkerConfig, memory: BlockMemory) -> HostCache | None:
             f"one KV block takes {memory.shape.block_bytes} bytes; --host-cache must hold two at least"
         )
     host = torch.device("cpu")
-    return HostCache(KvMemory(memory.shape, num_blocks, host, is_pinned=memory.device.type == "cuda"))
+    return HostCache(KvMemory(memory.shape, num_blocks, host, is_pinned=memory.blocks.is_cuda))
 
 
 def _warm_up(engine: Engine) -> None:

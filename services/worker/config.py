@@ -13,18 +13,11 @@ from quire.models.source import model_name
 from quire.services.server.config import ServiceConfig
 from quire.services.server.loopback import is_loopback
 from quire.services.worker.address import WILDCARDS
-from quire.settings.address import is_address, split_address
 from quire.settings.setting import MAX_PORT, Panel, setting
 
 MAX_INDEX_STRIDE = 64
 DEMO_MODEL = "demo"
 """Name under which the bundled model is served."""
-
-
-def _address_problem(address: str | None) -> str | None:
-    if address is None or is_address(address):
-        return None
-    return f"must be host:port, as 0.0.0.0:7100; got {address!r}"
 
 
 class DiskFolder(NamedTuple):
@@ -84,14 +77,6 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         "Directory of this user, mode 0700, in which workers of one host find each other's memory.",
         Panel.NETWORK,
         shown_default="quire-<user id> in the directory for temporary files",
-    )
-    rank_address: str | None = setting(
-        None,
-        "--rank-address",
-        "host:port on which the worker waits for its other ranks, which `quire rank` starts on other "
-        "machines; by default they are processes of this machine.",
-        Panel.NETWORK,
-        problem=_address_problem,
     )
     host_cache_bytes: int = setting(
         0,
@@ -155,22 +140,6 @@ class WorkerConfig(ServiceConfig, EngineConfig):
                 f"strangers can reach a worker on {self.host}, and without a cluster secret it serves them: "
                 f"{REMEDY}; `openssl rand -hex 32` makes one. Or use --cluster-cert, --cluster-key and "
                 "--cluster-ca, or leave --host on the loopback"
-            )
-        if self.rank_address is not None:
-            self._check_rank_address(self.rank_address)
-
-    def _check_rank_address(self, address: str) -> None:
-        if self.tensor_parallel_size == 1:
-            raise ValueError("--rank-address needs --tensor-parallel-size: how many ranks there are in all")
-        if self.transport in ("shared", "nixl"):
-            raise ValueError(
-                f"--transport {self.transport} needs all of a block in this machine's memory, and with "
-                "--rank-address each rank has its part: use --transport auto or grpc"
-            )
-        if not self.cluster_secret and not self.cluster_cert and not is_loopback(split_address(address)[0]):
-            raise ValueError(
-                f"strangers can join as ranks at {address}: {REMEDY}; `openssl rand -hex 32` makes one. Or "
-                "use --cluster-cert, --cluster-key and --cluster-ca"
             )
 
     @property

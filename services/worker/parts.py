@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.engine_thread import EngineThread
+from quire.engine.kv_memory import KvMemory
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports import Transports
@@ -41,7 +41,7 @@ class WorkerParts:
     identity: WorkerIdentity
     address: Callable[[], str]
     engine: EngineThread
-    memory: BlockMemory
+    memory: KvMemory
     reader: SequenceReader
     requests: RunningRequests
     drain: Drain

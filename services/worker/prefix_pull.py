@@ -12,10 +12,10 @@ from collections.abc import Sequence as Items
 from contextlib import suppress
 from time import perf_counter
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.block_pool import NoFreeBlocksError
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
+from quire.engine.kv_memory import KvMemory
 from quire.engine.sequence import HashBlock, Sequence
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
@@ -39,7 +39,7 @@ class PrefixPuller:
     def __init__(
         self,
         engine: EngineThread,
-        memory: BlockMemory,
+        memory: KvMemory,
         layout: KvLayout,
         hash_block: HashBlock,
         channels: ChannelPool,
@@ -126,7 +126,7 @@ class _Arrivals:
     write the blocks. ``close`` waits for the block that is being written: after it no byte reaches them.
     """
 
-    def __init__(self, name: str, engine: EngineThread, memory: BlockMemory, wanted: Items[bytes]) -> None:
+    def __init__(self, name: str, engine: EngineThread, memory: KvMemory, wanted: Items[bytes]) -> None:
         self._name = name
         self._engine = engine
         self._memory = memory

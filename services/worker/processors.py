@@ -19,17 +19,6 @@ def num_processors(cgroups: Path = CGROUPS) -> int:
     return available if quota is None else min(available, max(1, int(quota)))
 
 
-def limit_threads(threads: int | None) -> None:
-    """Set how many threads this process computes with; None means one for each processor.
-
-    This must come before torch starts its threads.
-    """
-    number = threads or num_processors()
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
-        os.environ[name] = str(number)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
 def _quota(cgroups: Path) -> float | None:
     """Return the processors' worth of time that the container may use; None if it has no limit."""
     try:

@@ -16,7 +16,6 @@ import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.engine_thread import EngineFailedError, EngineStoppedError, EngineThread
 from quire.engine.grammar import GrammarCompiler
 from quire.engine.kv_memory import KvMemory
@@ -194,7 +193,7 @@ async def _stop_engine(thread: EngineThread) -> None:
         _log.error("engine_not_stopped", details="its step does not end; the process ends without it")
 
 
-def _describe(registry: CollectorRegistry, thread: EngineThread, memory: BlockMemory) -> None:
+def _describe(registry: CollectorRegistry, thread: EngineThread, memory: KvMemory) -> None:
     """Let the metrics tell of the process, the engine and its blocks, as they are when they are asked for."""
     registry.register(EngineCollector(partial(ask_for_snapshot, thread)))
     ProcessCollector(registry=registry)
@@ -252,7 +251,7 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
     )
 
 
-def open_transports(config: WorkerConfig, epoch: str, memory: BlockMemory) -> Transports:
+def open_transports(config: WorkerConfig, epoch: str, memory: KvMemory) -> Transports:
     """Offer the worker's pool to the other workers of its host, if the settings and the pool allow.
 
     Raises:
@@ -275,7 +274,7 @@ def open_transports(config: WorkerConfig, epoch: str, memory: BlockMemory) -> Tr
     return transports
 
 
-def _open_nixl(config: WorkerConfig, epoch: str, memory: BlockMemory) -> Transports:
+def _open_nixl(config: WorkerConfig, epoch: str, memory: KvMemory) -> Transports:
     if config.cluster_tls is not None:
         # UCX neither encrypts nor asks for a certificate, so it would be a way around both.
         raise SettingError("--transport nixl is not possible with TLS between workers: use grpc or shared")
@@ -288,7 +287,7 @@ def _open_nixl(config: WorkerConfig, epoch: str, memory: BlockMemory) -> Transpo
         raise SettingError(
             "--transport nixl is possible without --tensor-parallel-size only: use grpc or shared"
         )
-    if memory.device.type != "cpu" or not isinstance(memory, KvMemory):
+    if memory.device.type != "cpu":
         raise SettingError("--transport nixl is possible for pools on the CPU only")
     transports = Transports("nixl", Path(), _tell_transport, _tell_speed)
     try:

@@ -20,8 +20,6 @@ import pytest
 
 from quire.client import AsyncClient, Unsupported
 from quire.client.admin import AdminClient, WorkerStatus
-from quire.llm import LLM, SamplingParams
-from quire.models.random_model import make_random_model
 
 QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 NUM_ANSWERS, NUM_TOKENS = 8, 400
@@ -88,26 +86,21 @@ def serving(ray: str, model: Path, *settings: str) -> Iterator[subprocess.Popen[
             process.kill()
 
 
-def read_banner(process: subprocess.Popen[str]) -> Stack:
-    """Return the stack of a process once it serves."""
-    assert process.stderr is not None
-    banner = ""
-    late = threading.Timer(WAIT_SECONDS, process.kill)
-    late.start()
-    for line in process.stderr:
-        banner += line
-        if "  redis " in line:
-            break
-    late.cancel()
-    found = re.search(r"serves .*? at (\S+).*?  admin +(\S+)", banner, re.DOTALL)
-    assert found is not None, banner
-    return Stack(process, found[1], found[2])
-
-
 @pytest.fixture(scope="module")
 def stack(cluster: Any, tiny_model: Callable[[str], Path]) -> Iterator[Stack]:
     with serving(cluster.address, tiny_model("llama"), "--decode", "2") as process:
-        yield read_banner(process)
+        assert process.stderr is not None
+        banner = ""
+        late = threading.Timer(WAIT_SECONDS, process.kill)
+        late.start()
+        for line in process.stderr:
+            banner += line
+            if "  redis " in line:
+                break
+        late.cancel()
+        found = re.search(r"serves .*? at (\S+).*?  admin +(\S+)", banner, re.DOTALL)
+        assert found is not None, banner
+        yield Stack(process, found[1], found[2])
 
 
 async def answers(client: AsyncClient, prompts: list[list[int]]) -> list[asyncio.Task[list[int]]]:
@@ -147,36 +140,6 @@ def is_quiet(workers: list[WorkerStatus]) -> bool:
 
 def names(workers: list[WorkerStatus]) -> list[str]:
     return [each.worker_id for each in workers]
-
-
-async def test_a_worker_whose_ranks_are_on_two_nodes(cluster: Any, e2e: Any, tmp_path: Path) -> None:
-    """Each rank needs two processors and each node has three. Then the node of one rank ends."""
-    sizes = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
-    model = make_random_model("llama", tmp_path, **sizes)
-    prompts = [e2e.make_prompt(40, seed) for seed in range(4)]
-    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    with LLM(str(model), dtype="float32", num_blocks=64, threads=1) as llm:
-        expected = [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
-
-    async def answer(client: AsyncClient) -> list[list[int]]:
-        asked = (client.generate(each, max_tokens=20, temperature=0.0, ignore_eos=True) for each in prompts)
-        return [list(each.token_ids) for each in await asyncio.gather(*asked)]
-
-    options = ("--prefill", "0", "--tensor-parallel-size", "2", "--spread-ranks", "--threads", "4")
-    with serving(cluster.address, model, *options) as process:
-        stack = read_banner(process)
-        async with AsyncClient(stack.address, timeout=WAIT_SECONDS) as client:
-            with AdminClient(stack.admin_address, timeout=WAIT_SECONDS) as admin:
-                used = list(cluster.worker_nodes)
-                assert all(num_children(each) for each in used)
-                assert await answer(client) == expected
-                [before] = await asyncio.to_thread(admin.workers)
-                cluster.add_node(num_cpus=3, object_store_memory=80 << 20)
-                await asyncio.to_thread(cluster.remove_node, used[0], allow_graceful=False)
-                await until(
-                    admin, lambda workers: [each.address for each in workers] not in ([], [before.address])
-                )
-                assert await answer(client) == expected
 
 
 async def test_scaling_and_the_end_of_a_node_change_no_token(stack: Stack, cluster: Any, e2e: Any) -> None:

@@ -119,10 +119,10 @@ def test_no_wake_up_is_lost() -> None:
 
 def test_logits_are_gathered() -> None:
     def work(collectives: Collectives) -> list[Any]:
-        mine = torch.full((3, 128 if collectives.rank == 0 else 172), float(collectives.rank))
-        return collectives.gather_logits(mine)[:, :300].tolist()
+        mine = torch.full((3, 128 if collectives.rank == 0 else 192), float(collectives.rank))
+        return collectives.gather_logits(mine, 128 * collectives.rank).tolist()
 
-    expected = torch.cat([torch.zeros(3, 128), torch.ones(3, 172)], dim=1).tolist()
+    expected = torch.cat([torch.zeros(3, 128), torch.ones(3, 192)], dim=1).tolist()
     assert run_ranks(shared(2), work) == [expected, expected]
 
 

@@ -25,7 +25,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from quire.engine.block_memory import BlockMemory
 from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.host_cache import HostCache
@@ -54,17 +53,15 @@ def hash_block(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.sha256(parent + bytes(tokens)).digest()[:16]
 
 
-def write_token(memory: BlockMemory, block_id: int, position: int, token_id: int) -> None:
+def write_token(memory: KvMemory, block_id: int, position: int, token_id: int) -> None:
     """Write a token as its key, and a value that makes blocks matter more or less."""
-    assert isinstance(memory, KvMemory)
     keys, values = memory.blocks[block_id, 0, :, 0, :, 0]
     keys[position % BLOCK_SIZE] = token_id
     values[position % BLOCK_SIZE] = token_id * (position % 7 + 1) % 13
 
 
-def read_tokens(memory: BlockMemory, block_id: int) -> list[int]:
+def read_tokens(memory: KvMemory, block_id: int) -> list[int]:
     """Return the tokens that a block holds as its keys."""
-    assert isinstance(memory, KvMemory)
     return [int(token) for token in memory.blocks[block_id, 0, 0, 0, :, 0]]
 
 

@@ -141,7 +141,7 @@ def test_a_transferred_prompt_is_cut_where_it_arrives(model: LoadedModel) -> Non
     decode.transfers.reserve("r", lambda _: None)
     decode.transfers.grant_blocks()
     for source, target in zip(there.block_table, here.block_table, strict=True):
-        decode.memory.write(target, prefill.memory.payload_or_copy(source))
+        decode.memory.write(target, prefill.memory.read(source))
     decode.transfers.admit("r", there.token_ids[-1])
     assert len(here.held_blocks) <= BUDGET // BLOCK_SIZE
     while not decode.is_idle:

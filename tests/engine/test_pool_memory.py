@@ -9,10 +9,9 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.device import CPU_KV_BYTES, GPU_KV_SHARE
-from quire.engine.kv_memory import KvMemory
 from quire.engine.model_check import AttentionCall, KvHeads
 from quire.engine.model_loader import LoadedModel
-from quire.engine.pool_memory import allocate_swap_space, pool_size
+from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.settings.setting import SettingError
 
 META = torch.device("meta")
@@ -44,7 +43,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blocks(num_sharing: int = 1, draft: LoadedModel | None = None, num_blocks: int | None = None) -> int:
     config = EngineConfig(num_blocks=num_blocks)
-    return pool_size(config, model(32), draft, META, num_sharing)[1]
+    return allocate_pool(config, model(32), draft, META, num_sharing).num_blocks
 
 
 def test_one_worker_takes_its_share_of_what_is_free() -> None:
@@ -65,21 +64,21 @@ def test_what_is_asked_for_is_taken() -> None:
 
 def test_a_number_of_bytes_is_rounded_down_to_blocks() -> None:
     config = EngineConfig(kv_memory_bytes=(7 << 20) + 5)
-    assert pool_size(config, model(32), None, META)[1] == 3  # 2 MiB each
+    assert allocate_pool(config, model(32), None, META).num_blocks == 3  # 2 MiB each
 
 
 def test_on_the_cpu_the_pool_has_a_fixed_size() -> None:
-    shape, num_blocks = pool_size(EngineConfig(), model(1), None, torch.device("cpu"))
-    assert num_blocks == CPU_KV_BYTES // shape.block_bytes
+    memory = allocate_pool(EngineConfig(), model(1), None, torch.device("cpu"))
+    assert memory.num_blocks == CPU_KV_BYTES // memory.shape.block_bytes
 
 
 def test_a_pool_of_one_block_is_refused_with_the_setting_to_raise() -> None:
     with pytest.raises(SettingError, match="at least two blocks of 2097152 bytes: raise kv_memory_bytes"):
-        pool_size(EngineConfig(kv_memory_bytes=3 << 20), model(32), None, META)
+        allocate_pool(EngineConfig(kv_memory_bytes=3 << 20), model(32), None, META)
 
 
 def test_the_swap_space_is_in_host_memory_and_may_be_absent() -> None:
-    memory = KvMemory(model(1).kv_shape(16), 2, META)
+    memory = allocate_pool(EngineConfig(num_blocks=2), model(1), None, META)
     swap_memory = allocate_swap_space(EngineConfig(swap_space_bytes=5 * memory.shape.block_bytes), memory)
     assert swap_memory is not None
     assert (swap_memory.num_blocks, swap_memory.device.type) == (5, "cpu")

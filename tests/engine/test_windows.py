@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.request_errors import RequestTooLongError
 from quire.engine.sequence import NO_BLOCK, Sequence
@@ -59,14 +58,13 @@ def make_request(name: str, length: int, prompt_seed: int = 0, **params: Any) ->
 
 def finish(engine: Engine) -> int:
     """Step to the end; return the most blocks that were used at once. What is not used may hold anything."""
-    most, memory = 0, engine.memory
-    assert isinstance(memory, KvMemory)
+    most = 0
     while not engine.is_idle:
         engine.step()
         engine.check_conservation()
         most = max(most, engine.pool.counts.used)
         free = [b for b in range(engine.pool.num_blocks) if engine.pool.ref_cnt(b) == 0]
-        memory.blocks[[b for b in free if engine.pool.hash_of(b) is None]] = float("nan")
+        engine.memory.blocks[[b for b in free if engine.pool.hash_of(b) is None]] = float("nan")
     assert engine.pool.counts.used == 0
     return most
 
@@ -164,7 +162,7 @@ def test_a_transfer_brings_only_the_window(model: LoadedModel, expected: Expecte
     assert len(here.held_blocks) <= WINDOW // BLOCK_SIZE + 2
     for index in range(first_block, 10):
         assert there.block_table[index] != NO_BLOCK
-        decode.memory.write(here.block_table[index], prefill.memory.payload_or_copy(there.block_table[index]))
+        decode.memory.write(here.block_table[index], prefill.memory.read(there.block_table[index]))
     decode.transfers.admit("r", there.token_ids[-1])
     prefill.abort("r")
     prefill.check_conservation()

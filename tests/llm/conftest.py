@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire.llm import LLM
 from quire.models.random_model import make_random_model
-from tests.llm.divided_model import SIZES
 
 torch.set_num_threads(1)
 
@@ -61,25 +60,3 @@ class Reference:
 @pytest.fixture(scope="session")
 def reference(tiny_folder: Path) -> Reference:
     return Reference(tiny_folder)
-
-
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def divided_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that makes a model that ranks can divide, once for each of its arguments."""
-    made: dict[Any, Path] = {}
-
-    def make(architecture: str, **overrides: Any) -> Path:
-        key = architecture, *sorted(overrides.items())
-        if key not in made:
-            folder = tmp_path_factory.mktemp(architecture)
-            made[key] = make_random_model(architecture, folder, **{**SIZES, **overrides})
-        return made[key]
-
-    return make

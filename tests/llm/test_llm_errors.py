@@ -14,7 +14,8 @@ import torch
 from quire.engine import sampler
 from quire.engine.request_errors import RequestFailedError
 from quire.engine.sequence import Sequence
-from quire.llm import LLM, BeamSearchParams, RequestOutput, RequestsFailedError, SamplingParams, make_engine
+from quire.llm import LLM, BeamSearchParams, RequestOutput, RequestsFailedError, SamplingParams
+from quire.llm import llm as llm_module
 from quire.llm.config import LLMConfig
 from quire.llm.interrupt import uninterrupted
 from quire.tokenization.errors import ChatTemplateError, MissingTokenizerError
@@ -209,7 +210,7 @@ def test_a_model_is_loaded_where_it_was_asked_for(
         raise Loaded(device.type)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(make_engine, "load_model", load_model)
+    monkeypatch.setattr(llm_module, "load_model", load_model)
     with pytest.raises(Loaded, match=kind):
         LLM(device=device)
 

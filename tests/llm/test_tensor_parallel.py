@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -18,17 +18,41 @@ import torch
 
 from quire.engine.config import MAX_RANKS
 from quire.engine.model_check import UnsupportedModelError
-from quire.engine.parallel import local_ranks
+from quire.engine.parallel import ranks as ranks_module
 from quire.engine.parallel.collectives import RanksError
 from quire.engine.parallel.messages import Header, Kind
-from quire.engine.parallel.ranks import check_device
+from quire.engine.parallel.settings import check_device
 from quire.kernels.cpu import exchange
 from quire.llm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.llm.config import LLMConfig
+from quire.models.random_model import make_random_model
 from quire.settings.setting import SettingError
-from tests.llm.divided_model import PROMPTS, answers
 
-pytestmark = pytest.mark.usefixtures("restored_threads")
+_SIZES = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+_PROMPTS = [list(range(5, 5 + length)) for length in (3, 40, 150, 77)]
+_PARAMS = SamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(autouse=True)
+def _restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that makes a tiny model of an architecture, once for each of its arguments."""
+    made: dict[Any, Path] = {}
+
+    def make(architecture: str, **overrides: Any) -> Path:
+        key = architecture, *sorted(overrides.items())
+        if key not in made:
+            folder = tmp_path_factory.mktemp(architecture)
+            made[key] = make_random_model(architecture, folder, **{**_SIZES, **overrides})
+        return made[key]
+
+    return make
 
 
 def start(folder: Path, num_ranks: int, dtype: Any = "float32", **settings: Any) -> LLM:
@@ -50,6 +74,14 @@ def is_running(process_id: int) -> bool:
     return True
 
 
+def answers(llm: LLM) -> list[Any]:
+    """Return all tokens, and the exact logprobs of the best ones."""
+    return [
+        (output.outputs[0].token_ids, output.outputs[0].logprobs)
+        for output in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+    ]
+
+
 @pytest.mark.parametrize(
     ("architecture", "overrides", "dtype", "sizes"),
     [
@@ -61,14 +93,14 @@ def is_running(process_id: int) -> bool:
     ],
 )
 def test_any_number_of_ranks_gives_the_same_bits(
-    divided_model: Callable[..., Path],
+    model: Callable[..., Path],
     architecture: str,
     overrides: dict[str, Any],
     dtype: str,
     sizes: tuple[int, ...],
 ) -> None:
     """Where 3 do not divide the 8 heads, ranks have unequal parts and send sums of several pieces."""
-    folder = divided_model(architecture, **overrides)
+    folder = model(architecture, **overrides)
     with start(folder, 1, dtype) as llm:
         expected = answers(llm)
         has_recipe = llm.engine.model.recipe is not None
@@ -81,9 +113,9 @@ def test_any_number_of_ranks_gives_the_same_bits(
         assert not any(map(is_running, others))
 
 
-def test_blocks_are_moved_for_all_ranks(divided_model: Callable[..., Path]) -> None:
+def test_blocks_are_moved_for_all_ranks(model: Callable[..., Path]) -> None:
     """Samples that share a partial block copy it, and preempted requests are swapped out and in."""
-    folder = divided_model("llama")
+    folder = model("llama")
     params = SamplingParams(n=3, max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
     prompts = [list(range(5, 5 + length)) for length in (27, 42, 61)]
     results = []
@@ -104,9 +136,9 @@ def test_blocks_are_moved_for_all_ranks(divided_model: Callable[..., Path]) -> N
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_stops_in_a_step_ends_all(
-    divided_model: Callable[..., Path], sent: signal.Signals
+    model: Callable[..., Path], sent: signal.Signals
 ) -> None:
-    with start(divided_model("llama"), 2) as llm:
+    with start(model("llama"), 2) as llm:
         others = process_ids(llm)
         timer = Timer(0.3, os.kill, (others[0], sent))
         timer.start()
@@ -121,9 +153,9 @@ def test_a_rank_that_dies_or_stops_in_a_step_ends_all(
 
 
 def test_a_rank_that_raises_in_a_step_ends_all(
-    divided_model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+    model: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with start(divided_model("llama"), 2) as llm:
+    with start(model("llama"), 2) as llm:
         others = process_ids(llm)
         assert llm._ranks is not None
         llm._ranks.send(Header(Kind.STEP, 1 << 40))
@@ -135,10 +167,10 @@ def test_a_rank_that_raises_in_a_step_ends_all(
 
 
 def test_a_rank_that_dies_while_it_loads_ends_all(
-    divided_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
-    start_rank = local_ranks._start
+    start_rank = ranks_module._start
 
     def start_and_kill(settings: Any) -> Any:
         process = start_rank(settings)
@@ -146,9 +178,9 @@ def test_a_rank_that_dies_while_it_loads_ends_all(
         Timer(0.5, process.kill).start()
         return process
 
-    monkeypatch.setattr(local_ranks, "_start", start_and_kill)
+    monkeypatch.setattr(ranks_module, "_start", start_and_kill)
     with pytest.raises(RanksError, match="rank 1 has ended with code -9"):
-        start(divided_model("llama"), 2)
+        start(model("llama"), 2)
     assert started
     assert not any(map(is_running, started))
 
@@ -169,9 +201,9 @@ def test_quantized_weights_are_not_divided() -> None:
     ids=["int8", "fp8 with a head on both ranks", "ngram", "draft"],
 )
 def test_other_settings_give_the_same_bits_on_ranks(
-    divided_model: Callable[..., Path], settings: dict[str, Any], num_kv_heads: int
+    model: Callable[..., Path], settings: dict[str, Any], num_kv_heads: int
 ) -> None:
-    folder = divided_model("llama", num_key_value_heads=num_kv_heads)
+    folder = model("llama", num_key_value_heads=num_kv_heads)
     if settings.get("speculation") == "draft":
         settings = {**settings, "draft_model": str(folder)}
     answered = []
@@ -181,15 +213,15 @@ def test_other_settings_give_the_same_bits_on_ranks(
     assert answered[0] == answered[1]
 
 
-def test_beams_and_forms_give_the_same_answers_on_ranks(divided_model: Callable[..., Path]) -> None:
+def test_beams_and_forms_give_the_same_answers_on_ranks(model: Callable[..., Path]) -> None:
     beams = BeamSearchParams(beam_width=4, max_tokens=20)
     form = StructuredOutputsParams(regex="[a-f]{4,30}!")
     formed = SamplingParams(max_tokens=40, temperature=0.8, seed=3, structured_outputs=form)
     answered = []
     for num_ranks in (1, 3):
-        with start(divided_model("llama"), num_ranks) as llm:
-            found = llm.beam_search(PROMPTS, beams, use_tqdm=False)
-            texts = llm.generate(PROMPTS, formed, use_tqdm=False)
+        with start(model("llama"), num_ranks) as llm:
+            found = llm.beam_search(_PROMPTS, beams, use_tqdm=False)
+            texts = llm.generate(_PROMPTS, formed, use_tqdm=False)
         assert all(re.fullmatch("[a-f]{4,30}!", each.outputs[0].text) for each in texts)
         scored = [[(each.token_ids, each.cumulative_logprob) for each in output.outputs] for output in found]
         answered.append((scored, [each.outputs[0].token_ids for each in texts]))
@@ -206,33 +238,33 @@ def test_ranks_do_not_run_on_a_gpu() -> None:
         check_device(LLMConfig(tensor_parallel_size=2), torch.device("cuda"))
 
 
-def test_a_checkpoint_with_other_names_is_refused(divided_model: Callable[..., Path]) -> None:
+def test_a_checkpoint_with_other_names_is_refused(model: Callable[..., Path]) -> None:
     """GPT-NeoX is saved under other names than those of its parameters."""
     with pytest.raises(UnsupportedModelError, match="no counterpart"):
-        start(divided_model("gpt_neox", hidden_size=256), 2)
+        start(model("gpt_neox", hidden_size=256), 2)
 
 
-def test_a_model_that_cannot_be_divided_is_refused(divided_model: Callable[..., Path]) -> None:
+def test_a_model_that_cannot_be_divided_is_refused(model: Callable[..., Path]) -> None:
     with pytest.raises(SettingError, match="segments"):
-        start(divided_model("llama", intermediate_size=96), 2)
+        start(model("llama", intermediate_size=96), 2)
 
 
-def test_a_kv_budget_frees_the_same_blocks_on_any_number_of_ranks(divided_model: Callable[..., Path]) -> None:
+def test_a_kv_budget_frees_the_same_blocks_on_any_number_of_ranks(model: Callable[..., Path]) -> None:
     params = SamplingParams(max_tokens=24, kv_budget_tokens=64, temperature=0.8, seed=3, ignore_eos=True)
     answered = []
     for num_ranks in (1, 2):
-        with start(divided_model("llama"), num_ranks) as llm:
+        with start(model("llama"), num_ranks) as llm:
             answered.append(
                 llm.generate([list(range(5, 205))], params, use_tqdm=False)[0].outputs[0].token_ids
             )
     assert answered[0] == answered[1]
 
 
-def test_prompt_logprobs_of_a_prompt_in_chunks(divided_model: Callable[..., Path]) -> None:
+def test_prompt_logprobs_of_a_prompt_in_chunks(model: Callable[..., Path]) -> None:
     params = SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0.0)
     scored = []
     for num_ranks in (1, 2):
-        with start(divided_model("llama"), num_ranks, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+        with start(model("llama"), num_ranks, max_num_batched_tokens=64, max_num_seqs=4) as llm:
             scored.append(llm.generate([list(range(5, 155))], params, use_tqdm=False)[0].prompt_logprobs)
     assert scored[0] == scored[1]
 
@@ -242,21 +274,21 @@ def test_prompt_logprobs_of_a_prompt_in_chunks(divided_model: Callable[..., Path
     [("llama", {"tie_word_embeddings": True}, "bfloat16"), ("qwen2", {"num_key_value_heads": 2}, "auto")],
 )
 def test_blocks_and_their_origin_are_described_alike(
-    divided_model: Callable[..., Path], architecture: str, overrides: dict[str, Any], dtype: str
+    model: Callable[..., Path], architecture: str, overrides: dict[str, Any], dtype: str
 ) -> None:
     """Workers with different numbers of ranks exchange blocks."""
     described = []
     for num_ranks in (1, 2):
-        with start(divided_model(architecture, **overrides), num_ranks, dtype) as llm:
+        with start(model(architecture, **overrides), num_ranks, dtype) as llm:
             described.append((llm.engine.model.digest, llm.engine.memory.shape))
     assert described[0] == described[1]
 
 
 def test_a_process_that_cannot_be_started_leaves_nothing_open(
-    divided_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    start_rank = local_ranks._start
+    start_rank = ranks_module._start
 
     def start_first(settings: Any) -> Any:
         if started:
@@ -265,15 +297,15 @@ def test_a_process_that_cannot_be_started_leaves_nothing_open(
         started.append(process.pid)
         return process
 
-    monkeypatch.setattr(local_ranks, "_start", start_first)
+    monkeypatch.setattr(ranks_module, "_start", start_first)
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="no more processes"):
-        local_ranks.LocalRanks(LLMConfig(str(divided_model("llama")), tensor_parallel_size=4), 4)
+        ranks_module.Ranks(LLMConfig(str(model("llama")), tensor_parallel_size=4), 4)
     assert len(os.listdir("/proc/self/fd")) == num_open
     assert not is_running(started[0])
 
 
-def test_ranks_end_when_rank_0_is_killed(divided_model: Callable[..., Path]) -> None:
+def test_ranks_end_when_rank_0_is_killed(model: Callable[..., Path]) -> None:
     program = (
         "import sys, time\n"
         "from quire.llm import LLM\n"
@@ -281,7 +313,7 @@ def test_ranks_end_when_rank_0_is_killed(divided_model: Callable[..., Path]) -> 
         "print(*llm._ranks.process_ids, flush=True)\n"
         "time.sleep(600)\n"
     )
-    command = [sys.executable, "-c", program, str(divided_model("llama"))]
+    command = [sys.executable, "-c", program, str(model("llama"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         others = [int(each) for each in process.stdout.readline().split()]

@@ -44,9 +44,7 @@ def config(transport: Any, directory: str | None = None) -> WorkerConfig:
 
 
 def pool(transport: Any) -> KvMemory:
-    memory = build._allocate_pool(config(transport), cast("LoadedModel", Model()), None, CPU, None)
-    assert isinstance(memory, KvMemory)
-    return memory
+    return build._allocate_pool(config(transport), cast("LoadedModel", Model()), None, CPU, None)
 
 
 def no_shared_memory(num_bytes: int) -> None:

@@ -1,7 +1,6 @@
-"""The process of a rank other than 0 on the machine of rank 0, whose steps it runs.
+"""The process of a rank other than 0: it loads its part of the model and runs the steps that rank 0 sends.
 
-It loads its part of the model. It has no scheduler and no sampler. It ends when rank 0 does, and any
-exception ends it.
+It has no scheduler and no sampler. It ends when rank 0 does, and any exception ends it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from quire.engine.model_check import UnsupportedModelError
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.model_runner import ModelRunner
 from quire.engine.parallel.collectives import Collectives, RanksError, SharedMemory
-from quire.engine.parallel.local_settings import RankSettings
 from quire.engine.parallel.messages import HEADER_BYTES, Header, Kind, read_step
+from quire.engine.parallel.settings import RankSettings
 from quire.engine.shared_memory import map_shared
 from quire.settings.setting import SettingError
 
@@ -61,7 +60,7 @@ def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives)
             collectives.meet()
         else:
             assert runner is not None
-            runner.forward(read_step(collectives.memory.message, header))
+            runner.forward(read_step(collectives.memory, header))
 
 
 def _make_runner(settings: RankSettings, model: LoadedModel) -> ModelRunner:
