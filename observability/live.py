@@ -98,7 +98,6 @@ def _stack_config(base: int, disk: str) -> LocalStackConfig:
             port=0,
             http_port=0,
             metrics_port=base,
-            write_back=True,
             copy_answers=True,
             slo=SloTargets(ttft_ms=250, tpot_ms=25),
         ),

@@ -20,7 +20,6 @@ from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics
 from quire.services.router.roles import RoleMetrics
-from quire.services.router.write_back import WriteBackMetrics
 from quire.services.server.grpc_server import GrpcMetrics
 from quire.services.server.loop_lag import LoopLagMetrics
 from quire.services.worker.metrics import (
@@ -81,7 +80,6 @@ def router_registry() -> RecordingRegistry:
     RoleMetrics(registry)
     IndexMetrics(registry, CircuitBreaker())
     HttpMetrics(registry)
-    WriteBackMetrics(registry)
     MoveMetrics(registry)
     AnswerCopyMetrics(registry)
     _add_common(registry)

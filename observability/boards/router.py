@@ -97,7 +97,7 @@ def _choice_panels() -> Sequence[Panel]:
 
 
 def _outcome_panels() -> Sequence[Panel]:
-    """Return the panels that show how calls, HTTP requests and write-backs ended."""
+    """Return the panels that show how calls, HTTP requests and moves ended."""
     return [
         line(
             "Calls by status",
@@ -122,13 +122,6 @@ def _outcome_panels() -> Sequence[Panel]:
             "{{route}}",
             "reqps",
             is_stacked=True,
-        ),
-        line(
-            "Write-backs",
-            "Answers whose blocks were to be copied to the prefill worker, by how that ended.",
-            rate("quire_write_backs_total", by="result"),
-            "{{result}}",
-            "ops",
         ),
         line(
             "Moves",

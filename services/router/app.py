@@ -41,7 +41,6 @@ from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKey
 from quire.services.router.worker_calls import Spawn
 from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
-from quire.services.router.write_back import WriteBackCalls, WriteBackMetrics
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.grpc_server import (
     Draining,
@@ -249,7 +248,6 @@ async def _cluster(
     blocks = Blocks(layout.block_size, layout.block_bytes)
     planner = Planner(config.placing, blocks, time.monotonic, Random())
     workers.call_on_leave(planner.forget)
-    write_backs = WriteBackCalls(spawn, WriteBackMetrics(metrics.registry)) if config.write_back else None
     queue = WorkerQueue(
         lambda: bool(workers.serving("decode")),
         max_wait_seconds=config.worker_wait_seconds,
@@ -272,7 +270,6 @@ async def _cluster(
         planner,
         moves,
         copies=copies,
-        write_backs=write_backs,
     )
 
 

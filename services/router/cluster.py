@@ -16,7 +16,6 @@ from quire.services.router.suspects import Suspects
 from quire.services.router.worker_calls import Spawn
 from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
-from quire.services.router.write_back import WriteBackCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +36,3 @@ class Cluster:
     suspects: Suspects = field(default_factory=Suspects)
     copies: AnswerCopies | None = None
     """Copies the blocks of running answers to other workers; None: they are not copied."""
-    write_backs: WriteBackCalls | None = None
-    """Copies the blocks of answers to prefill workers; None: they are not copied."""

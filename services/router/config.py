@@ -155,12 +155,6 @@ class RouterConfig(ServiceConfig):
         Panel.LIMITS,
         minimum=0,
     )
-    write_back: bool = setting(
-        False,
-        "--write-back",
-        "Prefill workers copy the blocks of answers in idle time, for the next turn.",
-        Panel.CACHE,
-    )
     copy_answers: bool = setting(
         False,
         "--copy-answers",

@@ -133,7 +133,6 @@ class GenerationRun:
                     response.usage.CopyFrom(self.usage)
                     for answer in self._answers:
                         self._cluster.planner.record_answer(len(answer.token_ids))
-                    self._offer_write_back()
                 yield response
                 if is_last:
                     return
@@ -257,17 +256,6 @@ class GenerationRun:
         sequence.load.pending_tokens = plan.placement.pending_tokens
         sequence.load.resident_tokens = plan.placement.resident_tokens
         return sequence
-
-    def _offer_write_back(self) -> None:
-        """Ask the prefill worker to copy the blocks that the answer added, if there is only one answer."""
-        plan, write_backs = self._plan, self._cluster.write_backs
-        if write_backs is None or plan is None or plan.prefill is None or len(self._answers) > 1:
-            return
-        if plan.prefill.is_draining:
-            return
-        prompt = self._request.prompt_token_ids
-        tokens = prompt + self._answers[0].token_ids
-        write_backs.offer(plan.decode, plan.prefill, tokens, len(prompt), self._scope_message)
 
     def _give_up_attempt(self, group: AnswerGroup, failure: WorkerCallFailed) -> None:
         """Prepare the next attempt, or raise the error for the client if this attempt was the last.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
@@ -37,20 +36,16 @@ class BlockCopier:
             async with asyncio.timeout(request.pull_from.timeout_ms / 1000 or WAIT_SECONDS):
                 await self._one_at_a_time.acquire()
                 try:
-                    await self._until(_has_room if request.time == worker_pb2.COPY_TIME_ROOM else _is_idle)
+                    await self._until_there_is_room()
                     return await self._puller.pull(sequence, request.pull_from)
                 finally:
                     self._one_at_a_time.release()
         except TimeoutError:
             return worker_pb2.PullSummary(failure="busy")
 
-    async def _until(self, condition: Callable[[Engine], bool]) -> None:
-        while not await self._engine.call(condition):  # noqa: ASYNC110 - the engine reports no such event
+    async def _until_there_is_room(self) -> None:
+        while not await self._engine.call(_has_room):  # noqa: ASYNC110 - the engine reports no such event
             await asyncio.sleep(POLL_SECONDS)
-
-
-def _is_idle(engine: Engine) -> bool:
-    return engine.is_idle and _has_room(engine)
 
 
 def _has_room(engine: Engine) -> bool:

@@ -69,7 +69,6 @@ def test_one_request_is_one_trace_and_every_metric_is_documented(
     everything: dict[str, Any] = {
         "otlp_endpoint": collector.address,
         "http_port": 0,
-        "write_back": True,
         "copy_answers": True,
     }
     with start_stack("llama", metrics_port=base, **everything) as stack:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.protos import worker_pb2
 from quire.services.local.stack import RunningStack
 from quire.services.worker.config import DiskFolder
 
@@ -77,25 +76,3 @@ async def test_the_same_tokens_from_every_tier_and_after_a_restart(
                 cached += answer.usage.cached_prompt_tokens
                 await e2e.quiet(workers)
             assert cached >= 2 * NUM_FULL * 16
-
-
-async def test_the_next_turn_finds_the_answer_where_it_is_computed(
-    start_stack: StartStack, expected: Any, e2e: Any
-) -> None:
-    num_sealed = (LENGTH + NUM_NEW - 1) // 16
-    with start_stack("llama", write_back=True) as stack:
-        async with e2e.connected(stack) as (client, workers):
-            prompt = e2e.make_prompt(LENGTH, seed=70)
-            first = await client.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=NUM_NEW)
-            async with asyncio.timeout(WAIT_SECONDS):
-                while True:
-                    load = await workers["prefill-0"].GetLoad(worker_pb2.GetLoadRequest())
-                    if load.cached_blocks >= num_sealed:
-                        break
-                    await asyncio.sleep(0.02)
-            turn = prompt + list(first.token_ids) + e2e.make_prompt(20, seed=71)
-            second = await client.generate(turn, temperature=0.0, ignore_eos=True, max_tokens=NUM_NEW)
-            assert list(second.token_ids) == expected("llama", turn)
-            assert second.usage.cached_prompt_tokens == num_sealed * 16
-            assert second.usage.blocks_pulled == 0
-            await e2e.quiet(workers)

@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.services.router.admin import AdminServicer
 from quire.services.router.background import background
+from quire.services.router.block_copies import FAILED, copy_blocks
 from quire.services.router.membership import StaticMembership
 from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.worker_set import WorkerSet
-from quire.services.router.write_back import WriteBackCalls, WriteBackMetrics
 from quire.services.server.errors import Unavailable
 from quire.services.server.grpc_server import Service, grpc_server
 
@@ -82,22 +82,23 @@ async def close(connection: WorkerConnection) -> None:
     await connection.channel.close(grace=None)
 
 
+def copy(worker: Worker) -> Coroutine[Any, Any, worker_pb2.PullSummary]:
+    time = worker_pb2.COPY_TIME_NOW
+    return copy_blocks(worker, worker, list(range(9)), worker_pb2.CacheScope(), time=time, seconds=10)
+
+
 @pytest.mark.parametrize("is_under_way", [False, True])
-async def test_a_write_back_whose_channel_is_closed_failed(
-    silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned, is_under_way: bool
+async def test_a_copy_whose_channel_is_closed_failed(
+    silent: tuple[SilentWorker, Worker, WorkerSet], is_under_way: bool
 ) -> None:
     servicer, worker, _ = silent
-    registry = CollectorRegistry()
-    write_backs = WriteBackCalls(spawned.spawn, WriteBackMetrics(registry))
     if not is_under_way:
         await close(worker.connection)
-    write_backs.offer(worker, worker, list(range(9)), 4, worker_pb2.CacheScope())
+    copying = asyncio.create_task(copy(worker))
     if is_under_way:
         await servicer.begun.wait()
         await close(worker.connection)
-    assert await asyncio.gather(*spawned.tasks, return_exceptions=True) == [None]
-    assert registry.get_sample_value("quire_write_backs_total", {"result": "failed"}) == 1
-    assert write_backs.num_under_way == 0
+    assert (await copying).failure == FAILED
 
 
 @pytest.mark.parametrize("is_under_way", [False, True])
@@ -144,15 +145,10 @@ async def test_an_operator_hears_that_the_worker_left(
         await clearing
 
 
-async def test_a_cancelled_request_is_cancelled_still(
-    silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned
-) -> None:
+async def test_a_cancelled_copy_is_cancelled_still(silent: tuple[SilentWorker, Worker, WorkerSet]) -> None:
     servicer, worker, _ = silent
-    WriteBackCalls(spawned.spawn, WriteBackMetrics(CollectorRegistry())).offer(
-        worker, worker, list(range(9)), 4, worker_pb2.CacheScope()
-    )
+    copying = asyncio.create_task(copy(worker))
     await servicer.begun.wait()
-    [copying] = spawned.tasks
     copying.cancel()
     with pytest.raises(asyncio.CancelledError):
         await copying
