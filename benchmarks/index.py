@@ -8,8 +8,6 @@ publish, HKEYS to look up, keys in hexadecimal, worker names as fields; it hashe
 The floor of a look-up is an empty script with the same argument; of publishing and memory Redis's own DEBUG
 POPULATE, which makes plain strings, with keys as long; of hashing one SHA-256 over all the bytes.
 
-With a stride of k one block of k is in the index, and a look-up loses up to k - 1 blocks.
-
 A rebuild is measured from the moment at which the workers notice the flush, at their own pace of 50,000
 blocks a second each. In earnest they notice with the next change or beat, and begin within a jitter of 2 s.
 """
@@ -27,7 +25,6 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from random import Random
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -39,7 +36,6 @@ from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import PUBLISH_BLOCKS, RedisIndex, WorkerLease, publisher_client
-from quire.kvindex.strided_index import StridedIndex
 from quire.services.local.redis_process import RedisProcess
 
 BLOCK_SIZE = 16
@@ -49,7 +45,6 @@ TTL_SECONDS = 10.0
 OBVIOUS_BLOCKS = 25 * PROMPT_BLOCKS
 OBVIOUS_LOOKUPS = 40
 WARM_UP = 20
-STRIDES = (4, 16)
 BlockHashes = list[bytes]
 
 
@@ -137,13 +132,13 @@ async def loaded(admin: Redis, num_blocks: int, load: Callable[[], Awaitable[int
 # --- the index ----------------------------------------------------------------------------------------------
 
 
-async def publish(writer: Redis, prompts: Sequence[BlockHashes], stride: int = 1) -> int:
+async def publish(writer: Redis, prompts: Sequence[BlockHashes]) -> int:
     """Publish from all workers at once, each in order; return the number of entries."""
     held: list[list[BlockHashes]] = [[] for _ in range(NUM_WORKERS)]
     for number, prompt in enumerate(prompts):
         whole, half = holders(number)
-        held[whole].append(prompt[stride - 1 :: stride])
-        held[half].append(prompt[: PROMPT_BLOCKS // 2][stride - 1 :: stride])
+        held[whole].append(prompt)
+        held[half].append(prompt[: PROMPT_BLOCKS // 2])
 
     async def live(worker: int) -> None:
         lease = WorkerLease(writer, 3600.0)
@@ -158,7 +153,7 @@ async def publish(writer: Redis, prompts: Sequence[BlockHashes], stride: int = 1
 async def look_up_latency(
     reader: Redis, prompts: Sequence[BlockHashes], repeats: int, stride: int = 1
 ) -> Latency:
-    index = StridedIndex(RedisIndex(reader), stride)
+    index = RedisIndex(reader)
 
     async def look_up(number: int) -> None:
         depths = sorted(holding.num_blocks for holding in await index.look_up(prompts[number % len(prompts)]))
@@ -267,15 +262,6 @@ async def measure_redis(redis: RedisProcess, num_blocks: int, num_lookups: int) 
     floor = await timed(lambda number: empty(keys=["{q}"], args=[argument]), num_lookups)
     await admin.flushall()
     rebuild = await rebuild_seconds(admin, writer, [each for prompt in prompts for each in prompt])
-    strided = []
-    for stride in STRIDES:
-        await admin.flushall()
-        load_of_stride = await loaded(admin, num_blocks, partial(publish, writer, prompts, stride))
-        latency_of_stride = await look_up_latency(reader, prompts, num_lookups, stride)
-        strided += [
-            Row(f"stride {stride}: Redis memory", "bytes", load_of_stride.bytes_per_block, 125 / stride),
-            Row(f"stride {stride}: look-up, p50", "ms", latency_of_stride.p50, 0.6),
-        ]
     for client in (admin, reader, writer):
         await client.aclose()
     rates = load.entries_per_second, 200e3, obvious_load.entries_per_second, load_floor.entries_per_second
@@ -292,7 +278,6 @@ async def measure_redis(redis: RedisProcess, num_blocks: int, num_lookups: int) 
             5.0,
             num_blocks / obvious_load.entries_per_second,
         ),
-        *strided,
     ]
 
 

@@ -21,25 +21,19 @@ class PublishLedger:
     children first, and a block that is stored or removed again goes to the end of its dict. Taken from the
     front, blocks to publish come after their parents, and blocks to evict come after their children.
 
-    With a stride of k only each k-th block of a chain is in the index, so one entry stands for k blocks.
-
     While the ledger does not follow (before the first ``restart``, after a ``stop``, after too many
     evictions) it records only which blocks are held, because all entries in the index are about to be
     replaced.
     """
 
     def __init__(
-        self,
-        max_evictions: int = MAX_EVICTIONS,
-        clock: Callable[[], float] = time.monotonic,
-        stride: int = 1,
+        self, max_evictions: int = MAX_EVICTIONS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_evictions = max_evictions
         self._clock = clock
-        self._stride = stride
         self._lock = threading.Lock()
-        self._held: dict[bytes, int] = {}
-        """Each held block's position in its chain, from 1."""
+        # A dict and not a set, for its order.
+        self._held: dict[bytes, None] = {}
         # The values are the times at which the changes were recorded.
         self._to_publish: dict[bytes, float] = {}
         self._to_evict: dict[bytes, float] = {}
@@ -77,18 +71,13 @@ class PublishLedger:
             was_settled, now = self.num_pending == 0, self._clock()
             if parent_hash is not None and parent_hash not in self._held:
                 return False  # Without the parent, no look-up reaches these blocks.
-            num_before = 0 if parent_hash is None else self._held[parent_hash]
-            for place, each in enumerate(block_hashes, num_before + 1):
+            for each in block_hashes:
                 if each in self._held:
                     continue
-                self._held[each] = place
-                is_new = self._is_following and self._is_indexed(each)
-                if is_new and self._to_evict.pop(each, None) is None:
+                self._held[each] = None
+                if self._is_following and self._to_evict.pop(each, None) is None:
                     self._to_publish[each] = now
             return was_settled and self.num_pending > 0
-
-    def _is_indexed(self, block_hash: bytes) -> bool:
-        return self._held[block_hash] % self._stride == 0
 
     def removed(self, block_hashes: Sequence[bytes]) -> bool:
         """Record that blocks were evicted, children first; return whether the publisher must be woken."""
@@ -97,9 +86,8 @@ class PublishLedger:
             for each in block_hashes:
                 if each not in self._held:
                     continue
-                is_indexed = self._is_indexed(each)
                 del self._held[each]
-                if is_indexed and self._is_following and self._to_publish.pop(each, None) is None:
+                if self._is_following and self._to_publish.pop(each, None) is None:
                     self._to_evict[each] = now
             if len(self._to_evict) > self._max_evictions:
                 self._stop()
@@ -109,7 +97,7 @@ class PublishLedger:
     def restart(self) -> None:
         """Begin to follow, with an index that has no entries of this worker."""
         with self._lock:
-            self._to_publish = dict.fromkeys(filter(self._is_indexed, self._held), self._clock())
+            self._to_publish = dict.fromkeys(self._held, self._clock())
             self._to_evict = {}
             self._is_following = True
 
@@ -143,7 +131,7 @@ class PublishLedger:
     def leftovers(self) -> list[bytes]:
         """Return all blocks of this worker that the index may have, children before parents."""
         with self._lock:
-            return [*self._to_evict, *filter(self._is_indexed, reversed(self._held))]
+            return [*self._to_evict, *reversed(self._held)]
 
 
 def _take(pending: dict[bytes, float], limit: int) -> list[bytes]:

@@ -26,7 +26,6 @@ class ServedModel:
     chat_template: ChatTemplate | None
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     """Contents of ``tokenizer_config.json``."""
-    index_stride: int = 1
 
     @property
     def origin(self) -> str:
@@ -57,5 +56,4 @@ def load_served_model(
         tokenizer=Tokenizer.load(files.folder),
         chat_template=ChatTemplate.load(files),
         tokenizer_config=files.config,
-        index_stride=info.index_stride or 1,
     )

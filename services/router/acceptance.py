@@ -11,7 +11,7 @@ from quire.services.router.probe import Probe
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.log import get_logger
 
-_MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor", "index_stride")
+_MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor")
 
 _log = get_logger("router")
 

@@ -15,7 +15,6 @@ from quire.kvindex.guarded_index import GuardedIndex
 from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.instrumented_index import IndexMetrics, InstrumentedIndex
 from quire.kvindex.redis_index import RedisIndex, membership_client, reader_client
-from quire.kvindex.strided_index import StridedIndex
 from quire.services.requests.served_model import ServedModel
 from quire.services.router.membership import Member, Membership, MembershipLost, StaticMembership
 from quire.services.router.prefix_lookup import PrefixLookup
@@ -72,11 +71,10 @@ async def open_sources(
     def expected_fingerprint(descriptor: bytes) -> str:
         return fingerprint(descriptor, cluster_secret)
 
-    def lookup(guard: Callable[[int], GuardedIndex] | None, model: ServedModel) -> PrefixLookup:
+    def lookup(index: GuardedIndex | None, model: ServedModel) -> PrefixLookup:
         def root_of(scope: CacheScope) -> bytes:
             return root_hash(model.cache_descriptor, cluster_secret, scope)
 
-        index = None if guard is None else guard(model.index_stride)
         return PrefixLookup(index, root_of, model.block_size)
 
     if redis_url is None:
@@ -86,11 +84,7 @@ async def open_sources(
     index = RedisIndex(client)
     breaker = CircuitBreaker()
     metrics = IndexMetrics(registry, breaker)
-    measured = InstrumentedIndex(index, metrics)
-
-    def guarded(stride: int) -> GuardedIndex:
-        return GuardedIndex(StridedIndex(measured, stride), breaker, metrics.fallback)
-
+    guarded = GuardedIndex(InstrumentedIndex(index, metrics), breaker, metrics.fallback)
     prefixes = partial(lookup, guarded if asks_index else None)
     membership = RedisMembership(RedisIndex(membership_reader))
     try:

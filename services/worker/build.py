@@ -144,7 +144,6 @@ def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIden
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         cluster_secret=config.cluster_secret,
-        index_stride=config.index_stride,
     )
 
 

@@ -15,7 +15,6 @@ from quire.services.server.loopback import is_loopback
 from quire.services.worker.address import WILDCARDS
 from quire.settings.setting import MAX_PORT, Panel, setting
 
-MAX_INDEX_STRIDE = 64
 DEMO_MODEL = "demo"
 """Name under which the bundled model is served."""
 
@@ -91,14 +90,6 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         "--disk-cache",
         "Folder and size for cached blocks that the host cache evicts, as /var/cache/quire:20GiB.",
         Panel.CACHE,
-    )
-    index_stride: int = setting(
-        1,
-        "--index-stride",
-        "Publish every k-th block: a k-th of the index's memory.",
-        Panel.CACHE,
-        minimum=1,
-        maximum=MAX_INDEX_STRIDE,
     )
     max_step_seconds: float = setting(
         60.0,

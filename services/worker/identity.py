@@ -31,7 +31,6 @@ class WorkerIdentity:
     vocab_size: int
     eos_token_ids: frozenset[int]
     cluster_secret: bytes = field(repr=False)
-    index_stride: int = 1
 
     @cached_property
     def cache_descriptor(self) -> bytes:
@@ -71,5 +70,4 @@ class WorkerIdentity:
             layout=layout_to_proto(self.layout),
             num_blocks=self.num_blocks,
             cache_descriptor=self.cache_descriptor,
-            index_stride=self.index_stride,
         )

@@ -133,7 +133,7 @@ def _publisher(
         return None
     client = publisher_client(config.redis_url)
     stack.push_async_callback(client.aclose)
-    ledger = PublishLedger(stride=config.index_stride)
+    ledger = PublishLedger()
     lease = InstrumentedLease(
         WorkerLease(client, config.lease_ttl_seconds), PublisherMetrics(registry, ledger)
     )

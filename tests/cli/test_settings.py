@@ -120,7 +120,6 @@ def test_the_docs_have_the_defaults_of_the_settings() -> None:
 @pytest.mark.parametrize(
     ("config", "values", "message"),
     [
-        (WorkerConfig, {"index_stride": 65}, "--index-stride must be from 1 to 64; got 65"),
         (WorkerConfig, {"num_blocks": 4, "kv_memory_bytes": 9}, "give --num-blocks or --kv-memory, not both"),
         (WorkerConfig, {"max_num_seqs": 600}, "--max-num-batched-tokens (512) must be at least"),
         (WorkerConfig, {"cluster_cert": Path("c")}, "needs --cluster-cert, --cluster-key and --cluster-ca"),

@@ -47,7 +47,6 @@ async def test_the_same_tokens_from_every_tier_and_after_a_restart(
         "max_num_seqs": 4,
         "host_cache_bytes": 40 * BLOCK_BYTES,
         "disk_cache": DiskFolder(str(tmp_path), 400 * (BLOCK_BYTES + 32)),
-        "index_stride": 4,
     }
     prompts = [e2e.make_prompt(LENGTH, seed=60 + index) for index in range(4)]
     with start_stack("llama", **settings) as stack:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from quire.kvindex.index import LeaseLostError
-from quire.kvindex.strided_index import StridedIndex
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 1200)]
 
@@ -27,20 +26,6 @@ async def test_depth_of_each_holder(held: int, backend: Any, record: Any, depths
     assert await depths(backend.index, HASHES[:1]) == {"a": 1, "b": 1}
     assert await depths(backend.index, HASHES[1:]) == ({"a": held - 1} if held > 1 else {})
     assert await depths(backend.index, []) == {}
-
-
-@pytest.mark.parametrize("stride", [1, 2, 4, 16])
-@pytest.mark.parametrize("held", [1, 3, 4, 15, 16, 17, 511, 1199])
-async def test_a_stride_costs_less_than_itself(
-    stride: int, held: int, backend: Any, record: Any, depths: Any
-) -> None:
-    lease, index = await joined(backend, record, "a"), StridedIndex(backend.index, stride)
-    await lease.publish(HASHES[:held][stride - 1 :: stride])
-    assert await backend.num_entries() == held // stride
-    found = (await depths(index, HASHES)).get("a", 0)
-    assert found == held - held % stride
-    assert (await depths(index, HASHES[:held])).get("a", 0) == found
-    assert await depths(index, []) == {}
 
 
 async def test_evicted_blocks_are_not_found(backend: Any, record: Any, depths: Any) -> None:

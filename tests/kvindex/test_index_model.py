@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.kvindex.index import LeaseLostError
-from quire.kvindex.strided_index import StridedIndex
 
 Hash = bytes
 WORKERS = ("a", "b", "c")
@@ -44,10 +43,9 @@ events = st.builds(
 class World:
     """An index under test, and what it ought to say."""
 
-    def __init__(self, backend: Any, record: Callable[[str], Any], stride: int) -> None:
+    def __init__(self, backend: Any, record: Callable[[str], Any]) -> None:
         self.backend = backend
-        self.stride = stride
-        self.index = StridedIndex(backend.index, stride)
+        self.index = backend.index
         self.record = record
         self.leases: dict[str, Any] = {}
         self.zombies: dict[str, Any] = {}
@@ -66,15 +64,8 @@ class World:
 
     async def publish(self, event: Event) -> None:
         blocks = CHAINS[event.chain][: event.depth]
-        if not self.indexed(blocks):
-            self.published.get(event.worker, set()).update(blocks)  # nothing to tell the index
-        elif await self._is_alive(event, lambda lease: lease.publish(self.indexed(blocks))):
+        if await self._is_alive(event, lambda lease: lease.publish(blocks)):
             self.published[event.worker] |= set(blocks)
-
-    def indexed(self, blocks: list[Hash]) -> list[Hash]:
-        """Return those of the blocks, in their order, that the stride leaves in the index."""
-        places = {each: place for chain in CHAINS for place, each in enumerate(chain, 1)}
-        return [each for each in blocks if places[each] % self.stride == 0]
 
     async def evict(self, event: Event) -> None:
         """Evict a block with all that follows it, children first."""
@@ -82,7 +73,7 @@ class World:
         subtree = {each for chain in CHAINS if block in chain for each in chain[chain.index(block) :]}
         children_first = sorted(subtree, key=lambda each: -max(c.index(each) for c in CHAINS if each in c))
         if event.worker in self.leases:
-            await self.leases[event.worker].evict(self.indexed(children_first))
+            await self.leases[event.worker].evict(children_first)
             self.published.get(event.worker, set()).difference_update(subtree)
 
     async def beat(self, event: Event) -> None:
@@ -107,7 +98,7 @@ class World:
         self.published.clear()
 
     async def zombie_publish(self, event: Event) -> None:
-        blocks = self.indexed(CHAINS[event.chain][: event.depth])
+        blocks = CHAINS[event.chain][: event.depth]
         if event.worker in self.zombies and blocks:
             try:
                 await self.zombies[event.worker].publish(blocks)
@@ -117,7 +108,7 @@ class World:
 
     async def zombie_evict(self, event: Event) -> None:
         if event.worker in self.zombies:
-            await self.zombies[event.worker].evict(self.indexed(CHAINS[event.chain][::-1]))
+            await self.zombies[event.worker].evict(CHAINS[event.chain][::-1])
 
     async def zombie_leave(self, event: Event) -> None:
         if event.worker in self.zombies:
@@ -142,8 +133,7 @@ class World:
                 for worker, blocks in self.published.items()
             }
             found = {h.worker.worker_id: h.num_blocks for h in await self.index.look_up(chain)}
-            cut = {worker: depth - depth % self.stride for worker, depth in expected.items()}
-            assert found == {worker: depth for worker, depth in cut.items() if depth}
+            assert found == {worker: depth for worker, depth in expected.items() if depth}
         members = {member.worker_id for member in await self.backend.index.members()}
         assert members == set(self.published)
 
@@ -155,12 +145,12 @@ class World:
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(history=st.lists(events, max_size=40), stride=st.sampled_from([1, 1, 2, 3, 4]))
-def test_the_index_equals_a_model(history: list[Event], stride: int, make_backend: Any, record: Any) -> None:
+@given(history=st.lists(events, max_size=40))
+def test_the_index_equals_a_model(history: list[Event], make_backend: Any, record: Any) -> None:
     async def live() -> None:
         backend = make_backend()
         await backend.flush()
-        world = World(backend, record, stride)
+        world = World(backend, record)
         try:
             for event in history:
                 await world.apply(event)

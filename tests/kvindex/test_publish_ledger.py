@@ -21,20 +21,13 @@ def parent(index: int) -> int:
     return (index - 1) // CHILDREN
 
 
-def place(index: int) -> int:
-    """Return a block's place in its chain, from 1."""
-    return 1 + (place(parent(index)) if index else 0)
-
-
 class Following(RuleBasedStateMachine):
     """A pool that changes, and an index that follows in batches; some batches are lost."""
-
-    stride = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.ledger = PublishLedger(MAX_EVICTIONS, clock=lambda: self.now, stride=self.stride)
+        self.ledger = PublishLedger(MAX_EVICTIONS, clock=lambda: self.now)
         self.pool: set[int] = set()
         self.index: set[int] = set()
 
@@ -96,16 +89,13 @@ class Following(RuleBasedStateMachine):
             self.now += 1.0
             self.evict(3)
             self.publish(3, False, 0)
-        assert self.index == {each for each in self.pool if place(each) % self.stride == 0}
+        assert self.index == self.pool
         assert self.ledger.lag_seconds == 0.0
 
     @invariant()
     def index_is_closed(self) -> None:
         for index in self.index:
-            before = index
-            for _ in range(self.stride):
-                before = parent(before)
-            assert place(index) == self.stride or before in self.index
+            assert index == 0 or parent(index) in self.index
 
     @invariant()
     def the_ledger_is_bounded(self) -> None:
@@ -113,14 +103,7 @@ class Following(RuleBasedStateMachine):
         assert self.ledger.num_pending <= len(self.pool) + MAX_EVICTIONS
 
 
-class StridedFollowing(Following):
-    """Only each third block of a chain is in the index."""
-
-    stride = 3
-
-
 TestFollowing = Following.TestCase
-TestStridedFollowing = StridedFollowing.TestCase
 
 
 def test_blocks_whose_parent_is_not_held_are_not_published() -> None:

@@ -11,7 +11,7 @@ from quire.services.requests.served_model import load_served_model
 from quire.tokenization.errors import MissingTokenizerError
 
 
-def info(path: Path, **changes: int) -> worker_pb2.GetWorkerInfoResponse:
+def info(path: Path) -> worker_pb2.GetWorkerInfoResponse:
     return worker_pb2.GetWorkerInfoResponse(
         model="tiny",
         model_path=str(path),
@@ -20,22 +20,17 @@ def info(path: Path, **changes: int) -> worker_pb2.GetWorkerInfoResponse:
         eos_token_ids=[1, 5],
         layout=kvtransfer_pb2.KvLayout(block_size=4),
         cache_descriptor=b"descriptor",
-        index_stride=changes.get("index_stride", 0),
     )
 
 
 def test_the_limits_are_the_workers_and_the_files_are_the_models(model_folder: Path) -> None:
-    model = load_served_model(info(model_folder, index_stride=3))
+    model = load_served_model(info(model_folder))
     assert (model.name, model.max_model_len, model.vocab_size) == ("tiny", 64, 320)
-    assert (model.block_size, model.index_stride, model.cache_descriptor) == (4, 3, b"descriptor")
+    assert (model.block_size, model.cache_descriptor) == (4, b"descriptor")
     assert model.eos_token_ids == {1, 5}
     assert model.chat_template is not None
     assert model.tokenizer_config["bos_token"] == "<s>"
     assert model.tokenizer.decode(model.tokenizer.encode_batch(["end"], add_special_tokens=False)[0]) == "end"
-
-
-def test_an_older_worker_without_a_stride_publishes_every_block(model_folder: Path) -> None:
-    assert load_served_model(info(model_folder)).index_stride == 1
 
 
 def test_an_operator_may_name_the_model_and_its_files(model_folder: Path, tmp_path: Path) -> None:

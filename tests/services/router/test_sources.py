@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -20,12 +19,6 @@ from quire.services.router.sources import open_sources
 SECRET = b"secret"
 SCOPE = CacheScope("tenant", "salt")
 PROMPT = list(range(20))
-STRIDE = 2
-
-
-@pytest.fixture
-def model(model: ServedModel) -> ServedModel:
-    return replace(model, index_stride=STRIDE)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +52,7 @@ async def test_redis_tells_the_members_and_their_blocks(model: ServedModel, redi
     client = publisher_client(redis.worker_url)
     lease = WorkerLease(client, 30.0)
     await lease.join(WorkerRecord("w", "prefill", "w:1", "epoch", "print", is_draining=True))
-    # A worker publishes each k-th block.
-    await lease.publish(hashes(model)[STRIDE - 1 : 4 : STRIDE])
+    await lease.publish(hashes(model)[:4])
     registry = CollectorRegistry()
     async with open_sources(redis.router_url, [], SECRET, registry) as sources:
         assert await sources.membership.members() == [Member("w:1", "epoch", True, "print", "prefill")]

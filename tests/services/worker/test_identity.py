@@ -25,7 +25,6 @@ IDENTITY = WorkerIdentity(
     vocab_size=320,
     eos_token_ids=frozenset({5, 1}),
     cluster_secret=b"very secret",
-    index_stride=3,
 )
 SCOPE = CacheScope("tenant", "salt")
 
@@ -64,6 +63,6 @@ def test_a_router_learns_all_that_it_needs() -> None:
     info = IDENTITY.to_proto()
     assert (info.worker_id, info.role, info.epoch, info.model) == ("w", "decode", "epoch", "tiny")
     assert (info.max_model_len, info.vocab_size, info.num_blocks) == (64, 320, 100)
-    assert (list(info.eos_token_ids), info.index_stride) == ([1, 5], 3)
+    assert list(info.eos_token_ids) == [1, 5]
     assert layout_from_proto(info.layout) == LAYOUT
     assert info.cache_descriptor == LAYOUT.descriptor()
