@@ -136,7 +136,7 @@ class Engine:
         self._on_schedule: Callable[[Schedule], None] | None = None
         self.step_seconds = StepSeconds()
         self.num_stepped = 0
-        """Sequences that the last step computed, including beams of a beam search, which bring no updates."""
+        """Sequences that the last step computed, including beams of a beam search, which bring one update."""
         self.num_step_tokens = 0
         """Tokens that the last step computed."""
         self._clock = parts.clock
@@ -229,7 +229,7 @@ class Engine:
     # --- one step -----------------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceUpdate]:
-        """Compute one batch and return an update for each of its sequences, except for unfinished beams."""
+        """Compute one batch and return an update for each of its sequences; one for all unfinished beams."""
         updates = self._step()
         # This is needed even without a batch: a group that found no blocks may have given up its own.
         self.transfers.grant_blocks()

@@ -71,6 +71,7 @@ def _sample_round(
     updates, status_after_token = [], rules.status_after_token
     for sequence, token_id, token_logprobs in new:
         sequence.token_ids.append(token_id)
+        sequence.tally.num_generated_tokens += 1
         sequence.status = status = status_after_token(sequence)
         tokens = [GeneratedToken(token_id, token_logprobs)]
         updates.append(SequenceUpdate(sequence, sequence.num_computed_tokens, tokens, status))

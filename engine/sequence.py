@@ -52,6 +52,13 @@ class TokenLogprobs(NamedTuple):
     top: list[tuple[int, float]]
 
 
+@dataclass(slots=True)
+class Tally:
+    """Number of tokens that the engine has generated for a request, those of beams that were given up too."""
+
+    num_generated_tokens: int = 0
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One sequence of tokens and the blocks that hold its keys and values.
@@ -101,6 +108,8 @@ class Sequence:
     """Logprobs of the prompt's tokens from the second on, as far as they are computed."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Draft tokens that one step verifies; they are never hashed, sealed or reported."""
+    tally: Tally = field(default_factory=Tally)
+    """Shared by all sequences of the request."""
 
     queued_at: float = 0.0
     """Time when it was queued in the scheduler, in seconds of the engine's clock."""

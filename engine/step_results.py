@@ -130,7 +130,7 @@ class StepResults:
     def advance_beam_searches(
         self, scheduled: list[ScheduledSequence], logits: torch.Tensor
     ) -> list[SequenceUpdate]:
-        """Advance beam searches whose beams have all been computed; return the answers of those that end."""
+        """Advance beam searches whose beams have all been computed; return an update for each, or answers."""
         groups = self._computed_beam_searches()
         if not groups:
             return []
@@ -145,11 +145,15 @@ class StepResults:
                 extensions = choose_extensions(group.beam, beams, beam_logits, self._stop_rules.eos_token_ids)
             if group.attempt_id in self._failures:
                 continue
+            # The last step extends no beam, but ends answers.
+            group.prompt.tally.num_generated_tokens += len(extensions or group.beam.hypotheses)
             if group.beam.is_done:
                 self._requests.discard_group(group, SequenceStatus.FINISHED_STOPPED)
                 updates += answers(group.beam, group.prompt)
             else:
                 group.extend_beams(extensions, self._tables)
+                num_computed = group.sequences[0].num_computed_tokens
+                updates.append(SequenceUpdate(group.prompt, num_computed, [], SequenceStatus.DECODING))
         return updates
 
     def _computed_beam_searches(self) -> list[SequenceGroup]:

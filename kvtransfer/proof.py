@@ -36,6 +36,7 @@ _ANSWERED = frozenset(
         "/quire.v1.WorkerService/Decode",
         "/quire.v1.WorkerService/StreamOutputs",
         "/quire.v1.WorkerService/Prefill",
+        "/quire.v1.WorkerService/Abort",
         "/quire.v1.WorkerService/WatchWorker",
         "/quire.v1.KvTransferService/Push",
         "/quire.v1.KvPullService/Pin",

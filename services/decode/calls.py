@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from quire.engine.engine import Engine
-from quire.engine.sequence import Sequence, SequenceUpdate
+from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
 from quire.protos import kvtransfer_pb2, worker_pb2
 from quire.services.decode.tickets import Promise, Tickets
 from quire.services.server.phases import Phase, RequestPhases
@@ -16,6 +16,9 @@ from quire.services.worker.engine_errors import known_errors
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.prompt_steps import account_prompt, add_sequence, prompt_logprobs, pull_prefix
 from quire.services.worker.updates import Updates
+
+TOKENS_PER_REPORT = 64
+"""Number of tokens after which a beam search, which has no outputs yet, reports how many it has generated."""
 
 
 class DecodeCalls:
@@ -90,12 +93,14 @@ class DecodeCalls:
             decode = stream.carry(request.output_channel.channel, params.num_sequences, first, updates)
             await decode.ended()
             return
-        num_left, batch = params.num_sequences, first
+        num_left, batch, num_reported = params.num_sequences, first, 0
         while True:
             with converting():
                 outputs = outputs_to_proto(batch)
-            if outputs:
-                yield worker_pb2.DecodeResponse(outputs=outputs)
+            num_generated = sequence.tally.num_generated_tokens
+            if outputs or num_generated - num_reported >= TOKENS_PER_REPORT:
+                num_reported = num_generated
+                yield worker_pb2.DecodeResponse(outputs=outputs, num_generated_tokens=num_generated)
             num_finished = sum(update.status.is_finished for update in batch)
             # A beam search's answers come all at once, and may be fewer than its beams.
             num_left -= num_left if params.beam and num_finished else num_finished
@@ -126,9 +131,9 @@ class DecodeCalls:
 
 
 async def _first_updates(updates: Updates) -> list[SequenceUpdate]:
-    """Return the updates up to those with the first tokens, or with the end if there are none."""
+    """Return the updates up to the first ones after the prompt: with tokens, of beams, or with the end."""
     first: list[SequenceUpdate] = []
-    while not any(update.tokens or update.status.is_finished for update in first):
+    while not any(update.status >= SequenceStatus.DECODING for update in first):
         first += await updates.next_batch()
     return first
 

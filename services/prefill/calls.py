@@ -124,6 +124,7 @@ async def _computed(
                 return worker_pb2.PrefillResponse(
                     tokens=map(token_to_proto, update.tokens),
                     num_cached_tokens=sequence.num_cached_tokens,
+                    num_generated_tokens=sequence.tally.num_generated_tokens,
                     finish_reason=finish_reason(update.status),
                     prompt_logprobs=await prompt_logprobs(sequence),
                 )

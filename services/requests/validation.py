@@ -59,6 +59,12 @@ class ValidRequest:
     received: Sequence[pb.ReceivedAnswer] = ()
     """What the client has received of the answers in an earlier stream; each index at most once."""
 
+    @property
+    def num_input_tokens(self) -> int:
+        """Number of tokens that workers compute before they generate: of the prompt, and received ones."""
+        continued = (answer for answer in self.received if not answer.is_finished)
+        return len(self.prompt_token_ids) + sum(len(answer.token_ids) for answer in continued)
+
 
 async def validate(generation: pb.Generation, model: ServedModel) -> ValidRequest:
     """Tokenize and check a request, and fill in its defaults.

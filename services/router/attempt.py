@@ -149,6 +149,7 @@ class Attempt:
         if self._plan.prefill is None:
             block_size = self._cluster.model.block_size
             self._account.record_local_prefill(message, block_size, self._plan.placement, start)
+            self._charge_prompt(message.accepted.num_cached_tokens)
         else:
             accepted_at = self._cluster.clock()
             self._phases.record(Phase.ACCEPT, start, accepted_at)
@@ -177,7 +178,13 @@ class Attempt:
             self._account.record_prefill(message)
             if message.tokens:
                 self._account.record_times(self._plan.placement, message, start)
+                self._charge_prompt(message.num_cached_tokens)
                 return part_of_tokens(message.tokens, message.finish_reason)
+
+    def _charge_prompt(self, num_cached_tokens: int) -> None:
+        """Charge what was computed of a first attempt's prompt; later ones repeat it for quire's reasons."""
+        if not self._group.attempt:
+            self._account.charge.add_prompt(self._plan.placement.num_tokens - num_cached_tokens)
 
     async def _decoded(
         self, remaining_seconds: Callable[[], float]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
@@ -32,6 +32,7 @@ from quire.services.router.merge import merged
 from quire.services.router.output import OutputAssembler
 from quire.services.router.request_account import RequestAccount
 from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Death
+from quire.services.router.token_charge import AttemptCharge, RequestCharge
 from quire.services.router.worker_calls import AttemptInterrupted, WorkerCalls
 from quire.services.router.worker_choice import WorkerChoice
 from quire.services.server.errors import InvalidArgument
@@ -66,6 +67,8 @@ class GenerationRun:
 
     One deadline, a reading of the cluster's clock, limits all attempts: every call carries the time left.
     While no decode worker takes requests, the request waits for one, by its arrival, another reading.
+
+    ``spend`` charges computed tokens that were not charged in advance.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class GenerationRun:
         phases: RequestPhases,
         *,
         arrival: float,
+        spend: Callable[[int], None],
     ) -> None:
         self._cluster = cluster
         self._request = request
@@ -91,7 +95,12 @@ class GenerationRun:
         self._is_first_message = True
         self._plan: Plan | None = None
         self._account = RequestAccount(
-            cluster.metrics, cluster.planner, cluster.clock, request.request_id, len(request.prompt_token_ids)
+            cluster.metrics,
+            cluster.planner,
+            cluster.clock,
+            request.request_id,
+            len(request.prompt_token_ids),
+            RequestCharge(spend, request.num_input_tokens),
         )
         self._choice = WorkerChoice(
             cluster, request.params, scope, phases, self._account, self._remaining_seconds
@@ -112,6 +121,7 @@ class GenerationRun:
         if request.received:
             # Turning thousands of tokens into text would hold up the event loop.
             await asyncio.to_thread(self._resume)
+            self.usage.completion_tokens = self._num_emitted
         group = AnswerGroup(self._sequence_id, request.prompt_token_ids, request.params, self._answers)
         num_finished = sum(bool(answer.finish_reason) for answer in self._answers)
         stream = self._serve(group)
@@ -127,7 +137,6 @@ class GenerationRun:
                     response.origin = self._cluster.model.origin
                     if request.response.prompt_token_ids:
                         response.prompt_token_ids.extend(request.prompt_token_ids)
-                self.usage.completion_tokens = self._num_emitted
                 num_finished += bool(response.finish_reason)
                 if is_last := num_finished == (request.num_best or len(self._answers)):
                     response.usage.CopyFrom(self.usage)
@@ -158,8 +167,11 @@ class GenerationRun:
                             answer = group.answers[part.index]
                             # D continues an answer past its stop string until the other answers have ended.
                             if not answer.finish_reason:
-                                self.usage.accepted_draft_tokens += part.num_accepted_draft_tokens
-                                yield answer.respond(part)
+                                response = answer.respond(part)
+                                self._account.record_tokens(
+                                    len(response.token_ids), part.num_accepted_draft_tokens
+                                )
+                                yield response
                             if group.is_finished:
                                 return
             except WorkerCallFailed as failure:
@@ -200,7 +212,8 @@ class GenerationRun:
                 worker_ids = {worker.worker_id for worker in (plan.decode, plan.prefill) if worker}
                 clear = accounts.enter_context(self._cluster.suspects.placed(worker_ids))
             num_clearing = group.num_tokens + CLEARING_TOKENS
-            calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn)
+            charge = AttemptCharge(self._account.charge)
+            calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn, charge)
             movable = self._cluster.moves.movable
             accounts.enter_context(movable(plan.decode, group, self._scope_message, calls.interrupt))
             attempt = Attempt(self._cluster, plan, group, calls, self._account, self._phases)
@@ -208,6 +221,7 @@ class GenerationRun:
             async with calls, aclosing(running) as outputs:
                 try:
                     async for parts in outputs:
+                        charge.keep(sum(len(part.token_ids) for part in parts))
                         computed()
                         yield parts
                         if copied is not None:
@@ -216,7 +230,13 @@ class GenerationRun:
                             group.deaths = ()
                             clear()
                 except WorkerCallFailed as failure:
-                    raise await attempt.cause(failure) from failure
+                    cause = await attempt.cause(failure)
+                    if cause.is_retryable:
+                        charge.repeat()
+                    raise cause from failure
+                except AttemptInterrupted:
+                    charge.repeat()
+                    raise
 
     async def _choose(self, group: AnswerGroup) -> Plan:
         while True:
@@ -244,7 +264,7 @@ class GenerationRun:
 
     def _sequence(self, group: AnswerGroup, plan: Plan) -> worker_pb2.Sequence:
         params = group.params
-        if not self._is_first_message:
+        if not self._is_first_message or self._request.received:
             # Prompt logprobs come with the first message; once that was sent, they are not needed again.
             params = replace(params, num_prompt_logprobs=None)
         sequence = to_proto(params, self._request.format)

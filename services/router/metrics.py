@@ -64,14 +64,18 @@ class RouterMetrics:
             registry=registry,
         )
         self.workers = Gauge("quire_workers", "Live workers.", ["role"], registry=registry)
-        self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of accepted requests.")
+        self.prompt_tokens = _counter(
+            registry, "prompt_tokens", "Tokens of accepted requests: of prompts, and those in received."
+        )
         self.prompt_tokens_cached = _counter(
             registry, "prompt_tokens_cached", "Prompt tokens whose KV was not computed."
         )
         self.prompt_tokens_predicted = _counter(
             registry, "prompt_tokens_predicted", "Prompt tokens whose KV the index had promised."
         )
-        self.generation_tokens = _counter(registry, "generation_tokens", "Tokens sent to clients.")
+        self.generation_tokens = _counter(
+            registry, "generation_tokens", "Tokens of answers, also of those that best_of does not return."
+        )
         self.success = _counter(registry, "request_success", "Requests answered whole.", "finished_reason")
         self.failure = _counter(
             registry, "request_failure", "Requests that ended with an error.", "grpc_code"

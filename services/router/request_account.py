@@ -12,6 +12,7 @@ from quire.routing.planner import Placement, Planner, PullOutcome
 from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.failures import WorkerCallFailed
 from quire.services.router.metrics import RouterMetrics
+from quire.services.router.token_charge import RequestCharge
 from quire.services.server.log import get_logger
 
 _log = get_logger("router")
@@ -27,12 +28,14 @@ class RequestAccount:
         clock: Callable[[], float],
         request_id: str,
         num_prompt_tokens: int,
+        charge: RequestCharge,
     ) -> None:
         self._metrics = metrics
         self._planner = planner
         self._clock = clock
         self._request_id = request_id
         self._is_cache_counted = False
+        self.charge = charge
         self.usage = pb.Usage(prompt_tokens=num_prompt_tokens)
         self.prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
 
@@ -60,6 +63,12 @@ class RequestAccount:
             pull_blocks=estimate.pull.num_blocks if estimate.pull else 0,
             pull_seconds=estimate.pull.pull_seconds if estimate.pull else 0.0,
         )
+
+    def record_tokens(self, num_tokens: int, num_accepted_draft_tokens: int) -> None:
+        """Count new tokens of an answer; a stop string may have removed some of the accepted ones."""
+        self.usage.completion_tokens += num_tokens
+        self.usage.accepted_draft_tokens += min(num_tokens, num_accepted_draft_tokens)
+        self._metrics.generation_tokens.inc(num_tokens)
 
     def record_accepted(self, message: worker_pb2.DecodeResponse) -> None:
         """Count the blocks that D has cached of a prompt that P computes."""
@@ -146,5 +155,6 @@ class RequestAccount:
         if not self._is_cache_counted:
             self._is_cache_counted = True
             self.usage.cached_prompt_tokens = min(num_cached_tokens, self.usage.prompt_tokens)
+            self._metrics.prompt_tokens_cached.inc(self.usage.cached_prompt_tokens)
         self.usage.blocks_pulled += pulled.num_blocks
         self.usage.bytes_pulled += pulled.num_bytes

@@ -69,11 +69,9 @@ class RequestTimer:
             metrics, usage = self._metrics, response.usage
             metrics.e2e_latency.observe(now - self.arrival)
             metrics.success.labels(_FINISH_NAMES[response.finish_reason]).inc()
-            metrics.prompt_tokens_cached.inc(usage.cached_prompt_tokens)
             metrics.request_generation_tokens.observe(usage.completion_tokens)
 
     def _tokens(self, index: int, num_tokens: int, now: float) -> None:
-        self._metrics.generation_tokens.inc(num_tokens)
         if self._ttft is None:
             self._ttft = now - self.arrival
             self._metrics.time_to_first_token.observe(self._ttft)

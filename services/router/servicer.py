@@ -181,17 +181,18 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 cluster = await self.joined_cluster(deadline)
                 request = await validate(generation, cluster.model)
                 check_prompt_logprobs(len(request.prompt_token_ids), request.response.prompt_logprobs)
-                await allowance.spend_prompt(len(request.prompt_token_ids))
+                await allowance.spend_prompt(request.num_input_tokens)
                 phases.record(Phase.TOKENIZE, admitted, self._clock())
-                self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-                self._metrics.request_prompt_tokens.observe(len(request.prompt_token_ids))
+                self._metrics.prompt_tokens.inc(request.num_input_tokens)
+                self._metrics.request_prompt_tokens.observe(request.num_input_tokens)
                 scope = CacheScope(tenant.name, request.cache_salt)
-                run = GenerationRun(cluster, request, scope, deadline, phases, arrival=timer.arrival)
+                run = GenerationRun(
+                    cluster, request, scope, deadline, phases, arrival=timer.arrival, spend=allowance.spend
+                )
                 with _described(request.request_id, tenant, run.usage, timer, span):
                     async with aclosing(run.stream()) as responses:
                         async for response in responses:
                             timer.sent(response)
-                            allowance.spend(len(response.token_ids))
                             yield response
 
     def tenant_of(self, headers: Headers) -> Tenant:

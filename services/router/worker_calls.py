@@ -12,13 +12,15 @@ import grpc
 from quire.protos import worker_pb2
 from quire.services.router.answer_part import AnswerPart, part_of_output
 from quire.services.router.output_stream import OutputStream
+from quire.services.router.token_charge import AttemptCharge
 from quire.services.router.worker import Worker
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.log import get_logger
 
 MAX_JOINED_TOKENS = 1024
 """Number of tokens from which a message to a client takes no more: with 20 logprobs each they take 0.2 MB."""
-ABORT_SECONDS = 1.0
+ABORT_SECONDS = 10.0
+"""Longest wait for a worker's count of the tokens of an ended call, which it knows after its present step."""
 
 _log = get_logger("router")
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -58,18 +60,23 @@ class _RunningCall(NamedTuple):
 class WorkerCalls:
     """Runs the worker calls of one attempt; on exit, calls that have not ended are aborted.
 
+    Each generated token is charged when the router learns of it, whoever reads the events.
+
     Its events are not limited in number, since a stream carries the outputs of many requests and must not
     wait for one of them. An answer's maximum length limits them, and so does the time within which a client
     has to read.
     """
 
-    def __init__(self, sequence_id: str, attempt: int, spawn: Spawn) -> None:
+    def __init__(self, sequence_id: str, attempt: int, spawn: Spawn, charge: AttemptCharge) -> None:
         self._sequence_id = sequence_id
         self._attempt = attempt
         self._spawn = spawn
+        self._charge = charge
         self._events: deque[Event] = deque()
         self._has_event = asyncio.Event()
         self._running: dict[str, _RunningCall] = {}
+        self._failed: list[Worker] = []
+        """The workers whose calls ended with an error, and that did not say what they had generated."""
         self._subscriptions: list[tuple[OutputStream, worker_pb2.OutputChannel]] = []
         self._is_interrupted = False
 
@@ -81,7 +88,7 @@ class WorkerCalls:
     def subscribe(self, worker: Worker) -> worker_pb2.OutputChannel | None:
         """Return a channel whose outputs become events, or None if the worker's stream is not open yet."""
         stream = worker.connection.outputs
-        channel = stream.subscribe(_Subscription(worker, self._add))
+        channel = stream.subscribe(_Subscription(worker, self._add, self._charge))
         if channel is not None:
             self._subscriptions.append((stream, channel))
         return channel
@@ -110,6 +117,8 @@ class WorkerCalls:
         event = self._events.popleft()
         if event.ends_call:
             self._running.pop(event.worker.worker_id)
+            if event.error is not None:
+                self._failed.append(event.worker)
         elif event.parts is not None and self._events and self._events[0].parts is not None:
             return self._joined(event.worker, event.parts)
         return event
@@ -138,8 +147,11 @@ class WorkerCalls:
         for each in self._running.values():
             each.call.cancel()
             each.pump.cancel()
-            # Cancelling the stream has the same effect, but the worker does not confirm it.
+            # Cancelling the call has the same effect, but the worker does not say what it had generated.
             self._spawn(self._abort(each.worker))
+        if not self._charge.is_repeated:
+            for worker in self._failed:
+                self._spawn(self._abort(worker))
         for stream, channel in self._subscriptions:
             stream.unsubscribe(channel)
         await asyncio.gather(*(each.pump for each in self._running.values()), return_exceptions=True)
@@ -149,6 +161,7 @@ class WorkerCalls:
             with closed_channel_errors():
                 await worker.connection.check(call)
                 async for message in call:
+                    self._charge.raise_to(worker.worker_id, message.num_generated_tokens)
                     self._add(_event(worker, message))
             self._add(Event(worker, ends_call=True))
         except ChannelClosedError:
@@ -160,7 +173,10 @@ class WorkerCalls:
         request = worker_pb2.AbortRequest(sequence_ids=[self._sequence_id], attempt=self._attempt)
         try:
             with closed_channel_errors():
-                await worker.stub.Abort(request, timeout=ABORT_SECONDS)
+                call = worker.stub.Abort(request, timeout=ABORT_SECONDS)
+                await worker.connection.check(call)
+                ended = await call
+            self._charge.raise_to(worker.worker_id, ended.num_generated_tokens)
         except (grpc.aio.AioRpcError, ChannelClosedError) as error:
             # A worker that does not answer either notices the lost connection or is dead.
             _log.debug("abort_failed", worker=worker.worker_id, error=error)
@@ -169,12 +185,14 @@ class WorkerCalls:
 class _Subscription:
     """Turns what a stream carries for one decode into events."""
 
-    def __init__(self, worker: Worker, add: Callable[[Event], None]) -> None:
+    def __init__(self, worker: Worker, add: Callable[[Event], None], charge: AttemptCharge) -> None:
         self._worker = worker
         self._add = add
+        self._charge = charge
 
     def receive(self, part: AnswerPart) -> None:
         """Take what the decode has added to an answer."""
+        self._charge.add(self._worker.worker_id, len(part.token_ids))
         self._add(Event(self._worker, parts=[part]))
 
     def lose(self, error: grpc.aio.AioRpcError) -> None:

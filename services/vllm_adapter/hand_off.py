@@ -20,8 +20,12 @@ from quire.services.server.loopback import is_loopback
 FIELD = "kv_transfer_params_json"
 
 
-def hand_off(address: str, epoch: str, num_blocks: int, secret: bytes) -> str:
-    """Return the JSON that tells a decode worker where a prompt's blocks are, with a proof."""
+def hand_off(address: str, epoch: str, num_blocks: int, secret: bytes, num_cached_tokens: int = 0) -> str:
+    """Return the JSON that tells a decode worker where a prompt's blocks are, with a proof.
+
+    Args:
+        num_cached_tokens: number of prompt tokens that the prefill worker did not have to compute.
+    """
     host, _, port = address.rpartition(":")
     return json.dumps(
         {
@@ -31,6 +35,7 @@ def hand_off(address: str, epoch: str, num_blocks: int, secret: bytes) -> str:
             "remote_host": host,
             "remote_port": int(port),
             "remote_num_blocks": num_blocks,
+            "remote_num_cached_tokens": num_cached_tokens,
             "remote_proof": _proof(secret, address, epoch) if secret else "",
         }
     )
@@ -69,6 +74,16 @@ def pull_source(request: Any, trust: ClusterTrust) -> worker_pb2.PullSource | No
             FIELD, f"{address} is on another machine, and this worker has no cluster secret: {REMEDY}"
         )
     return worker_pb2.PullSource(address=address, epoch=epoch, num_blocks=num_blocks)
+
+
+def num_cached_tokens(request: Any, num_found: int) -> int:
+    """Return how many prompt tokens were not computed for a ``GenerateRequest``, on either worker.
+
+    Args:
+        num_found: number that the decode worker found or pulled, most of them just computed for the request.
+    """
+    members = _members(request)
+    return num_found if members is None else min(num_found, _number(members, "remote_num_cached_tokens"))
 
 
 def _members(request: Any) -> dict[str, Any] | None:

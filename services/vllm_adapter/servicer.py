@@ -36,7 +36,7 @@ from quire.services.server.errors import (
 )
 from quire.services.server.grpc_server import Service
 from quire.services.vllm_adapter.answers import AnswerWriter
-from quire.services.vllm_adapter.hand_off import hand_off, has_hand_off, pull_source
+from quire.services.vllm_adapter.hand_off import hand_off, has_hand_off, num_cached_tokens, pull_source
 from quire.services.vllm_adapter.requests import fields_as_sent, generation_from_proto
 from quire.services.vllm_adapter.tokenizer_archive import pieces, tokenizer_archive
 from quire.services.worker.identity import WorkerIdentity
@@ -142,7 +142,9 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                 answer.prompt_logprobs = response.prompt_logprobs
                 answer.add(response.tokens, response.finish_reason)
         num_blocks = len(valid.prompt_token_ids) // self._model.block_size
-        answer.hand_off = hand_off(self._address(), self._identity.epoch, num_blocks, self._trust.secret)
+        answer.hand_off = hand_off(
+            self._address(), self._identity.epoch, num_blocks, self._trust.secret, answer.num_cached_tokens
+        )
         if request.stream:
             yield answer.chunk()
         yield answer.complete()
@@ -158,8 +160,9 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         async with aclosing(self._worker.Decode(decode, context)) as responses:
             async for response in responses:
                 if response.HasField("accepted"):
+                    num_cached = num_cached_tokens(request, response.accepted.num_cached_tokens)
                     for answer in answers:
-                        answer.num_cached_tokens = response.accepted.num_cached_tokens
+                        answer.num_cached_tokens = num_cached
                         answer.prompt_logprobs = response.prompt_logprobs
                 for output in response.outputs:
                     answer = answers[output.index]

@@ -9,16 +9,20 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import Sequence, Tally
 from quire.protos import worker_pb2
 from quire.services.server.ended_calls import end_calls
 from quire.services.server.errors import Aborted, AlreadyExists
 from quire.services.server.phases import PhaseMetrics, RequestPhases
 from quire.services.server.tracing import Tracer
+from quire.services.worker.convert import attempt_id as id_of_attempt
 from quire.services.worker.drain import Drain
 from quire.services.worker.engine_errors import known_errors
 from quire.services.worker.request_loads import RequestLoads
 from quire.services.worker.updates import Updates
+
+TALLY_SECONDS = 10.0
+"""How long the tally of an attempt that was ended is kept for the ``abort`` that asks for it."""
 
 
 class Running(NamedTuple):
@@ -46,6 +50,8 @@ class RunningRequests:
         self._loads = loads
         self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
         """The attempt that each task serves, by request."""
+        self._tallies: dict[str, Tally] = {}
+        """Those of attempts that did not end by themselves, by their ids."""
 
     def __len__(self) -> int:
         return sum(map(len, self._handlers.values()))
@@ -85,6 +91,10 @@ class RunningRequests:
                 updates = Updates()
                 self._engine.subscribe(attempt_id, updates.put)
                 yield Running(updates, RequestPhases(self._phases, span))
+        except BaseException:
+            self._tallies[attempt_id] = sequence.tally
+            task.get_loop().call_later(TALLY_SECONDS, self._tallies.pop, attempt_id, None)
+            raise
         finally:
             self._engine.unsubscribe(attempt_id)
             with suppress(EngineStoppedError):
@@ -97,8 +107,12 @@ class RunningRequests:
         """Take a prompt that has been computed off the load that routers are told of."""
         self._loads.record_computed(sequence.attempt_id)
 
-    async def abort(self, sequence_ids: Iterable[str], attempt: int) -> None:
-        """End the requests' attempts up to this one, and wait until nothing of them is left."""
+    async def abort(self, sequence_ids: Iterable[str], attempt: int) -> int:
+        """End the requests' attempts up to this one, and wait until nothing of them is left.
+
+        Returns:
+            The number of tokens that were generated in this attempt of them, if it did not end by itself.
+        """
         tasks = [
             task
             for sequence_id in sequence_ids
@@ -106,6 +120,13 @@ class RunningRequests:
             if its_attempt <= attempt
         ]
         await end_calls(tasks, Aborted("the request was aborted"))
+        ended = (self._tallies.pop(id_of_attempt(each, attempt), None) for each in sequence_ids)
+        if not (tallies := [tally for tally in ended if tally is not None]):
+            return 0
+        with suppress(EngineStoppedError):
+            # The step during which they ended counts too; this runs after it.
+            await self._engine.call(lambda engine: None)
+        return sum(tally.num_generated_tokens for tally in tallies)
 
     def tasks(self) -> list[asyncio.Task[Any]]:
         """Return the tasks that serve requests now."""

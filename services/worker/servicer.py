@@ -87,9 +87,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.CopyBlocksResponse(pulled=await self._copier.copy(request, root_hash))
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
-        """End attempts of requests and wait until nothing of them is left."""
-        await self._parts.requests.abort(request.sequence_ids, request.attempt)
-        return worker_pb2.AbortResponse()
+        """End attempts of requests, wait until nothing of them is left, and return what they generated."""
+        num_generated = await self._parts.requests.abort(request.sequence_ids, request.attempt)
+        return worker_pb2.AbortResponse(num_generated_tokens=num_generated)
 
     async def GetWorkerInfo(
         self, request: worker_pb2.GetWorkerInfoRequest, context: Any

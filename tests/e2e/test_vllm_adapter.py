@@ -139,9 +139,14 @@ async def test_a_decode_worker_pulls_what_the_prefill_worker_computed(
         engines["decode-0"], request(prompt, kv_transfer_params_json=first.kv_transfer_params_json)
     )
     assert list(answer.output_ids) == expected("llama", prompt)
-    assert answer.cached_tokens == NUM_FULL * 16
+    assert (first.cached_tokens, answer.cached_tokens) == (0, 0), "all was computed for this request"
     assert counted(cluster, "prefill-0", LENT) - lent == NUM_FULL
     assert counted(cluster, "decode-0", PULLED) - pulled == NUM_FULL
+    again = await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}, **tags))
+    both = await complete(
+        engines["decode-0"], request(prompt, kv_transfer_params_json=again.kv_transfer_params_json)
+    )
+    assert again.cached_tokens == both.cached_tokens == LENGTH - 1
     async with e2e.connected(cluster) as (_, workers):
         await e2e.quiet(workers)
 

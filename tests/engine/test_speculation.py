@@ -105,6 +105,9 @@ def run_staggered(engine: Engine, requests: list[Sequence]) -> SampledTokens:
             tokens += update.tokens
         engine.check_conservation()
     assert engine.pool.counts.used == 0
+    for request in requests:
+        num_tokens = sum(len(tokens) for (name, _), tokens in outputs.items() if name == request.attempt_id)
+        assert request.tally.num_generated_tokens == num_tokens, "rejected drafts are not counted"
     return outputs
 
 

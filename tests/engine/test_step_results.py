@@ -150,7 +150,9 @@ def test_draft_tokens_are_accepted_up_to_the_first_wrong_one(
 
 def test_beams_wait_until_all_of_them_are_computed(step: Step) -> None:
     request = step.start("beams", beam=BeamParams(2), max_tokens=2)
-    assert step.process([ScheduledSequence(request, 6)], most_probable(5)) == {}
+    [extended] = step.process([ScheduledSequence(request, 6)], most_probable(5)).values()
+    assert (extended.status, extended.tokens) == (SequenceStatus.DECODING, [])
+    assert request.tally.num_generated_tokens == 2
     first, second = step.requests.groups["beams"].sequences
     for beam in (first, second):
         step.tables.append(beam, 1)
@@ -160,6 +162,7 @@ def test_beams_wait_until_all_of_them_are_computed(step: Step) -> None:
     scheduled = [ScheduledSequence(first, 1), ScheduledSequence(second, 1)]
     updates = step.process(scheduled, most_probable(7, 7))
     assert [update.status for update in updates.values()] == [SequenceStatus.FINISHED_LENGTH] * 2
+    assert request.tally.num_generated_tokens == 4
     assert not step.requests.groups
     assert step.pool.counts.used == 0
 

@@ -47,7 +47,7 @@ class Allowance:
         self._metrics = metrics
 
     async def spend_prompt(self, num_tokens: int) -> None:
-        """Charge a prompt before it is computed.
+        """Charge a prompt, and what was received of answers, before they are computed.
 
         Raises:
             ResourceExhausted: the tenant has too few tokens left; ``retry_after_seconds`` is exact.

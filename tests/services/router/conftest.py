@@ -85,6 +85,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.layout = kvtransfer_pb2.KvLayout(block_size=4, num_layers=1, dtype="float32")
         self.calls: list[Any] = []
         self.aborted = asyncio.Event()
+        self.num_generated_tokens = 0
+        """What it says of an aborted call; 0: that it has generated no token that it did not send."""
         self.num_cached_tokens = 0
         self.is_draining = False
         self.is_stalled = False
@@ -147,7 +149,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
         self.aborted.set()
-        return worker_pb2.AbortResponse()
+        return worker_pb2.AbortResponse(num_generated_tokens=self.num_generated_tokens)
 
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
@@ -161,6 +163,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             first = worker_pb2.PrefillResponse(num_cached_tokens=self.num_cached_tokens)
             if num_sequences(request.sequence) == 1:
                 first.tokens.append(self.script.token(position))
+                first.num_generated_tokens = 1
                 first.finish_reason = self.script.finish_reason(request.sequence, position)
             yield first
             if first.finish_reason:
@@ -214,7 +217,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 position += num_sequences(request.sequence) == 1
             if request.sequence.sampling.HasField("beam"):
                 await self._before_token(0)
-                yield worker_pb2.DecodeResponse(outputs=self.script.beams(request.sequence))
+                beams = self.script.beams(request.sequence)
+                num_generated = len(self.script.answer) * request.sequence.sampling.beam.width
+                yield worker_pb2.DecodeResponse(num_generated_tokens=num_generated // 2)
+                await self._before_token(1)
+                yield worker_pb2.DecodeResponse(outputs=beams, num_generated_tokens=num_generated)
                 return
             for count in range(len(self.script.answer)):
                 await self._before_token(count)
@@ -228,7 +235,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 ]
                 channel = request.output_channel
                 if (stream := self.streams.get(channel.stream_id)) is None:
-                    yield worker_pb2.DecodeResponse(outputs=outputs)
+                    num_generated = (count + 1) * len(outputs)
+                    yield worker_pb2.DecodeResponse(outputs=outputs, num_generated_tokens=num_generated)
                 else:
                     others = [
                         worker_pb2.ChannelOutput(channel=channel.channel, output=output) for output in outputs

@@ -20,6 +20,7 @@ from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.failures import WorkerCallFailed
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.request_account import RequestAccount
+from quire.services.router.token_charge import RequestCharge
 from quire.services.router.worker import Worker, WorkerConnection
 
 BLOCK_SIZE = 16
@@ -43,7 +44,9 @@ class Setup:
             PolicyConfig(local_prefill_tokens=0), Blocks(BLOCK_SIZE, 1024), clock, Random(0)
         )
         metrics = RouterMetrics(self.registry)
-        self.account = RequestAccount(metrics, self.planner, clock, "r", NUM_TOKENS)
+        self.account = RequestAccount(
+            metrics, self.planner, clock, "r", NUM_TOKENS, RequestCharge(lambda num_tokens: None, NUM_TOKENS)
+        )
 
     def clock(self) -> float:
         return self.now

@@ -56,7 +56,6 @@ def test_each_token_and_each_gap_is_counted_once(messages: list[tuple[int, int, 
             setup.send(seconds, num_tokens, index)
             if num_tokens:
                 times.setdefault(index, []).append((setup.now, num_tokens))
-    assert setup.metric("generation_tokens_total") == sum(count for _, count, _ in messages)
     first = min((answer[0][0] for answer in times.values()), default=None)
     assert setup.metric("time_to_first_token_seconds_count") == (first is not None)
     assert setup.metric("time_to_first_token_seconds_sum") == (first or 10.0) - 10.0
@@ -86,7 +85,6 @@ def test_a_request_is_a_success_once_its_usage_is_sent() -> None:
         setup.timer.sent(pb.GenerateStreamResponse(finish_reason=pb.FINISH_REASON_LENGTH, usage=usage))
     assert setup.metric("e2e_request_latency_seconds_sum") == 1.0
     assert setup.metric("request_success_total", finished_reason="length") == 1
-    assert setup.metric("prompt_tokens_cached_total") == 4
     assert setup.metric("request_generation_tokens_sum") == 2
     assert setup.judged() == [("met", "met")]
 

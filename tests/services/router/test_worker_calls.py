@@ -12,6 +12,7 @@ import pytest
 
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.router.answer_part import AnswerPart
+from quire.services.router.token_charge import AttemptCharge, RequestCharge
 from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.worker_calls import MAX_JOINED_TOKENS, Event, WorkerCalls
 
@@ -46,15 +47,27 @@ class Connection:
         self.outputs = Outputs()
         self.stranger: Exception | None = None
         self.abort_error: Exception | None = None
+        self.num_generated_tokens = 0
+        """What it says of an ended call."""
 
     async def check(self, call: Any) -> None:
         if self.stranger is not None:
             raise self.stranger
 
-    async def Abort(self, request: worker_pb2.AbortRequest, **options: Any) -> None:
+    def Abort(self, request: worker_pb2.AbortRequest, **options: Any) -> asyncio.Task[Any]:
         self.aborts.append(request)
+        return asyncio.create_task(self._ended())
+
+    async def _ended(self) -> worker_pb2.AbortResponse:
         if self.abort_error is not None:
             raise self.abort_error
+        return worker_pb2.AbortResponse(num_generated_tokens=self.num_generated_tokens)
+
+
+class Number(int):
+    """A message that reports no generated tokens."""
+
+    num_generated_tokens = 0
 
 
 class Call:
@@ -68,7 +81,11 @@ class Call:
         is_endless: bool = False,
         messages: Sequence[Any] = (),
     ) -> None:
-        self._messages, self._error, self._is_endless = messages or range(count), error, is_endless
+        self._messages, self._error, self._is_endless = (
+            messages or list(map(Number, range(count))),
+            error,
+            is_endless,
+        )
         self.num_read = 0
         self.is_cancelled = False
 
@@ -90,7 +107,9 @@ class Setup:
 
     def __init__(self) -> None:
         self.spawned: list[asyncio.Task[None]] = []
-        self.calls = WorkerCalls("r", 3, self._spawn)
+        self.charged: list[int] = []
+        self.charge = AttemptCharge(RequestCharge(self.charged.append, 0))
+        self.calls = WorkerCalls("r", 3, self._spawn, self.charge)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.spawned.append(asyncio.create_task(coroutine))
@@ -116,11 +135,14 @@ def setup() -> Setup:
 
 async def test_each_call_keeps_its_order_and_has_one_end(setup: Setup) -> None:
     error = rpc_error(grpc.StatusCode.ABORTED)
+    (a, asked_nothing), (b, asked) = setup.worker("a"), setup.worker("b")
     async with setup.calls as calls:
-        calls.start(setup.worker("a")[0], Call(3))
-        calls.start(setup.worker("b")[0], Call(2, error))
+        calls.start(a, Call(3))
+        calls.start(b, Call(2, error))
         events = [await setup.next() for _ in range(7)]
         assert calls.num_running == 0
+    await asyncio.gather(*setup.spawned)
+    assert (len(asked_nothing.aborts), len(asked.aborts)) == (0, 1), "only b did not say what it generated"
     assert [event[1:] for event in events if event[0] == "a"] == [
         (0, None),
         (1, None),
@@ -128,7 +150,6 @@ async def test_each_call_keeps_its_order_and_has_one_end(setup: Setup) -> None:
         (None, None),
     ]
     assert [event[1:] for event in events if event[0] == "b"] == [(0, None), (1, None), (None, error)]
-    assert setup.spawned == [], "there is nothing to abort"
 
 
 async def test_a_call_runs_until_its_end_was_seen(setup: Setup) -> None:
@@ -237,3 +258,31 @@ async def test_a_call_on_a_closed_channel_has_lost_its_worker(setup: Setup) -> N
         _, message, error = await setup.next()
     assert message is None
     assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_tokens_are_charged_when_they_arrive_and_the_rest_when_the_call_is_ended(setup: Setup) -> None:
+    (streaming, streamed), (searching, searched) = setup.worker("streaming"), setup.worker("searching")
+    streamed.num_generated_tokens, searched.num_generated_tokens = 5, 70
+    report = worker_pb2.DecodeResponse(num_generated_tokens=64)
+    async with setup.calls as calls:
+        calls.start(streaming, Call(0, is_endless=True))
+        calls.subscribe(streaming)
+        streamed.outputs.receiver.receive(AnswerPart([5, 6]))
+        assert setup.charged == [2], "no one has read the event"
+        assert (await setup.event()).parts == [AnswerPart([5, 6])]
+        calls.start(searching, Call(0, is_endless=True, messages=[report]))
+        assert (await setup.event()).parts == []
+        assert setup.charged == [2, 64]
+    await asyncio.gather(*setup.spawned)
+    assert sorted(setup.charged[2:]) == [3, 6]
+
+
+async def test_a_stranger_cannot_charge_tokens(setup: Setup) -> None:
+    worker, connection = setup.worker("a")
+    connection.num_generated_tokens = 2**31
+    async with setup.calls as calls:
+        calls.start(worker, Call(0, is_endless=True))
+        await asyncio.sleep(0)
+        connection.stranger = rpc_error(grpc.StatusCode.UNAUTHENTICATED)
+    await asyncio.gather(*setup.spawned)
+    assert setup.charged == []

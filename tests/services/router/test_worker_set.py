@@ -23,10 +23,16 @@ from quire.protos import worker_pb2
 from quire.services.router.background import background
 from quire.services.router.membership import Member, MembershipLost, StaticMembership
 from quire.services.router.prefix_lookup import PrefixLookup
+from quire.services.router.token_charge import AttemptCharge, RequestCharge
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.worker_set import PENALTY_SECONDS, WorkerSet
 
 DESCRIPTOR = b"tiny"
+
+
+def free() -> AttemptCharge:
+    """Return a charge that no tenant pays."""
+    return AttemptCharge(RequestCharge(lambda num_tokens: None, 0))
 
 
 class ScriptedMembership:
@@ -206,7 +212,11 @@ async def test_calls_of_a_worker_that_falls_silent_end(cluster: Any, make_set: A
     workers = make_set(membership, silent_seconds=0.3)
     await workers.refresh()
     (live,) = workers.live("decode")
-    async with asyncio.timeout(10), background() as spawn, WorkerCalls("r", 0, spawn) as calls:
+    async with (
+        asyncio.timeout(10),
+        background() as spawn,
+        WorkerCalls("r", 0, spawn, free()) as calls,
+    ):
         with workers.dispatched(live):
             await decoding(calls, live)
             worker.answers_probes.clear()
@@ -252,7 +262,11 @@ async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
     workers = make_set(membership)
     await workers.refresh()
     (live,) = workers.live(role)
-    async with asyncio.timeout(10), background() as spawn, WorkerCalls("r", 0, spawn) as calls:
+    async with (
+        asyncio.timeout(10),
+        background() as spawn,
+        WorkerCalls("r", 0, spawn, free()) as calls,
+    ):
         with workers.dispatched(live):
             await decoding(calls, live)
             stalled.is_stalled = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,6 +30,7 @@ class Engine:
         self.subscribed: set[str] = set()
         self.aborted: list[str] = []
         self.is_stopped = False
+        self.on_call: Callable[[], None] = lambda: None
 
     def is_subscribed(self, attempt_id: str) -> bool:
         return attempt_id in self.subscribed
@@ -39,6 +40,10 @@ class Engine:
 
     def unsubscribe(self, attempt_id: str) -> None:
         self.subscribed.discard(attempt_id)
+
+    async def call(self, command: Any) -> None:
+        self.on_call()
+        self.post(command)
 
     def post(self, command: Any) -> None:
         if self.is_stopped:
@@ -56,10 +61,20 @@ class Setup:
         self.requests = RunningRequests(engine, Drain(Mock()), phases, NoTracer(), RequestLoads(Mock()))
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def serve(self, sequence_id: str, attempt: int = 0, error: Exception | None = None) -> None:
+    async def serve(
+        self,
+        sequence_id: str,
+        attempt: int = 0,
+        error: Exception | None = None,
+        num_generated: int = 0,
+        sequences: list[Sequence] | None = None,
+    ) -> None:
         """Serve a request until it is cancelled, or fail."""
         message = worker_pb2.Sequence(sequence_id=sequence_id, attempt=attempt)
         sequence = Sequence(f"{sequence_id}#{attempt}", [5], 1, SamplingParams(), b"")
+        sequence.tally.num_generated_tokens = num_generated
+        if sequences is not None:
+            sequences.append(sequence)
         context = Mock(invocation_metadata=lambda: ())
         with self.requests.run("decode", message, sequence, context):
             if error is not None:
@@ -118,3 +133,30 @@ async def test_an_abort_ends_the_attempts_up_to_its_own(setup: Setup) -> None:
     await asyncio.wait_for(setup.requests.abort(["a", "unknown"], 1), 5)
     assert [task.done() for task in (*tasks, other)] == [True, True, False, False]
     assert sorted(setup.engine.aborted) == ["a#0", "a#1"], "nothing is left when the abort returns"
+
+
+async def test_an_abort_returns_what_its_attempt_had_generated_when_it_was_ended(setup: Setup) -> None:
+    running = [asyncio.create_task(setup.serve("a", attempt, None, 10 + attempt)) for attempt in range(2)]
+    setup.tasks += running
+    await asyncio.sleep(0)
+    assert await setup.requests.abort(["a"], 1) == 11
+    assert await setup.requests.abort(["a"], 1) == 0, "the count is given once"
+    cancelled = asyncio.create_task(setup.serve("b", num_generated=7))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    assert await setup.requests.abort(["b"], 0) == 7, "the abort may come after the end"
+    assert await setup.requests.abort(["unknown"], 0) == 0
+
+
+async def test_an_abort_counts_the_step_that_ends_meanwhile(setup: Setup) -> None:
+    sequences: list[Sequence] = []
+    task = asyncio.create_task(setup.serve("a", sequences=sequences))
+    await asyncio.sleep(0)
+
+    def step() -> None:
+        sequences[0].tally.num_generated_tokens += 3
+
+    setup.engine.on_call = step
+    assert await setup.requests.abort(["a"], 0) == 3
+    await asyncio.wait([task])

@@ -1,0 +1,149 @@
+"""What a tenant is charged when attempts fail, move, or end with tokens that did not arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.protos import inference_pb2 as pb
+from quire.services.router.tenants.api_keys import new_key
+from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.token_bucket import TokenBucket
+from quire.services.router.token_charge import AttemptCharge, RequestCharge
+from quire.services.server.errors import OutOfRange
+
+SECONDS = 10.0
+NUM_PROMPT = 3
+
+
+@given(
+    attempts=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8
+    )
+)
+def test_each_position_is_charged_once_over_all_attempts(attempts: list[tuple[int, int, int]]) -> None:
+    charged: list[int] = []
+    request = RequestCharge(charged.append, 0)
+    num_kept = furthest = 0
+    for num_generated, keepable, num_missed in attempts:
+        attempt = AttemptCharge(request)
+        attempt.add("d", num_generated)
+        furthest = max(furthest, num_kept + num_generated)
+        kept = min(num_generated, keepable)
+        attempt.keep(kept)
+        attempt.repeat()
+        attempt.raise_to("d", num_generated + num_missed)
+        num_kept += kept
+        assert sum(charged) == furthest
+    last = AttemptCharge(request)
+    last.add("d", 1)
+    last.raise_to("d", 4)
+    assert sum(charged) == max(furthest, num_kept + 4)
+
+
+@given(prompts=st.lists(st.integers(0, 20)), num_prepaid=st.integers(0, 60))
+def test_prompts_are_charged_beyond_what_was_charged_in_advance(prompts: list[int], num_prepaid: int) -> None:
+    charged: list[int] = []
+    request = RequestCharge(charged.append, num_prepaid)
+    for num_tokens in prompts:
+        request.add_prompt(num_tokens)
+    assert num_prepaid + sum(charged) == max(num_prepaid, sum(prompts))
+
+
+@pytest.fixture
+def charges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list of all charges."""
+    charged: list[int] = []
+    monkeypatch.setattr(TokenBucket, "spend", lambda _, num_tokens: charged.append(num_tokens))
+    return charged
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    made = new_key(Tenant("acme", tokens_per_minute=10**6))
+    (tmp_path / "keys").write_text(made.line)
+    return made.key
+
+
+@pytest.fixture
+async def ask(pair: Any, key: str, tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that sends a prompt of ``NUM_PROMPT`` tokens and returns the call."""
+    stub = await pair.start(api_keys_file=tmp_path / "keys")
+
+    def send(timeout: float = SECONDS, **sampling: Any) -> Any:
+        generation = pb.Generation(
+            token_ids=pb.TokenIds(ids=[7, 8, 9]), sampling=pb.SamplingParams(**sampling)
+        )
+        return stub.GenerateStream(
+            pb.GenerateStreamRequest(generation=generation),
+            metadata=(("authorization", f"Bearer {key}"),),
+            timeout=timeout,
+        )
+
+    return send
+
+
+@pytest.mark.parametrize("before_token", [0, 1, 3])
+@pytest.mark.parametrize("sampling", [{}, {"n": 2}, {"best_of": 3}], ids=str)
+async def test_a_lost_worker_costs_the_tenant_nothing(
+    pair: Any, ask: Any, charges: list[int], fault: Any, sampling: dict[str, int], before_token: int
+) -> None:
+    for name in ("d1", "d2"):
+        pair[name].fault = fault(before_token)
+        # The next attempt generates again what did not arrive.
+        pair[name].num_generated_tokens = 50
+    usage = [response async for response in ask(**sampling)][-1].usage
+    assert usage.retries >= 1
+    assert usage.completion_tokens == max(sampling.values(), default=1) * len(pair.script.answer)
+    assert sum(charges) == NUM_PROMPT + usage.completion_tokens
+    assert usage.cached_prompt_tokens <= usage.prompt_tokens
+
+
+async def test_a_lost_beam_search_is_charged_once(
+    pair: Any, ask: Any, charges: list[int], fault: Any
+) -> None:
+    for name in ("d1", "d2"):
+        pair[name].fault = fault(1)
+    usage = [response async for response in ask(beam=pb.BeamParams(width=3))][-1].usage
+    assert usage.retries >= 1
+    assert sum(charges) == NUM_PROMPT + 3 * len(pair.script.answer)
+
+
+async def test_what_a_worker_refuses_to_finish_is_charged(
+    pair: Any, ask: Any, charges: list[int], fault: Any
+) -> None:
+    """No attempt follows an error that another worker would give too."""
+    for name in ("d1", "d2"):
+        pair[name].fault = fault(2, OutOfRange("scripted"))
+        pair[name].num_generated_tokens = 9
+    with pytest.raises(grpc.aio.AioRpcError):
+        async for _ in ask(n=2):
+            pass
+    async with asyncio.timeout(SECONDS):
+        while sum(charges) != NUM_PROMPT + 9:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_deadline_and_a_client_that_leaves_pay_for_what_did_not_arrive(
+    pair: Any, ask: Any, charges: list[int]
+) -> None:
+    for name in ("d1", "d2"):
+        pair[name].pause_before_token = 2
+        pair[name].num_generated_tokens = 9
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in ask(timeout=0.5, n=2):
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    call = ask(n=2)
+    await call.read()
+    call.cancel()
+    async with asyncio.timeout(SECONDS):
+        while sum(charges) != 2 * (NUM_PROMPT + 9):
+            await asyncio.sleep(0.005)
