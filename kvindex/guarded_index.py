@@ -13,19 +13,28 @@ from quire.kvindex.index import UNREACHABLE, Holding, PrefixIndex
 logger = logging.getLogger("quire.kvindex")
 
 BUDGET_SECONDS = 0.02
-"""Most time that a request waits for a look-up."""
+"""Most time that Redis may take for a look-up."""
+NUM_AT_ONCE = 8
+"""Look-ups that may be in Redis at the same time; the others wait for their turn.
+
+Each uses a connection. Redis runs one look-up at a time, so more connections make none faster, and each costs
+five times as much to open as a look-up takes.
+"""
+TURN_SECONDS = 0.2
+"""Most time that a look-up waits for its turn; a thousand that Redis answers promptly take less."""
 
 
 class Fallback(StrEnum):
     """The reason why a look-up has no answer."""
 
+    BUSY = "busy"
     TIMEOUT = "timeout"
     ERROR = "error"
     BREAKER_OPEN = "breaker_open"
 
 
 class GuardedIndex:
-    """Looks prefixes up in an index within ``BUDGET_SECONDS``, or returns None.
+    """Looks prefixes up in an index, or returns None if it does not answer in time.
 
     Args:
         index: the index that may fail or be late.
@@ -39,9 +48,23 @@ class GuardedIndex:
         self._index = index
         self._breaker = breaker
         self._on_fallback = on_fallback
+        self._turns = asyncio.Semaphore(NUM_AT_ONCE)
 
     async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding] | None:
-        """Return the holders; None if the index fails or is late, or while the breaker is open."""
+        """Return the holders; None if the index is busy, fails or is late, or while the breaker is open."""
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self._turns.acquire()
+        except TimeoutError:
+            # Redis has not failed: only too many look-ups came at the same time.
+            self._on_fallback(Fallback.BUSY)
+            return None
+        try:
+            return await self._ask(block_hashes)
+        finally:
+            self._turns.release()
+
+    async def _ask(self, block_hashes: Sequence[bytes]) -> list[Holding] | None:
         if not self._breaker.admits():
             self._on_fallback(Fallback.BREAKER_OPEN)
             return None

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException
 
+from quire.kvindex import guarded_index
 from quire.kvindex.circuit_breaker import BreakerState, CircuitBreaker
 from quire.kvindex.guarded_index import BUDGET_SECONDS, Fallback, GuardedIndex
 from quire.kvindex.index import Holding, IndexFullError, LeaseLostError
@@ -164,6 +165,85 @@ async def test_a_redis_that_hangs_costs_only_the_budget(
             return [each.num_blocks for each in await index.look_up(HASHES) or ()] == [len(HASHES)]
 
         await until(is_back)
+    finally:
+        await client.aclose()
+
+
+NUM_LOOK_UPS = 300
+
+
+async def look_ups(index: GuardedIndex, number: int) -> list[list[Holding] | None]:
+    async with asyncio.timeout(20):
+        return await asyncio.gather(*(index.look_up(HASHES) for _ in range(number)))
+
+
+async def test_hundreds_of_look_ups_at_once_all_get_their_answer(
+    redis_process: RedisProcess, redis_backend: Any, record: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the default limit of the client's connections, redis-py refused those beyond it."""
+    # On a busy machine Redis and this process may be late.
+    monkeypatch.setattr(guarded_index, "BUDGET_SECONDS", 5.0)
+    monkeypatch.setattr(guarded_index, "TURN_SECONDS", 5.0)
+    lease = redis_backend.lease()
+    await lease.join(record("a"))
+    await lease.publish(HASHES)
+    fallbacks = list[Fallback]()
+    client = reader_client(redis_process.router_url)
+    num_before = len(await redis_backend.client.client_list())
+    try:
+        index = GuardedIndex(RedisIndex(client), CircuitBreaker(), fallbacks.append)
+        for answer in await look_ups(index, NUM_LOOK_UPS):
+            assert [each.num_blocks for each in answer or ()] == [len(HASHES)]
+        assert fallbacks == []
+        num_opened = len(await redis_backend.client.client_list()) - num_before
+        assert num_opened <= guarded_index.NUM_AT_ONCE
+    finally:
+        await client.aclose()
+
+
+async def test_look_ups_that_get_no_turn_in_time_go_on_without_the_index(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded_index, "BUDGET_SECONDS", 20.0)
+    monkeypatch.setattr(guarded_index, "TURN_SECONDS", 0.01)
+    guarded.inner.answer = None
+    running = [asyncio.create_task(guarded.index.look_up(HASHES)) for _ in range(guarded_index.NUM_AT_ONCE)]
+    await asyncio.sleep(0)
+    assert await look_ups(guarded.index, 20) == [None] * 20
+    assert guarded.metric("fallback_total", reason="busy") == 20
+    assert guarded.breaker.state is BreakerState.CLOSED
+    assert guarded.inner.num_calls == guarded_index.NUM_AT_ONCE
+    for each in running:
+        each.cancel()
+    await asyncio.wait(running)
+    guarded.inner.answer = []
+    assert await look_ups(guarded.index, 20) == [[]] * 20
+
+
+async def test_look_ups_that_wait_for_a_turn_do_not_wait_for_a_redis_that_hangs(
+    redis_process: RedisProcess, redis_backend: Any, until: Any
+) -> None:
+    """Those that are late return their connections."""
+    fallbacks = list[Fallback]()
+    client = reader_client(redis_process.router_url)
+    index = GuardedIndex(RedisIndex(client), CircuitBreaker(), fallbacks.append)
+
+    async def answers() -> bool:
+        return await index.look_up(HASHES) is not None
+
+    try:
+        await until(answers)
+        fallbacks.clear()
+        os.kill(redis_process.pid, signal.SIGSTOP)
+        try:
+            assert await look_ups(index, NUM_LOOK_UPS) == [None] * NUM_LOOK_UPS
+        finally:
+            os.kill(redis_process.pid, signal.SIGCONT)
+        assert Fallback.BUSY not in fallbacks
+        # Each of the first failures lets one more look-up in, until the breaker opens.
+        num_asked = NUM_LOOK_UPS - fallbacks.count(Fallback.BREAKER_OPEN)
+        assert num_asked < 2 * guarded_index.NUM_AT_ONCE
+        await until(answers)
     finally:
         await client.aclose()
 

@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from quire.kvindex.circuit_breaker import CircuitBreaker
+from quire.kvindex.guarded_index import NUM_AT_ONCE
 from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.redis_index import Client
 from quire.services.router.tenants.tenant import Tenant
@@ -23,7 +24,7 @@ from quire.services.server.log import get_logger
 BUCKETS, RECORDS = "{t}b", "{t}r"
 
 CALL_SECONDS = 0.1
-"""Most time that a request waits for one answer of Redis."""
+"""Most time that Redis may take for one answer."""
 LEASE_SECONDS = 5.0
 """Time for which the counts of a router that was killed are still counted."""
 
@@ -41,7 +42,9 @@ class Outcome(StrEnum):
 class UsageStore:
     """The usage of all tenants over all routers that share a Redis.
 
-    While Redis does not answer, its methods return None, at once or after ``CALL_SECONDS``.
+    While Redis does not answer, its methods return None, at once or after ``CALL_SECONDS``. Only
+    ``NUM_AT_ONCE`` calls are in Redis at the same time; the others wait, since a limit that is not asked for
+    is no limit.
     """
 
     def __init__(self, client: Client, breaker: CircuitBreaker | None = None) -> None:
@@ -49,6 +52,7 @@ class UsageStore:
         self._take_tokens = _script(client, "take_tokens")
         self._take_places = _script(client, "take_places")
         self._breaker = breaker or CircuitBreaker()
+        self._turns = asyncio.Semaphore(NUM_AT_ONCE)
         self._is_lost = False
 
     async def charge(self, tenant: Tenant, num_tokens: int) -> None:
@@ -109,6 +113,10 @@ class UsageStore:
 
     async def _call(self, script: Any, key: str, args: list[Any]) -> Any:
         """Return a script's answer, or None if Redis does not answer; log the first time and the return."""
+        async with self._turns:
+            return await self._call_now(script, key, args)
+
+    async def _call_now(self, script: Any, key: str, args: list[Any]) -> Any:
         if not self._breaker.admits():
             return None
         try:

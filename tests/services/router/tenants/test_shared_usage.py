@@ -83,6 +83,20 @@ async def test_running_requests_of_all_routers_count_together(routers: Routers) 
         await (await begin(admission, tenant, 3)).aclose()
 
 
+async def test_hundreds_of_requests_at_once_are_all_counted(
+    routers: Routers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the default limit of the client's connections, the rest were admitted without being counted."""
+    # On a busy machine Redis and this process may be late.
+    monkeypatch.setattr(usage_store, "CALL_SECONDS", 5.0)
+    await routers.add()
+    (usage,) = routers.usages
+    tenant = Tenant("burst", tokens_per_minute=300)
+    waits = await asyncio.gather(*(usage.take_tokens(tenant, 1) for _ in range(300)))
+    assert waits == [0.0] * 300
+    assert (await usage.take_tokens(tenant, 300) or 0.0) > 30.0
+
+
 async def test_requests_wait_for_those_of_another_router(routers: Routers) -> None:
     first, second = await routers.add(), await routers.add()
     tenant = Tenant("waiting", max_requests=1, max_waiting=2)
