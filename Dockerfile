@@ -44,8 +44,9 @@ ENV HF_HOME=/var/cache/quire/huggingface \
     NUMBA_CACHE_DIR=/var/cache/quire/numba \
     TRITON_CACHE_DIR=/var/cache/quire/triton \
     QUIRE_HOST=0.0.0.0
+COPY --chmod=755 deploy/ready.sh /usr/local/bin/quire-ready
 ENTRYPOINT ["quire"]
-HEALTHCHECK --interval=10s --timeout=5s --start-period=2m CMD quire health "127.0.0.1:$QUIRE_PORT"
+HEALTHCHECK --interval=10s --timeout=5s --start-period=2m CMD ["quire-ready"]
 
 
 FROM base AS router-requirements

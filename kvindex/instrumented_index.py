@@ -101,6 +101,12 @@ class PublisherMetrics:
         self.full = Counter(
             "quire_index_full_total", "Publishes refused for want of memory in Redis.", registry=registry
         )
+        joined = Gauge(
+            "quire_index_joined",
+            "1 while the worker has a lease and publishes its blocks.",
+            registry=registry,
+        )
+        joined.set_function(lambda: ledger.is_following)
         pending = Gauge("quire_index_publish_queue", "Changes not in the index yet.", registry=registry)
         pending.set_function(lambda: ledger.num_pending)
         lag = Gauge("quire_index_publish_lag_seconds", "Age of the oldest such change.", registry=registry)

@@ -68,6 +68,8 @@ class BlockPublisher:
         self._has_changed = asyncio.Event()
         self._is_full = False
         self._task: asyncio.Task[None] | None = None
+        self.has_joined = asyncio.Event()
+        """Set at the first lease."""
 
     # --- from the engine's thread -------------------------------------------------------------------------
 
@@ -117,6 +119,7 @@ class BlockPublisher:
             try:
                 await self._lease.join(self._record)
                 self._ledger.restart()
+                self.has_joined.set()
                 logger.info("index_joined", extra={"fields": {"blocks": self._ledger.num_held}})
                 backoff = MIN_BACKOFF_SECONDS
                 await self._follow(self._loop.time() + jitter)

@@ -22,6 +22,7 @@ from quire.services.router.moves import MoveMetrics
 from quire.services.router.roles import RoleMetrics
 from quire.services.server.grpc_server import GrpcMetrics
 from quire.services.server.loop_lag import LoopLagMetrics
+from quire.services.server.metrics_server import describe_readiness
 from quire.services.worker.metrics import (
     CacheInfo,
     EngineCollector,
@@ -106,6 +107,7 @@ def worker_registry() -> RecordingRegistry:
 
 def _add_common(registry: CollectorRegistry) -> None:
     LoopLagMetrics(registry)
+    describe_readiness(registry, lambda: True)
     GrpcMetrics(registry)
     ProcessCollector(registry=registry)
 

@@ -52,7 +52,7 @@ from quire.services.server.grpc_server import (
 )
 from quire.services.server.log import get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
-from quire.services.server.metrics_server import metrics_server
+from quire.services.server.metrics_server import Probes, metrics_server
 from quire.services.server.open_files import raise_open_file_limit
 from quire.services.server.open_tracer import open_tracer
 from quire.services.server.tls import ClusterTls
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 
 STARTUP_POLL_SECONDS = 0.1
 """Interval of the search for workers until the router can serve."""
+READINESS_SECONDS = 0.1
+"""Interval at which the health status follows the workers."""
 
 _log = get_logger("router")
 
@@ -136,13 +138,14 @@ async def _announce(running: RunningRouter, on_ready: Callable[[RunningRouter], 
 async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     """Run a router until the context ends.
 
-    Health is SERVING once the model's tokenizer has been loaded, while a decode worker takes requests.
+    Health is SERVING once the model's tokenizer has been loaded, while a decode worker can serve requests.
     """
     cluster: asyncio.Future[Cluster] = asyncio.get_running_loop().create_future()
     tls = None if config.cluster_tls is None else ClusterTls(config.cluster_tls)
     async with AsyncExitStack() as stack:
         instruments = await _open_instruments(config, stack)
         metrics = instruments.metrics
+        lag = await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(metrics.registry)))
         authenticator = await stack.enter_async_context(_authenticator(config.api_keys_file))
         sources = await stack.enter_async_context(_open_sources(config, metrics))
         servicer = GenerationServicer(
@@ -157,10 +160,12 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         stack.push_async_callback(workers.close)
         roles = _roles(config, workers, metrics, instruments.clock)
         spawn = await stack.enter_async_context(background())
-        metrics_port = stack.enter_context(metrics_server(metrics.registry, config.host, config.metrics_port))
         memory = RequestMemory(config.max_request_bytes, metrics)
         server = await stack.enter_async_context(
             public_grpc_server(config, servicer, metrics, memory, authenticator)
+        )
+        metrics_port = stack.enter_context(
+            metrics_server(metrics.registry, Probes(server, lag), config.host, config.metrics_port)
         )
         admin = await stack.enter_async_context(
             admin_server(workers, roles, config.admin_host, config.chosen_admin_port, tls)
@@ -175,10 +180,12 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
             cluster.set_result(await _cluster(config, info, workers, sources, metrics, spawn))
 
-        following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))
-        stack.push_async_callback(cancel, following)
-        asking = asyncio.create_task(_ask_busy_workers(workers, config.poll_seconds))
-        stack.push_async_callback(cancel, asking)
+        for until_cancelled in (
+            _follow_workers(running, cluster, join, config.poll_seconds),
+            _ask_busy_workers(workers, config.poll_seconds),
+            _report_readiness(running, cluster),
+        ):
+            stack.push_async_callback(cancel, asyncio.create_task(until_cancelled))
         if config.elastic_roles:
             deciding = asyncio.create_task(roles.decide_forever(cluster))
             stack.push_async_callback(cancel, deciding)
@@ -193,7 +200,6 @@ async def _open_instruments(config: RouterConfig, stack: AsyncExitStack) -> Inst
         open_tracer(config.otlp_endpoint, service="quire-router", instance=instance, clock=clock)
     )
     ProcessCollector(registry=metrics.registry)
-    await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(metrics.registry)))
     return Instruments(metrics, tracer, clock)
 
 
@@ -303,7 +309,7 @@ async def _follow_workers(
     join: Callable[[worker_pb2.GetWorkerInfoResponse], Coroutine[Any, Any, None]],
     poll_seconds: float,
 ) -> None:
-    """Keep the workers, the model and the health status up to date until cancelled."""
+    """Keep the workers and the model up to date until cancelled."""
     workers = running.workers
     while True:
         try:
@@ -314,11 +320,21 @@ async def _follow_workers(
             _log.exception("refresh_failed")
         for role in ("prefill", "decode"):
             running.metrics.workers.labels(role).set(len(workers.live(role)))
-        is_ready = cluster.done() and bool(workers.live("decode"))
+        is_complete = cluster.done() and workers.live("decode")
+        await asyncio.sleep(poll_seconds if is_complete else min(poll_seconds, STARTUP_POLL_SECONDS))
+
+
+async def _report_readiness(running: RunningRouter, cluster: asyncio.Future[Cluster]) -> None:
+    """Keep the health status up to date until cancelled.
+
+    This is a task of its own, so that a slow membership or a silent worker does not delay the status.
+    """
+    while True:
+        is_ready = cluster.done() and bool(running.workers.serving("decode"))
         await (running.server.ready() if is_ready else running.server.not_ready())
         if is_ready:
             running.has_served.set()
-        await asyncio.sleep(poll_seconds if is_ready else min(poll_seconds, STARTUP_POLL_SECONDS))
+        await asyncio.sleep(READINESS_SECONDS)
 
 
 async def _ask_busy_workers(workers: WorkerSet, poll_seconds: float) -> None:

@@ -22,17 +22,18 @@ class Probe(NamedTuple):
     """A worker's answer.
 
     Attributes:
+        is_ready: whether it can serve now; not so, for example, while its engine is stalled.
         nonce: what the worker's proof answers.
     """
 
     info: worker_pb2.GetWorkerInfoResponse
-    is_serving: bool
+    is_ready: bool
     nonce: str
 
     @property
-    def is_draining(self) -> bool:
-        """Whether the worker drains or stops."""
-        return self.info.is_draining or not self.is_serving
+    def is_stopping(self) -> bool:
+        """Whether its process is about to end; a worker that an operator drains stays ready."""
+        return self.info.is_draining and not self.is_ready
 
 
 async def probe_worker(connection: WorkerConnection, trust: ClusterTrust, seconds: float) -> Probe:

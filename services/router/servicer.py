@@ -147,7 +147,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         )
 
     def check_ready(self) -> None:
-        """Return if the model is known and a decode worker takes requests.
+        """Return if the model is known and a decode worker can serve a request now.
 
         Raises:
             Unavailable: the router is stopping, or no worker can serve; the message says which.
@@ -156,7 +156,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         if not self._cluster.done():
             raise _no_worker()
         workers = self._cluster.result().workers
-        if not workers.live("decode"):
+        if not workers.serving("decode"):
             raise no_decode_worker(workers)
 
     async def generate(

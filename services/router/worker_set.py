@@ -256,14 +256,14 @@ class WorkerSet:
         if probe.info.epoch != worker.info.epoch:
             self._leave(worker, "restarted")
             await self._meet(address, records)
-        elif not records and not probe.is_serving:
+        elif not records and probe.is_stopping:
             self._leave(worker, "lease_ended")
         else:
             # The worker's own answer counts, because the record may lag behind it.
-            self._mark(worker, probe.is_draining)
+            self._mark(worker, probe.info.is_draining)
 
     async def _meet(self, address: str, records: Sequence[Member]) -> None:
-        """Probe the address of a new record, and let its worker join if it serves and is accepted."""
+        """Probe the address of a new record, and let its worker join if it stays and is accepted."""
         if not records:
             return
         connection = WorkerConnection.to(address, self._connect)
@@ -271,11 +271,11 @@ class WorkerSet:
             probe = await probe_worker(connection, self._trust, self._probe_seconds)
         except (grpc.aio.AioRpcError, ChannelClosedError):
             probe = None
-        if probe is not None and probe.is_serving:
+        if probe is not None and not probe.is_stopping:
             member = next((record for record in records if record.epoch == probe.info.epoch), records[0])
             if self._acceptance.accepts(member, probe):
                 connection.sign_as(self._caller, probe.info)
-                self._join(Worker(address, probe.info, connection, is_draining=probe.is_draining))
+                self._join(Worker(address, probe.info, connection, is_draining=probe.info.is_draining))
                 return
         await connection.channel.close(grace=None)
 
@@ -334,7 +334,7 @@ class WorkerSet:
         """Use a worker again that was set aside, unless its answer says that it is about to end."""
         worker.is_set_aside = False
         _log.info("worker_answers", worker=worker.worker_id)
-        self._mark(worker, worker.is_draining or probe.is_draining)
+        self._mark(worker, worker.is_draining or probe.info.is_draining)
         self._tell_return(worker)
 
     def _tell_return(self, worker: Worker) -> None:

@@ -118,11 +118,14 @@ class GrpcServer:
         self._service_names = service_names
         self._grace_seconds = grace_seconds
         self._before_end: list[Callable[[], None]] = []
+        self._is_stopping = False
+        self.is_ready = False
+        """Whether health checks get SERVING."""
         self.port = port
         self.address = f"{host}:{port}"
 
     async def ready(self) -> None:
-        """Report SERVING to health checks."""
+        """Report SERVING to health checks, unless the server stops."""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def not_ready(self) -> None:
@@ -140,6 +143,7 @@ class GrpcServer:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_seconds
+        self._is_stopping, self.is_ready = True, False
         await self._health.enter_graceful_shutdown()
         if stop is not None:
             await _drain(stop, deadline)
@@ -152,6 +156,7 @@ class GrpcServer:
         self._before_end.append(function)
 
     async def _set_health(self, status: Any) -> None:
+        self.is_ready = status == health_pb2.HealthCheckResponse.SERVING and not self._is_stopping
         for name in ("", *self._service_names):
             await self._health.set(name, status)
 

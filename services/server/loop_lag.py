@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from prometheus_client import CollectorRegistry, Histogram
 
 INTERVAL_SECONDS = 0.25
+STUCK_SECONDS = 5.0
+"""Lag from which the event loop counts as stuck: far more than a busy machine causes."""
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class LoopLagMetrics:
-    """Holds the histogram of the event loop's lag."""
+    """The event loop's lag: a histogram of past delays, and the present one, which any thread may ask for."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.lag = Histogram(
@@ -22,23 +26,30 @@ class LoopLagMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.due = math.inf
+        """When the sleeper is to wake, a reading of ``time.monotonic``."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the loop has not woken the sleeper for ``STUCK_SECONDS``."""
+        return time.monotonic() - self.due > STUCK_SECONDS
 
 
 @asynccontextmanager
-async def loop_lag_observed(metrics: LoopLagMetrics) -> AsyncIterator[None]:
+async def loop_lag_observed(metrics: LoopLagMetrics) -> AsyncIterator[LoopLagMetrics]:
     """Observe the running loop's lag every ``INTERVAL_SECONDS`` until the context ends."""
     watching = asyncio.create_task(_watch(metrics))
     try:
-        yield
+        yield metrics
     finally:
+        metrics.due = math.inf
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
 
 
 async def _watch(metrics: LoopLagMetrics) -> None:
-    loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + INTERVAL_SECONDS
+        metrics.due = time.monotonic() + INTERVAL_SECONDS
         await asyncio.sleep(INTERVAL_SECONDS)
-        metrics.lag.observe(max(0.0, loop.time() - due))
+        metrics.lag.observe(max(0.0, time.monotonic() - metrics.due))

@@ -1,18 +1,42 @@
-"""Serves a Prometheus registry over HTTP."""
+"""Serves a Prometheus registry and the answers to health probes over HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Thread
+from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from quire.services.server.errors import cannot_listen
+from quire.services.server.grpc_server import GrpcServer
+from quire.services.server.loop_lag import LoopLagMetrics
 
 STOP_POLL_SECONDS = 0.05
+
+
+class Probes(NamedTuple):
+    """The answers to health probes, given from a thread that does not depend on the event loop."""
+
+    server: GrpcServer
+    lag: LoopLagMetrics
+
+    def is_live(self) -> bool:
+        """Return whether the process works; only a restart helps one whose event loop is stuck."""
+        return not self.lag.is_stuck
+
+    def is_ready(self) -> bool:
+        """Return whether the process can serve a request now, as gRPC's health service reports it."""
+        return self.server.is_ready and self.is_live()
+
+
+def describe_readiness(registry: CollectorRegistry, is_ready: Callable[[], bool]) -> None:
+    """Publish whether the process can serve a request now."""
+    gauge = Gauge("quire_ready", "1 if the process can serve a request now.", registry=registry)
+    gauge.set_function(is_ready)
 
 
 class _QuietHandler(WSGIRequestHandler):
@@ -23,13 +47,16 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 @contextmanager
-def metrics_server(registry: CollectorRegistry, host: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
-    """Serve ``registry`` from a thread until the context ends; yield the bound port.
+def metrics_server(
+    registry: CollectorRegistry, probes: Probes, host: str = "127.0.0.1", port: int = 0
+) -> Iterator[int]:
+    """Serve ``registry``, ``/health`` and ``/ready`` from a thread until the context ends; yield the port.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    app = make_wsgi_app(registry)
+    describe_readiness(registry, probes.is_ready)
+    app = _app(registry, probes)
     # Not prometheus_client's own start_http_server, which takes half a second to stop.
     try:
         listening = make_server(host, port, app, ThreadingWSGIServer, handler_class=_QuietHandler)
@@ -43,3 +70,17 @@ def metrics_server(registry: CollectorRegistry, host: str = "127.0.0.1", port: i
         finally:
             server.shutdown()
             thread.join()
+
+
+def _app(registry: CollectorRegistry, probes: Probes) -> Callable[..., Iterable[bytes]]:
+    metrics: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
+    answers = {"/health": probes.is_live, "/ready": probes.is_ready}
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if (answer := answers.get(environ["PATH_INFO"])) is None:
+            return metrics(environ, start_response)
+        status = "200 OK" if answer() else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "text/plain")])
+        return [f"{status}\n".encode()]
+
+    return app

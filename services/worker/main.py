@@ -18,7 +18,7 @@ from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.services.server.grpc_server import GrpcServer, Service, Stop, serve_until_signal, tell_log
 from quire.services.server.log import configure_logging, get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
-from quire.services.server.metrics_server import metrics_server
+from quire.services.server.metrics_server import Probes, metrics_server
 from quire.services.worker.build import identify, load_models
 from quire.services.worker.config import RunningWorker, WorkerConfig
 from quire.services.worker.drain import drain_before_exit
@@ -33,6 +33,7 @@ from quire.services.worker.start import (
     start_engine,
     worker_server,
 )
+from quire.services.worker.worker_reports import WorkerReports
 
 Compose = Callable[[WorkerConfig, WorkerParts], Awaitable[Sequence[Service]]]
 """Makes the services that use a worker's parts; a process hands in those of its choice."""
@@ -58,7 +59,7 @@ async def serve(
         identity = identify(config, worker_id, models)
         start = begin(config, models, identity, stack)
         engine = await start_engine(start)
-        await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(start.registry)))
+        lag = await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(start.registry)))
         pulls = PullMetrics(start.registry)
         parts = await assemble_parts(start, engine, pulls)
         services = [*await compose(config, parts), pull_service(parts, pulls, stack)]
@@ -66,11 +67,14 @@ async def serve(
         server.call_before_end(parts.outputs.close)
         server.call_before_end(parts.reports.close)
         start.address.set_result(reachable_address(config, server))
-        metrics_port = stack.enter_context(metrics_server(start.registry, config.host, config.metrics_port))
+        metrics_port = stack.enter_context(
+            metrics_server(start.registry, Probes(server, lag), config.host, config.metrics_port)
+        )
         _join(start)
         watching = asyncio.create_task(engine.watch())
         stack.callback(watching.cancel)
-        await server.ready()
+        reporting = asyncio.create_task(_report_readiness(server, parts.reports, start.publisher))
+        stack.callback(reporting.cancel)
         _log_ready(start)
         if on_ready is not None:
             on_ready(_running(identity, server, metrics_port))
@@ -88,6 +92,19 @@ def _join(start: Start) -> None:
     start.stack.push_async_callback(start.publisher.close)
     leaving = asyncio.create_task(_leave_on_failure(start.publisher, start.failure))
     start.stack.callback(leaving.cancel)
+
+
+async def _report_readiness(
+    server: GrpcServer, reports: WorkerReports, publisher: BlockPublisher | None
+) -> None:
+    """Report SERVING while the engine makes progress, from the first lease on.
+
+    Before its first lease no router finds the worker. Later routers keep it without one.
+    """
+    if publisher is not None:
+        await publisher.has_joined.wait()
+    async for report in reports.follow(router_id=""):
+        await (server.not_ready() if report.is_stalled else server.ready())
 
 
 def _log_ready(start: Start) -> None:

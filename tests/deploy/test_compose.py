@@ -99,8 +99,7 @@ def test_docker_waits_for_what_the_grace_allows(name: str) -> None:
 def test_the_settings_are_those_of_the_command(name: str) -> None:
     command: Any = typer.main.get_command(make_app())
     (verb,) = SERVICES[name]["command"]
-    # The health check is in the same container.
-    known = {parameter.envvar for each in (verb, "health") for parameter in command.commands[each].params}
+    known = {parameter.envvar for parameter in command.commands[verb].params}
     given = {variable for variable in SERVICES[name]["environment"] if variable.startswith("QUIRE_")}
     assert given <= known
 

@@ -73,9 +73,9 @@ def grace_seconds(name: str) -> float:
 
 
 def variables(verb: str) -> set[str]:
-    """Return the variables that a verb reads, and those of the probe in the same container."""
+    """Return the variables that a verb reads."""
     command: Any = typer.main.get_command(make_app())
-    return {parameter.envvar for each in (verb, "health") for parameter in command.commands[each].params}
+    return {parameter.envvar for parameter in command.commands[verb].params}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -129,7 +129,8 @@ def test_ports_are_those_of_the_images(name: str) -> None:
     (stage,) = re.findall(rf"^FROM \S+ AS {target}\n(.*?)(?=^FROM |\Z)", dockerfile, re.MULTILINE | re.DOTALL)
     ports = {port["name"]: port["containerPort"] for port in container(name)["ports"]}
     assert f"ENV QUIRE_PORT={ports['grpc']} QUIRE_METRICS_PORT={ports['metrics']}" in stage
-    assert container(name)["readinessProbe"]["grpc"] == {"port": ports["grpc"]}
+    assert container(name)["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "metrics"}
+    assert container(name)["livenessProbe"]["httpGet"] == {"path": "/health", "port": "metrics"}
     annotations = DEPLOYMENTS[name]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/port"] == str(ports["metrics"])
 
@@ -229,21 +230,10 @@ def test_clients_are_the_namespaces_that_are_named() -> None:
             assert peer["namespaceSelector"]["matchLabels"]
 
 
-def test_the_secure_overlay_probes_as_its_ports_are() -> None:
+def test_the_secure_overlay_keeps_the_probes_which_ask_a_port_without_tls() -> None:
     (overlay,) = load(SECURE / "kustomization.yaml")
     assert (SECURE / overlay["resources"][0]).resolve() == BASE
-    *deployments, service = overlay["patches"]
-    for patch in deployments:
-        (patched,) = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]["containers"]
-        for name in patch["target"]["name"].split("|"):
-            main = container(name)
-            assert patched["name"] == main["name"]
-            probes = {probe for probe in patched if probe.endswith("Probe")}
-            assert probes == {probe for probe in main if "grpc" in main.get(probe, {})}
-            for probe in probes:
-                port = main[probe]["grpc"]["port"]
-                assert patched[probe]["grpc"] is None
-                assert patched[probe]["exec"]["command"] == ["quire", "health", f"127.0.0.1:{port}"]
+    (service,) = overlay["patches"]
     assert service["target"] == {"kind": "Service", "name": "router"}
 
 

@@ -131,6 +131,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             info.proof = description_proof(self.secret, request.nonce, info)
         return info
 
+    async def begin_to_stop(self) -> None:
+        """Answer as a worker whose process is about to end, until ``serve_again``."""
+        self.is_draining = True
+        await self.server.not_ready()
+
+    async def serve_again(self) -> None:
+        self.is_draining = False
+        await self.server.ready()
+
     async def SetDraining(self, request: Any, context: Any) -> worker_pb2.SetDrainingResponse:
         self.is_draining = request.is_draining
         return worker_pb2.SetDrainingResponse()

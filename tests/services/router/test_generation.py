@@ -398,7 +398,7 @@ async def test_health_follows_the_decode_workers(cluster: Any) -> None:
                 pass
 
         await reaches(health_pb2.HealthCheckResponse.SERVING)
-        await worker.server.not_ready()
+        await worker.begin_to_stop()
         await reaches(health_pb2.HealthCheckResponse.NOT_SERVING)
         watch.cancel()
 

@@ -101,6 +101,7 @@ async def serving(
         async with asyncio.timeout(WAIT_SECONDS):
             while len(live(cluster)) < len(ROLES):
                 await asyncio.sleep(0.01)
+            await cluster.running.has_served.wait()
         options = [("grpc.enable_retries", 0)]
         async with grpc.aio.insecure_channel(cluster.running.address, options=options) as channel:
             yield pb_grpc.GenerationServiceStub(channel)
@@ -122,6 +123,7 @@ async def answers(cluster: Any, stub: pb_grpc.GenerationServiceStub, seconds: fl
         )
         assert list(answer.choices[0].token_ids) == cluster.script.answer
         assert answer.usage.retries == 0
+        assert cluster.running.server.is_ready
         assert live(cluster) == sorted(ROLES)
 
 

@@ -181,7 +181,7 @@ async def test_who_takes_the_address_of_a_dead_worker_is_found_out(cluster: Any)
     honest = await cluster.add("d1", "decode", secret=SECRET)
     other = await cluster.add("d2", "decode", secret=SECRET)
     stub = await cluster.start(cluster_secret=SECRET, poll_seconds=60.0, worker_wait_seconds=1.0)
-    await other.server.not_ready()
+    await other.begin_to_stop()
     workers = cluster.running.workers
     await workers.refresh()
     await honest.server.stop()
@@ -194,7 +194,7 @@ async def test_who_takes_the_address_of_a_dead_worker_is_found_out(cluster: Any)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     await workers.refresh()
     assert all(worker.worker_id != "d1" for worker in workers.all())
-    await other.server.ready()
+    await other.serve_again()
     await workers.refresh()
     answer = await stub.Generate(pb.GenerateRequest(generation=generation), timeout=5)
     assert list(answer.choices[0].token_ids) == cluster.script.answer

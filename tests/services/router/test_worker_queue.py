@@ -99,7 +99,7 @@ async def gone(cluster: Any, worker: Any) -> None:
     """Let a worker say that it does not serve once the router has served, and wait until the router knows."""
     async with asyncio.timeout(SECONDS):
         await cluster.running.has_served.wait()
-        await worker.server.not_ready()
+        await worker.begin_to_stop()
         while cluster.running.workers.live("decode"):
             await asyncio.sleep(0.005)
 
@@ -118,7 +118,7 @@ async def test_requests_wait_and_reach_the_worker_in_their_order(cluster: Any) -
     for number in range(3):
         asking.append(asyncio.create_task(stream(stub, f"r{number}")))
         await until_waiting(cluster, number + 1)
-    await worker.server.ready()
+    await worker.serve_again()
     for responses in await asyncio.gather(*asking):
         assert tokens_of(responses) == cluster.script.answer
         assert responses[-1].usage.retries == 0
@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_frees_its_place(cluster: Any) -> None:
             await asyncio.sleep(0.005)
     asking = asyncio.create_task(stream(stub, "stays"))
     await until_waiting(cluster, 1)
-    await worker.server.ready()
+    await worker.serve_again()
     assert tokens_of(await asking) == cluster.script.answer
 
 
@@ -170,7 +170,7 @@ async def test_a_request_for_which_no_worker_comes_is_told_why(
 
 async def test_requests_wait_for_the_first_worker(cluster: Any) -> None:
     worker = await cluster.add("d", "decode")
-    await worker.server.not_ready()
+    await worker.begin_to_stop()
     starting = asyncio.create_task(cluster.start(worker_wait_seconds=SECONDS))
     async with asyncio.timeout(SECONDS):
         while cluster.running is None:
@@ -178,7 +178,7 @@ async def test_requests_wait_for_the_first_worker(cluster: Any) -> None:
     async with grpc.aio.insecure_channel(cluster.running.address) as channel:
         asking = asyncio.create_task(stream(pb_grpc.GenerationServiceStub(channel), "r"))
         await until_waiting(cluster, 1)
-        await worker.server.ready()
+        await worker.serve_again()
         assert tokens_of(await asking) == cluster.script.answer
     await starting
 
@@ -227,6 +227,6 @@ async def test_a_router_that_stops_serves_those_that_wait(cluster: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="this router is stopping"):
         await stream(stub, "late")
     assert not finishing.done()
-    await worker.server.ready()
+    await worker.serve_again()
     assert tokens_of(await asking) == cluster.script.answer
     await asyncio.wait_for(finishing, SECONDS)

@@ -66,14 +66,14 @@ def ids_of(workers: WorkerSet) -> list[str]:
 
 async def test_static_workers_come_drain_and_go(cluster: Any, make_set: Any) -> None:
     first, second = await cluster.add("d1", "decode"), await cluster.add("d2", "decode")
-    await second.server.not_ready()
+    await second.begin_to_stop()
     workers = make_set(StaticMembership([first.server.address, second.server.address]))
     await workers.refresh()
     assert ids_of(workers) == ["d1"]
-    await second.server.ready()
+    await second.serve_again()
     await workers.refresh()
     assert ids_of(workers) == ["d1", "d2"]
-    await first.server.not_ready()
+    await first.begin_to_stop()
     await workers.refresh()
     assert ids_of(workers) == ["d2"]
     await second.server.stop()
@@ -140,7 +140,7 @@ async def test_a_worker_that_stops_leaves_with_its_lease_but_its_requests_go_on(
         computed()
         assert (live.pending_tokens, live.resident_tokens) == (0, 20)
         membership.current = []
-        await worker.server.not_ready()
+        await worker.begin_to_stop()
         await workers.refresh()
         assert ids_of(workers) == []
         await live.stub.GetWorkerInfo(pb.GetModelInfoRequest(), timeout=5)
@@ -326,7 +326,7 @@ async def test_a_worker_that_restarts_twice_has_two_records_and_one_channel(
     assert (live.info.epoch, left) == ("3", ["d1"])
     assert [channel is live.connection.channel for channel in opened] == [False, True]
     membership.current = []
-    await worker.server.not_ready()
+    await worker.begin_to_stop()
     await workers.refresh()
     await workers.close()
     assert left == ["d1", "d1"]

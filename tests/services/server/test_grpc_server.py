@@ -9,7 +9,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
@@ -33,7 +32,6 @@ from quire.services.server.grpc_server import (
     serve_until_signal,
 )
 from quire.services.server.log import configure_logging, get_logger
-from quire.services.server.metrics_server import metrics_server
 
 NAME = "quire.v1.GenerationService"
 
@@ -222,16 +220,6 @@ def test_a_log_outlives_the_stderr_of_its_start(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stderr", second)
     get_logger("test").info("done")
     assert second.getvalue().endswith("event=done\n")
-
-
-def test_metrics_are_served_from_the_given_registry(registry: CollectorRegistry) -> None:
-    Counter("tests_total", "Tests.", registry=registry).inc()
-    with metrics_server(registry) as port:
-        body = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
-        taken = pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}")
-        with taken, metrics_server(registry, port=port):
-            pass
-    assert b"tests_total 1.0" in body
 
 
 @pytest.mark.parametrize(

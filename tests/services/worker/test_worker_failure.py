@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -41,7 +46,7 @@ def crawl(self, arguments):
 
 def on_ready(running):
     ModelRunner.forward = globals()[sys.argv[1]]
-    print(json.dumps(running.address), flush=True)
+    print(json.dumps([running.address, running.metrics_port]), flush=True)
 
 times = dict(grace_seconds=float(sys.argv[2]), max_step_seconds=float(sys.argv[3]))
 run_worker(WorkerConfig(role="decode", num_blocks=16, max_model_len=256, **times), on_ready)
@@ -84,7 +89,7 @@ def running_worker(
 def test_a_broken_engine_ends_the_worker(defect: str, details: str, event: str) -> None:
     with running_worker(defect, max_step_seconds=1.0) as process:
         assert process.stdout is not None
-        address = json.loads(process.stdout.readline())
+        address, _ = json.loads(process.stdout.readline())
         with grpc.insecure_channel(address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(
                 health_pb2.HealthCheckRequest(), timeout=SECONDS
@@ -102,10 +107,43 @@ def test_a_broken_engine_ends_the_worker(defect: str, details: str, event: str) 
     assert event in log
 
 
+def http_status(port: int, path: str, seconds: float = SECONDS) -> int:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=seconds) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+
+
+def health_of(channel: grpc.Channel, seconds: float = SECONDS) -> Any:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return stub.Check(health_pb2.HealthCheckRequest(), timeout=seconds).status
+
+
+def test_a_worker_whose_process_is_stopped_answers_no_probe() -> None:
+    with running_worker("crawl") as process:
+        assert process.stdout is not None
+        address, port = json.loads(process.stdout.readline())
+        with grpc.insecure_channel(address) as channel:
+            assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
+            assert (http_status(port, "/ready"), http_status(port, "/health")) == (200, 200)
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(grpc.RpcError):
+                health_of(channel, 0.5)
+            for path in ("/ready", "/health"):
+                with pytest.raises(TimeoutError):
+                    http_status(port, path, 0.5)
+            # The system still accepts connections, so a probe that only connects would be green.
+            socket.create_connection(("127.0.0.1", port), SECONDS).close()
+            process.send_signal(signal.SIGCONT)
+            assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
+            assert http_status(port, "/ready") == 200
+
+
 def test_a_worker_whose_engine_hangs_says_so_and_ends_on_sigterm() -> None:
     with running_worker("hang", grace_seconds=0.2) as process:
         assert process.stdout is not None
-        address = json.loads(process.stdout.readline())
+        address, port = json.loads(process.stdout.readline())
         with grpc.insecure_channel(address) as channel:
             stub = WorkerServiceStub(channel)
             reports = stub.WatchWorker(worker_pb2.WatchWorkerRequest(), timeout=SECONDS)
@@ -114,6 +152,8 @@ def test_a_worker_whose_engine_hangs_says_so_and_ends_on_sigterm() -> None:
             # The load of the request is told first.
             assert any(report.is_stalled for report in reports)
             assert stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=SECONDS).is_stalled
+            assert health_of(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert (http_status(port, "/ready"), http_status(port, "/health")) == (503, 200)
             process.terminate()
             with pytest.raises(grpc.RpcError):
                 list(call)
@@ -125,7 +165,7 @@ def test_a_worker_whose_engine_hangs_says_so_and_ends_on_sigterm() -> None:
 def test_a_request_that_outlasts_the_grace_is_told_that_the_worker_stops() -> None:
     with running_worker("crawl", 0.5) as process:
         assert process.stdout is not None
-        address = json.loads(process.stdout.readline())
+        address, _ = json.loads(process.stdout.readline())
         with grpc.insecure_channel(address) as channel:
             responses = WorkerServiceStub(channel).Decode(request(200), timeout=SECONDS)
             assert next(responses).HasField("accepted")

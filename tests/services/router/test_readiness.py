@@ -1,0 +1,127 @@
+"""What a router's probes say in each state of its workers, and what its requests do then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from aiohttp import ClientSession
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire.protos import inference_pb2 as pb
+
+SECONDS = 10.0
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Probed:
+    """A router and all that one can ask about its health."""
+
+    def __init__(self, cluster: Any, http: ClientSession, channel: grpc.aio.Channel) -> None:
+        self._cluster, self._http = cluster, http
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._watch = self._health.Watch(health_pb2.HealthCheckRequest())
+
+    async def says(self, is_ready: bool) -> None:
+        """Wait until all probes say the same; those of liveness are green all the time."""
+        running = self._cluster.running
+        metrics = f"http://127.0.0.1:{running.metrics_port}"
+        async with asyncio.timeout(SECONDS):
+            while (await self._watch.read()).status != (SERVING if is_ready else NOT_SERVING):
+                pass
+        check = await self._health.Check(health_pb2.HealthCheckRequest())
+        assert check.status == (SERVING if is_ready else NOT_SERVING)
+        for url in (f"http://{running.http.address}/ready", f"{metrics}/ready"):
+            assert (await self._http.get(url)).status == (200 if is_ready else 503)
+        for url in (f"http://{running.http.address}/health", f"{metrics}/health"):
+            assert (await self._http.get(url)).status == 200
+        assert self._cluster.metric("quire_ready") == is_ready
+
+    def close(self) -> None:
+        self._watch.cancel()
+
+
+@pytest.fixture
+async def probed(cluster: Any) -> AsyncIterator[Probed]:
+    """A router with one prefill and two decode workers."""
+    for name, role in {"p1": "prefill", "d1": "decode", "d2": "decode"}.items():
+        await cluster.add(name, role)
+    cluster.stub = await cluster.start(http_port=0, worker_wait_seconds=SECONDS, silent_seconds=60.0)
+    async with ClientSession() as http, grpc.aio.insecure_channel(cluster.running.address) as channel:
+        probed = Probed(cluster, http, channel)
+        await probed.says(is_ready=True)
+        yield probed
+        probed.close()
+
+
+def ask(cluster: Any) -> asyncio.Task[Any]:
+    generation = pb.Generation(token_ids=pb.TokenIds(ids=range(2, 12)))
+    call = cluster.stub.Generate(pb.GenerateRequest(generation=generation), timeout=SECONDS)
+    return asyncio.ensure_future(call)
+
+
+async def waits(cluster: Any) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not cluster.metric("quire_router_requests_waiting"):
+            await asyncio.sleep(0.005)
+
+
+async def change(cluster: Any, role: str, **attributes: bool) -> None:
+    """Change the workers of a role, and let the router ask them."""
+    for worker in cluster.workers.values():
+        if worker.role == role:
+            for name, value in attributes.items():
+                setattr(worker, name, value)
+    for worker in cluster.running.workers.all():
+        await cluster.running.workers._ask(worker)
+    await cluster.running.workers.refresh()
+
+
+async def test_without_a_prefill_worker_a_router_is_ready_and_answers(cluster: Any, probed: Probed) -> None:
+    for state in ({"is_stalled": True}, {"is_draining": True}):
+        await change(cluster, "prefill", **state)
+    await cluster["p1"].server.stop()
+    await cluster.running.workers.refresh()
+    assert (await ask(cluster)).choices
+    assert cluster.running.server.is_ready
+
+
+@pytest.mark.parametrize("state", ["is_stalled", "is_draining"])
+async def test_while_no_decode_worker_can_serve_requests_wait_and_the_router_is_not_ready(
+    state: str, cluster: Any, probed: Probed
+) -> None:
+    await change(cluster, "decode", **{state: True})
+    await probed.says(is_ready=False)
+    request = ask(cluster)
+    await waits(cluster)
+    await change(cluster, "decode", **{state: False})
+    await probed.says(is_ready=True)
+    assert (await request).choices
+
+
+async def test_while_all_decode_workers_are_set_aside_the_router_is_not_ready(
+    cluster: Any, probed: Probed
+) -> None:
+    workers = cluster.running.workers
+    for worker in workers.live("decode"):
+        cluster[worker.worker_id].answers_probes.clear()
+        workers.set_aside(worker)
+    await probed.says(is_ready=False)
+    request = ask(cluster)
+    await waits(cluster)
+    for name in ("d1", "d2"):
+        cluster[name].answers_probes.set()
+    await probed.says(is_ready=True)
+    assert (await request).choices
+
+
+async def test_with_one_decode_worker_left_the_router_is_ready(cluster: Any, probed: Probed) -> None:
+    cluster["d1"].is_stalled = True
+    await cluster.running.workers._ask(
+        next(each for each in cluster.running.workers.all() if each.worker_id == "d1")
+    )
+    assert (await ask(cluster)).choices
+    assert cluster.running.server.is_ready

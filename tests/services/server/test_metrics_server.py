@@ -1,0 +1,124 @@
+"""The HTTP port of every process: its metrics, and its answers to health probes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from quire.services.server import loop_lag
+from quire.services.server.grpc_server import GrpcServer, grpc_server
+from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
+from quire.services.server.metrics_server import Probes, metrics_server
+
+SECONDS = 10.0
+READY = Path(__file__).parents[3] / "deploy" / "ready.sh"
+
+
+class Process:
+    """What the HTTP port of one process answers."""
+
+    def __init__(
+        self, server: GrpcServer, lag: LoopLagMetrics, port: int, registry: CollectorRegistry
+    ) -> None:
+        self.server, self.lag, self.port, self.registry = server, lag, port, registry
+
+    def status(self, path: str) -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=SECONDS) as answer:
+                return int(answer.status)
+        except HTTPError as error:
+            return error.code
+
+    def statuses(self) -> tuple[int, int, float | None]:
+        """Return the answers of /health and /ready, and the metric."""
+        return self.status("/health"), self.status("/ready"), self.registry.get_sample_value("quire_ready")
+
+    def script(self) -> int:
+        """Return the exit status of the images' health check."""
+        environment = {**os.environ, "QUIRE_METRICS_PORT": str(self.port)}
+        return subprocess.run([READY], env=environment, timeout=SECONDS, check=False).returncode
+
+
+def until(process: Process, answer: tuple[int, int, float]) -> None:
+    end = time.monotonic() + SECONDS
+    while process.statuses() != answer:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+async def process() -> AsyncIterator[Process]:
+    registry = CollectorRegistry()
+    async with (
+        grpc_server([], registry=registry) as server,
+        loop_lag_observed(LoopLagMetrics(registry)) as lag,
+    ):
+        with metrics_server(registry, Probes(server, lag)) as port:
+            yield Process(server, lag, port, registry)
+
+
+async def test_metrics_are_served_from_the_given_registry(process: Process) -> None:
+    Counter("tests_total", "Tests.", registry=process.registry).inc()
+
+    def read() -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=SECONDS) as answer:
+            return bytes(answer.read())
+
+    assert b"tests_total 1.0" in await asyncio.to_thread(read)
+    taken = pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{process.port}")
+    with taken, metrics_server(CollectorRegistry(), Probes(process.server, process.lag), port=process.port):
+        pass
+
+
+async def test_ready_follows_the_server_and_health_does_not(process: Process) -> None:
+    for change, answer in (
+        (None, (200, 503, 0.0)),
+        (process.server.ready, (200, 200, 1.0)),
+        (process.server.not_ready, (200, 503, 0.0)),
+        (process.server.ready, (200, 200, 1.0)),
+        (process.server.stop, (200, 503, 0.0)),
+        (process.server.ready, (200, 503, 0.0)),
+    ):
+        if change is not None:
+            await change()
+        assert await asyncio.to_thread(process.statuses) == answer
+
+
+async def test_a_stuck_event_loop_is_neither_live_nor_ready(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_lag, "STUCK_SECONDS", 0.05)
+    await process.server.ready()
+    is_over = threading.Event()
+
+    def ask() -> None:
+        until(process, (503, 503, 0.0))
+        is_over.set()
+
+    asking = asyncio.get_running_loop().run_in_executor(None, ask)
+    # The event loop runs nothing until the probes have been answered.
+    assert is_over.wait(SECONDS)
+    await asking
+    await asyncio.to_thread(until, process, (200, 200, 1.0))
+
+
+async def test_the_health_check_of_the_images_follows_ready(process: Process) -> None:
+    assert await asyncio.to_thread(process.script) == 1
+    await process.server.ready()
+    assert await asyncio.to_thread(process.script) == 0
+
+
+def test_the_health_check_of_the_images_fails_where_nothing_listens() -> None:
+    environment = {**os.environ, "QUIRE_METRICS_PORT": "1"}
+    result = subprocess.run([READY], env=environment, capture_output=True, timeout=SECONDS, check=False)
+    assert result.returncode == 1

@@ -1,0 +1,79 @@
+"""When a worker's health checks report that it can serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quire.kvindex.membership import WorkerRecord
+from quire.kvindex.memory_index import MemoryLease, MemoryStore
+from quire.kvindex.publish_ledger import PublishLedger
+from quire.kvindex.publisher import BlockPublisher
+from quire.services.server.grpc_server import GrpcServer, grpc_server
+from quire.services.worker.main import _report_readiness
+from quire.services.worker.worker_reports import WorkerReports
+
+SECONDS = 10.0
+
+
+class FailingLease(MemoryLease):
+    """A lease in an index that may refuse writes, as a Redis that is read-only or does not answer."""
+
+    is_refused = True
+
+    async def join(self, record: WorkerRecord) -> None:
+        if self.is_refused:
+            raise OSError("read-only")
+        await super().join(record)
+
+    async def beat(self) -> None:
+        if self.is_refused:
+            raise OSError("read-only")
+        await super().beat()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[GrpcServer]:
+    async with grpc_server([], registry=CollectorRegistry(), grace_seconds=0) as running:
+        yield running
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_worker_is_not_ready_while_its_engine_is_stalled(server: GrpcServer) -> None:
+    reports = WorkerReports("decode")
+    reporting = asyncio.create_task(_report_readiness(server, reports, None))
+    await until(lambda: server.is_ready)
+    reports.tell_stalled(True)
+    await until(lambda: not server.is_ready)
+    reports.tell_stalled(False)
+    await until(lambda: server.is_ready)
+    reports.close()
+    await asyncio.wait_for(reporting, SECONDS)
+
+
+async def test_a_worker_is_ready_from_its_first_lease_on_even_if_it_loses_it(server: GrpcServer) -> None:
+    lease, ledger = FailingLease(MemoryStore(), 30.0), PublishLedger()
+    publisher = BlockPublisher(lease, ledger, asyncio.get_running_loop(), beat_seconds=0.01)
+    publisher.start(WorkerRecord("d", "decode", "d:1", "epoch", "fingerprint"))
+    reports = WorkerReports("decode")
+    reporting = asyncio.create_task(_report_readiness(server, reports, publisher))
+    reports.tell_stalled(True)
+    reports.tell_stalled(False)
+    await asyncio.sleep(0)
+    assert not server.is_ready
+    lease.is_refused = False
+    await until(lambda: server.is_ready and ledger.is_following)
+    lease.is_refused = True
+    await until(lambda: not ledger.is_following)
+    assert server.is_ready
+    reports.close()
+    await asyncio.wait_for(reporting, SECONDS)
+    await publisher.close()
