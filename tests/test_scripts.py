@@ -71,6 +71,19 @@ def test_all_stages_passed(tmp_path: Path) -> None:
     assert [line.split()[-3] for line in said[-6:]] == ["passed"] * 6
 
 
+def test_each_stage_shows_its_own_duration(tmp_path: Path) -> None:
+    """The end-to-end tests end here before their stage waits for them."""
+    prepare(tmp_path, "none")
+    programs = tmp_path / ".venv" / "bin"
+    (programs / "python").write_text("#!/bin/sh\nsleep 2\ntouch ended\n")
+    (programs / "slipcover").write_text("#!/bin/sh\nuntil [ -e ended ]; do sleep 0.1; done\n")
+    ended = subprocess.run([tmp_path / "test"], capture_output=True, text=True, timeout=60, check=True)
+    (line,) = [
+        line for line in ended.stderr.splitlines() if line.startswith("kernels and end-to-end tests passed")
+    ]
+    assert line.split()[-2] != "0"
+
+
 def test_ctrl_c_ends_the_tests_that_run_side_by_side(tmp_path: Path) -> None:
     endless = """#!/usr/bin/env python3
 import pathlib, sys, time
