@@ -131,4 +131,4 @@ def test_quire_beside_transformers(
     assert [row["workload"] for row in result["results"]] == ["batch", "prefill"]
     for row in result["results"]:
         assert row["first_tokens"] == {"transformers": 1.0}
-        assert row["ratios"]["transformers"] > 0
+        assert row["ratios"].keys() == {"transformers"}

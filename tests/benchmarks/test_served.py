@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from pathlib import Path
 from urllib.error import URLError
@@ -79,8 +80,7 @@ def test_a_server_answers_in_its_turn_only(tmp_path: Path) -> None:
     with start_server(tmp_path) as server:
         for _ in range(2):
             figures = asyncio.run(answer(server))
-            assert figures.tokens_per_second > 0
-            assert figures.ttft_p50_ms > 0
+            assert all(map(math.isfinite, figures))
     with pytest.raises(URLError):
         urlopen(server.http_url)
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, aclosing
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import new_key
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.router.tenants.usage_store import LEASE_SECONDS
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 SECRET = "shared"
@@ -305,9 +303,6 @@ async def test_a_limit_holds_for_two_routers_and_a_killed_one_gives_its_places_b
                         await other.generate(prompt, max_tokens=1)
                     assert caught.value.reason == "TENANT_REQUESTS"
                     pair[0].kill()
-                    killed_at = time.monotonic()
                 tokens += delta.token_ids
-            # The answer itself waited until the killed router's lease had ended.
-            assert time.monotonic() - killed_at < LEASE_SECONDS + 10
             assert tokens == list(undisturbed.token_ids)
             await other.generate(prompt, max_tokens=1)

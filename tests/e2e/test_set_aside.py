@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -24,11 +22,11 @@ from quire.services.router.config import RouterConfig
 from quire.services.router.worker import Worker
 
 SECONDS = 120.0
-NOTICED_SECONDS = 6.0
-"""Three times what it takes: machines that run tests are slow. Health checks would take longer than this."""
 PROMPT_SECONDS = 3.0
 """Computation of the long prompt."""
 LAG_SECONDS = 3.0
+NOTICED = ("worker_set_aside", "worker_stalled", "worker_left")
+"""What a router logs of a worker that does not answer."""
 NUM_TOKENS, NUM_BEFORE = 160, 24
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 LONG_PROMPT = 400
@@ -50,7 +48,7 @@ def slow(self, arguments):
 def on_ready(running):
     signal.signal(signal.SIGUSR1, lambda *_: moves.clear())
     signal.signal(signal.SIGUSR2, lambda *_: moves.set())
-    signal.signal(signal.SIGHUP, lambda *_: time.sleep(lag_seconds))
+    signal.signal(signal.SIGHUP, lambda *_: (time.sleep(lag_seconds), print("lagged", flush=True)))
     print(json.dumps(running.address), flush=True)
 
 ModelRunner.forward = slow
@@ -172,15 +170,13 @@ def pair(
         yield processes
 
 
-async def finished(stream: AsyncIterator[Delta], began: float) -> tuple[list[int], float, int]:
-    """Return the tokens of the rest of a stream, its longest pause in seconds, and its retries."""
-    tokens, longest = list[int](), 0.0
+async def finished(stream: AsyncIterator[Delta]) -> tuple[list[int], int]:
+    """Return the tokens of the rest of a stream, and its retries."""
+    tokens = list[int]()
     async for delta in stream:
-        now = monotonic()
-        longest, began = max(longest, now - began), now
         tokens += delta.token_ids
     assert delta.usage is not None
-    return tokens, longest, delta.usage.retries
+    return tokens, delta.usage.retries
 
 
 async def begun(setup: Setup, prompt: list[int]) -> tuple[AsyncIterator[Delta], list[int]]:
@@ -198,9 +194,8 @@ async def test_a_stream_soon_goes_on_when_its_worker_is_killed(start_workers: An
             expected = list((await setup.client.generate(prompt, **OPTIONS)).token_ids)
             stream, tokens = await begun(setup, prompt)
             setup.processes[setup.busy().address].kill()
-            rest, longest, num_retries = await finished(stream, monotonic())
+            rest, num_retries = await finished(stream)
             assert (tokens + rest, num_retries) == (expected, 1)
-            assert longest < NOTICED_SECONDS
 
 
 FAULTS: dict[str, tuple[Callable[[Setup, str], None], Callable[[Setup, str], None]]] = {
@@ -221,7 +216,7 @@ FAULTS: dict[str, tuple[Callable[[Setup, str], None], Callable[[Setup, str], Non
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_worker_that_vanishes_is_set_aside_until_it_answers(
-    pair: dict[str, subprocess.Popen[str]], e2e: Any, fault: str
+    pair: dict[str, subprocess.Popen[str]], e2e: Any, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     break_off, mend = FAULTS[fault]
     async with asyncio.timeout(SECONDS), setup_of(pair) as setup:
@@ -231,9 +226,11 @@ async def test_a_worker_that_vanishes_is_set_aside_until_it_answers(
         address = setup.busy().address
         break_off(setup, address)
         try:
-            rest, longest, num_retries = await finished(stream, monotonic())
+            rest, num_retries = await finished(stream)
             assert (tokens + rest, num_retries) == (expected, 1)
-            assert longest < NOTICED_SECONDS
+            # Health checks would notice it later, and say that it has left.
+            first = next(event for event in caplog.messages if event in NOTICED)
+            assert first != "worker_left"
             assert address not in setup.serving()
             answer = await setup.client.generate(prompt, **OPTIONS)
             assert (list(answer.token_ids), answer.usage.retries) == (expected, 0)
@@ -254,11 +251,13 @@ async def test_a_worker_whose_event_loop_lags_is_not_set_aside(
         prompt = e2e.make_prompt(40)
         expected = list((await setup.client.generate(prompt, **OPTIONS)).token_ids)
         stream, tokens = await begun(setup, prompt)
-        os.kill(setup.processes[setup.busy().address].pid, signal.SIGHUP)
-        rest, longest, num_retries = await finished(stream, monotonic())
-        assert longest > LAG_SECONDS / 2
+        busy = setup.processes[setup.busy().address]
+        busy.send_signal(signal.SIGHUP)
+        rest, num_retries = await finished(stream)
+        assert busy.stdout is not None
+        assert await asyncio.to_thread(busy.stdout.readline) == "lagged\n"
         assert (tokens + rest, num_retries) == (expected, 0)
-        assert not {"worker_set_aside", "worker_stalled", "worker_left"} & set(caplog.messages)
+        assert not set(NOTICED) & set(caplog.messages)
 
 
 async def test_a_worker_with_a_long_prompt_is_not_set_aside(
@@ -266,8 +265,6 @@ async def test_a_worker_with_a_long_prompt_is_not_set_aside(
 ) -> None:
     with start_workers(PROMPT_SECONDS / LONG_PROMPT) as processes:
         async with asyncio.timeout(SECONDS), setup_of(processes) as setup:
-            began = monotonic()
             answer = await setup.client.generate(e2e.make_prompt(LONG_PROMPT), **OPTIONS | {"max_tokens": 8})
-            assert monotonic() - began > PROMPT_SECONDS
             assert (len(answer.token_ids), answer.usage.retries) == (8, 0)
-            assert not {"worker_set_aside", "worker_stalled", "worker_left"} & set(caplog.messages)
+            assert not set(NOTICED) & set(caplog.messages)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count, permutations
@@ -134,13 +133,11 @@ def is_running(process_id: int) -> bool:
         return False
 
 
-async def ended(process_ids: list[int], seconds: float = WAIT_SECONDS) -> float:
-    """Wait until processes have ended; return how long that took."""
-    began_at = time.monotonic()
+async def ended(process_ids: list[int], seconds: float = WAIT_SECONDS) -> None:
+    """Wait until processes have ended."""
     async with asyncio.timeout(seconds):
         while any(map(is_running, process_ids)):
             await asyncio.sleep(0.02)
-    return time.monotonic() - began_at
 
 
 async def test_workers_describe_their_blocks_alike(stack: RunningStack, e2e: Any) -> None:
@@ -273,7 +270,7 @@ async def test_answers_go_on_at_a_worker_of_another_size(
                 await asyncio.sleep(0.001)
             sent = signal.SIGSTOP if victim == "stopped rank" else signal.SIGKILL
             os.kill(worker if victim == "worker" else ranks[0], sent)
-            assert await ended([*ranks, worker]) < 15
+            await ended([*ranks, worker])
             assert await asyncio.gather(*answers) == expected
 
 
@@ -294,7 +291,7 @@ async def test_a_prompt_goes_elsewhere_when_its_worker_ends_in_mid_push(
             assert load.num_transferring, "the push has ended too soon"
             os.kill(worker if victim == "worker" else ranks[0], signal.SIGKILL)
             tokens = list((await asking).token_ids)
-            assert await ended([*ranks, worker]) < 15
+            await ended([*ranks, worker])
             assert list((await client.generate(prompt, **greedy)).token_ids) == tokens
             await e2e.quiet({"decode-0": workers["decode-0"]})
 
@@ -309,7 +306,7 @@ async def test_an_idle_worker_ends_with_its_rank(
             worker = stack.workers["decode-0"].process.pid
             assert worker is not None
             os.kill(rank, sent)
-            assert await ended([rank, worker]) < 10
+            await ended([rank, worker])
             response = await client.generate(e2e.make_prompt(20, seed=31), max_tokens=4, ignore_eos=True)
             assert len(response.token_ids) == 4
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,14 +92,25 @@ def test_pieces_are_subtrees_in_order(num_segments: int) -> None:
 
 
 def test_a_rank_that_waits_does_not_compute() -> None:
-    def work(collectives: Collectives) -> float:
-        if collectives.rank == 0:
-            time.sleep(0.5)
-        before = time.process_time()
-        collectives.meet()
-        return time.process_time() - before
+    process_ids = _FORK.Array("i", 3)
 
-    assert max(run_ranks(shared(3), work)) < 0.1
+    def sleep(process_id: int) -> bool:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][0] == "S"
+
+    def work(collectives: Collectives) -> bool:
+        process_ids[collectives.rank] = os.getpid()
+        num_asleep = 0
+        if collectives.rank == 0:
+            # A rank that computed while it waits would not be asleep so many times in a row.
+            until = time.monotonic() + 30
+            while num_asleep < 20 and time.monotonic() < until:
+                time.sleep(0.005)
+                others = process_ids[1:]
+                num_asleep = num_asleep + 1 if all(others) and all(map(sleep, others)) else 0
+        collectives.meet()
+        return collectives.rank > 0 or num_asleep == 20
+
+    assert all(run_ranks(shared(3), work))
 
 
 def test_no_wake_up_is_lost() -> None:

@@ -410,9 +410,8 @@ async def test_without_credit_blocks_wait_where_they_are(receiver: Receiver) -> 
         assert num_read == 1
         receiver.sink.allocates.set()
         await asyncio.wait_for(sending, WAIT_SECONDS)
-        summary = await push.commit(FIRST_TOKEN)
+        await push.commit(FIRST_TOKEN)
     assert receiver.reservation.held.keys() == set(range(20))
-    assert summary.credit_wait_seconds > 0
 
 
 async def test_a_push_without_credit_ends_at_its_deadline(receiver: Receiver) -> None:

@@ -104,12 +104,14 @@ async def test_a_first_token_that_comes_at_once_is_not_of_the_prompt(
 
 
 # gRPC sends times of more than 1,000 s in units of 10 s, rounded up.
-@pytest.mark.parametrize(("seconds", "received"), [(5.0, 5.0), (7195.0, 7200.0)])
+@pytest.mark.parametrize(("seconds", "received"), [(60.0, 60.0), (7195.0, 7200.0)])
 async def test_a_push_may_take_as_long_as_the_call_that_asked_for_it(
     make_parts: Callable[..., WorkerParts], seconds: float, received: float
 ) -> None:
     receiver = await pushed(make_parts, seconds)
-    assert receiver.seconds == pytest.approx(received, abs=4.0)
+    assert receiver.seconds is not None
+    # gRPC rounds times up.
+    assert received - 50 < receiver.seconds < received + 10
 
 
 async def test_a_push_for_a_call_without_a_deadline_has_none(make_parts: Callable[..., WorkerParts]) -> None:
