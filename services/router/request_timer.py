@@ -11,6 +11,7 @@ import grpc
 
 from quire.protos import inference_pb2 as pb
 from quire.services.router.metrics import RouterMetrics
+from quire.services.server.ended_calls import end_of
 from quire.services.server.errors import ServiceError
 
 OK = grpc.StatusCode.OK.name
@@ -94,7 +95,9 @@ class RequestTimer:
 
 
 def outcome_of(error: BaseException) -> str:
-    """Return the name of the gRPC status of a request that ends with this exception."""
+    """Return the name of the gRPC status of a request that ends the current call with this exception."""
+    if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) is not None:
+        error = end_of(task).error or error
     if isinstance(error, ServiceError):
         return error.code.name
     is_clients = isinstance(error, asyncio.CancelledError | GeneratorExit)

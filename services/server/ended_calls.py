@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,21 @@ def end_call(task: asyncio.Task[Any], error: ServiceError) -> None:
     else:
         timer = task.get_loop().call_later(ENDED_READ_SECONDS, end.drop)
         task.add_done_callback(lambda _: timer.cancel())
+
+
+@contextmanager
+def end_raised() -> Iterator[None]:
+    """Raise the error with which ``end_call`` has ended the current call, in place of the cancellation."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None
+        end = end_of(task)
+        if end.error is None or end.is_sending:
+            raise
+        task.uncancel()
+        raise end.error from None
 
 
 async def end_calls(

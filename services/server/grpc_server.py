@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from quire.kvtransfer.channels import MAX_MESSAGE_BYTES, PING_TIMEOUTS
 from quire.services.server.call_limits import READ_SECONDS, CallLimits, remember_parents
-from quire.services.server.ended_calls import end_of
+from quire.services.server.ended_calls import end_raised
 from quire.services.server.errors import Internal, ServiceError, cannot_listen, to_status
 from quire.services.server.interceptors import OwnCalls, handler_kind
 from quire.services.server.log import get_logger
@@ -328,19 +328,12 @@ class ErrorInterceptor(OwnCalls):
 
     def _wrap(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         async def call(request: Any, context: Any) -> Any:
-            task = asyncio.current_task()
-            assert task is not None
             with self._recording(method, context) as call:
                 try:
-                    return await inner(request, context)
-                except asyncio.CancelledError:
-                    end = end_of(task)
-                    if end.error is None or end.is_sending:
-                        raise
                     # gRPC sends no status for a cancelled handler: a caller who still reads would wait
                     # indefinitely.
-                    task.uncancel()
-                    await call.fail(end.error)
+                    with end_raised():
+                        return await inner(request, context)
                 except Exception as error:
                     await call.fail(error)
 

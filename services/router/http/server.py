@@ -37,6 +37,7 @@ from quire.services.router.open_calls import OpenCalls
 from quire.services.router.request_memory import RequestMemory
 from quire.services.router.servicer import GenerationServicer
 from quire.services.server.call_limits import CALL_MARGIN_SECONDS
+from quire.services.server.ended_calls import end_raised
 from quire.services.server.errors import ServiceError, cannot_listen, shortened
 from quire.services.server.grpc_server import HANDSHAKE_SECONDS
 from quire.services.server.log import get_logger
@@ -240,7 +241,8 @@ def _counted(calls: OpenCalls) -> Middleware:
         if request.method != "POST":
             return await handler(request)
         async with calls.entered():
-            return await handler(request)
+            with end_raised():
+                return await handler(request)
 
     return handle
 

@@ -17,6 +17,7 @@ from quire.services.router.merge import merged
 from quire.services.router.servicer import GenerationServicer
 from quire.services.router.tenants.api_keys import Headers
 from quire.services.router.tenants.tenant import Tenant
+from quire.services.server.ended_calls import end_raised
 from quire.services.server.errors import Internal, InvalidArgument, ServiceError
 from quire.services.server.log import get_logger
 
@@ -108,11 +109,12 @@ async def _send(
     events: AsyncGenerator[BaseModel, None],
 ) -> None:
     try:
-        event = await first
-        while event is not None:
-            await response.write(b"data: " + to_json(event) + b"\n\n")
-            event = await _next(events)
-        await response.write(_DONE)
+        with end_raised():
+            event = await first
+            while event is not None:
+                await response.write(b"data: " + to_json(event) + b"\n\n")
+                event = await _next(events)
+            await response.write(_DONE)
     except ConnectionError:
         raise
     except Exception as error:

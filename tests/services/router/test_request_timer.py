@@ -14,7 +14,8 @@ from quire.protos import inference_pb2 as pb
 from quire.services.router.config import SloTargets
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.request_timer import RequestTimer, outcome_of
-from quire.services.server.errors import DeadlineExceeded, InvalidArgument
+from quire.services.server.ended_calls import end_calls
+from quire.services.server.errors import DeadlineExceeded, InvalidArgument, Unavailable
 
 
 class Setup:
@@ -100,7 +101,9 @@ def test_a_request_is_a_success_once_its_usage_is_sent() -> None:
         (KeyboardInterrupt(), "INTERNAL", True),
     ],
 )
-def test_a_failure_is_counted_once_and_passed_on(error: BaseException, outcome: str, is_judged: bool) -> None:
+async def test_a_failure_is_counted_once_and_passed_on(
+    error: BaseException, outcome: str, is_judged: bool
+) -> None:
     setup = Setup()
     with pytest.raises(type(error)), setup.timer.watching():
         setup.send(0.1, 1)
@@ -109,3 +112,16 @@ def test_a_failure_is_counted_once_and_passed_on(error: BaseException, outcome: 
     assert outcome in {code.name for code in grpc.StatusCode}
     assert setup.metric("request_failure_total", grpc_code=outcome) == 1
     assert setup.judged() == ([("met", "missed")] if is_judged else [])
+
+
+async def test_a_call_that_its_server_ends_counts_with_the_status_that_its_client_gets() -> None:
+    setup = Setup()
+
+    async def serve() -> None:
+        with setup.timer.watching():
+            await asyncio.Event().wait()
+
+    call = asyncio.create_task(serve())
+    await asyncio.sleep(0)
+    await end_calls([call], Unavailable("this server stops"))
+    assert setup.metric("request_failure_total", grpc_code="UNAVAILABLE") == 1
