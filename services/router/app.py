@@ -31,7 +31,7 @@ from quire.services.router.config import RouterConfig
 from quire.services.router.instruments import Instruments
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics, Moves
-from quire.services.router.open_calls import OpenCalls
+from quire.services.router.open_calls import OpenCalls, router_stops
 from quire.services.router.public_servers import public_grpc_server, public_http_server
 from quire.services.router.request_memory import RequestMemory
 from quire.services.router.roles import RoleMetrics, Roles
@@ -42,6 +42,7 @@ from quire.services.router.worker_calls import Spawn
 from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
 from quire.services.server.cluster_proof import ClusterTrust
+from quire.services.server.errors import Unavailable
 from quire.services.server.grpc_server import (
     Draining,
     GrpcServer,
@@ -320,21 +321,26 @@ async def _follow_workers(
             _log.exception("refresh_failed")
         for role in ("prefill", "decode"):
             running.metrics.workers.labels(role).set(len(workers.live(role)))
-        is_complete = cluster.done() and workers.live("decode")
-        await asyncio.sleep(poll_seconds if is_complete else min(poll_seconds, STARTUP_POLL_SECONDS))
-
-
-async def _report_readiness(running: RunningRouter, cluster: asyncio.Future[Cluster]) -> None:
-    """Keep the health status up to date until cancelled.
-
-    This is a task of its own, so that a slow membership or a silent worker does not delay the status.
-    """
-    while True:
-        is_ready = cluster.done() and bool(running.workers.serving("decode"))
+        is_stopping, has_worker = running.calls.is_stopping, bool(workers.live("decode"))
+        is_ready = cluster.done() and has_worker and not is_stopping
         await (running.server.ready() if is_ready else running.server.not_ready())
         if is_ready:
             running.has_served.set()
-        await asyncio.sleep(READINESS_SECONDS)
+        if is_stopping and not has_worker and not workers.expects_workers:
+            _end_waits(cluster)
+        await asyncio.sleep(poll_seconds if is_ready else min(poll_seconds, STARTUP_POLL_SECONDS))
+
+
+def _end_waits(cluster: asyncio.Future[Cluster]) -> None:
+    """End the requests of a stopping router that wait for a worker, since none has announced itself."""
+    if not cluster.done():
+        cluster.set_exception(_no_worker())
+    elif cluster.exception() is None:
+        cluster.result().queue.end(_no_worker)
+
+
+def _no_worker() -> Unavailable:
+    return router_stops("no decode worker takes requests, and this router is stopping")
 
 
 async def _ask_busy_workers(workers: WorkerSet, poll_seconds: float) -> None:

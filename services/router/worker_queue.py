@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import Gauge
 
+from quire.services.server.errors import ServiceError
+
 
 class WorkerQueue:
     """The requests that wait for a worker; admission limits their number.
@@ -47,6 +49,12 @@ class WorkerQueue:
                 if not turn.done():
                     turn.set_result(None)
 
+    def end(self, error: Callable[[], ServiceError]) -> None:
+        """End all waits with an error."""
+        for _, _, turn in self._turns:
+            if not turn.done():
+                turn.set_exception(error())
+
     async def turn(self, arrival: float, deadline: float) -> None:
         """Return when a worker takes requests and no older request waits for one.
 
@@ -56,6 +64,7 @@ class WorkerQueue:
 
         Raises:
             TimeoutError: there was no worker within the longest wait, or until the deadline.
+            ServiceError: the error of ``end``.
         """
         if self._can_serve() and not (self._turns and self._turns[0][0] < arrival):
             return

@@ -65,6 +65,8 @@ class WorkerSet:
         self._workers: dict[str, Worker] = {}
         self._acceptance = Acceptance(self._trust, expected_fingerprint)
         self._is_membership_lost = False
+        self.expects_workers = False
+        """Whether the membership lists workers that have not joined."""
         self._on_leave: list[Callable[[str], None]] = []
         self._on_return: list[Callable[[], None]] = []
         self._on_drain: list[Callable[[Worker], None]] = []
@@ -176,6 +178,7 @@ class WorkerSet:
             self._acceptance.forget_all_but(records.keys())
             addresses = records.keys() | self._workers.keys()
             await asyncio.gather(*(self._update(address, records.get(address, [])) for address in addresses))
+            self.expects_workers = not records.keys() <= self._workers.keys()
 
     async def ask_busy(self) -> None:
         """Probe the workers that have requests or are in doubt; end the calls of those that do not serve.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -13,6 +14,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.services.router.app import router
+from quire.services.router.config import RouterConfig
 from quire.services.router.generation import MAX_RETRIES
 from quire.services.router.worker_queue import WorkerQueue
 from quire.services.server.errors import DRAINING, Unavailable
@@ -214,6 +217,36 @@ async def test_a_worker_that_refused_gets_nothing_until_it_has_answered(cluster:
     worker.answers_probes.set()
     assert tokens_of(await asking) == cluster.script.answer
     assert len(worker.calls) == 2
+
+
+@pytest.mark.parametrize("has_joined", [True, False])
+async def test_a_router_that_stops_does_not_wait_for_a_worker_that_nothing_announces(
+    cluster: Any, has_joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await cluster.add("d", "decode")
+    if not has_joined:
+        await worker.server.not_ready()
+    addresses = (worker.server.address,)
+    config = RouterConfig(port=0, metrics_port=0, worker_addresses=addresses, poll_seconds=0.05)
+    async with asyncio.timeout(SECONDS), router(config) as running:
+        if has_joined:
+            await running.has_served.wait()
+        # It ends, and its lease too: the list of workers is empty.
+        membership = running.workers._membership
+        monkeypatch.setattr(membership, "members", AsyncMock(return_value=[]))
+        await worker.server.not_ready()
+        while running.workers.all() or running.workers.expects_workers:
+            await asyncio.sleep(0.01)
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            stub = pb_grpc.GenerationServiceStub(channel)
+            asking = asyncio.create_task(stream(stub, "r"))
+            while running.metrics.registry.get_sample_value(WAITING) != 1:
+                await asyncio.sleep(0.01)
+            await running.finish()
+            with pytest.raises(grpc.aio.AioRpcError, match="no decode worker takes requests") as caught:
+                await asking
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, DRAINING)
 
 
 async def test_a_router_that_stops_serves_those_that_wait(cluster: Any) -> None:
