@@ -45,7 +45,8 @@ class BuildPy(build_py):
         super().run()
 
 
-found = find_namespace_packages(include=[*FOLDERS, *(f"{name}.*" for name in FOLDERS)])
+# A folder in models is a model, and may contain code of its own.
+found = find_namespace_packages(include=[*FOLDERS, *(f"{name}.*" for name in FOLDERS)], exclude=["models.*"])
 setup(
     packages=[f"quire.{name}" for name in found],
     package_dir={"quire": "."},

