@@ -67,6 +67,12 @@ def test_a_service_tells_its_health_and_comes_back(name: str) -> None:
         assert waited_for == {"condition": condition}
 
 
+@pytest.mark.parametrize("name", ["router", "router-2", "prefill", "decode", "redis"])
+def test_a_service_that_is_replaced_stops_no_other_one(name: str) -> None:
+    """Compose stops the services that depend on one that it replaces."""
+    assert SERVICES[name]["depends_on"].keys() == {"secrets"}
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_ports_are_published_on_the_loopback_alone(name: str) -> None:
     for port in SERVICES[name].get("ports", []):
