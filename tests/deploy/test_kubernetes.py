@@ -93,7 +93,11 @@ def test_the_schemas_refuse_a_misspelt_field() -> None:
 
 def test_every_file_is_applied() -> None:
     (kustomization,) = load(BASE / "kustomization.yaml")
-    files = {path.name for path in BASE.iterdir()} - {"kustomization.yaml", "adapter-rules.yaml"}
+    files = {path.name for path in BASE.iterdir()} - {
+        "kustomization.yaml",
+        "adapter-rules.yaml",
+        "prometheus.yaml",
+    }
     assert files == {name for name in kustomization["resources"] if name.endswith(".yaml")}
     assert DEPLOYMENTS.keys() == {"redis", *OURS}
 
@@ -192,6 +196,24 @@ def test_settings_are_those_of_the_commands(folder: Path) -> None:
     for name in OURS:
         (reference,) = container(name)["envFrom"]
         assert reference["configMapRef"]["name"] == ("router" if name == "router" else "workers")
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_a_rollout_waits_as_long_as_a_pod_may_start(name: str) -> None:
+    probe = container(name).get("startupProbe", {"periodSeconds": 0, "failureThreshold": 0})
+    (deployment,) = (each for each in of_kind("Deployment") if each["metadata"]["name"] == name)
+    patience = deployment["spec"].get("progressDeadlineSeconds", 600)
+    assert patience > probe["periodSeconds"] * probe["failureThreshold"] + 60
+
+
+def test_prometheus_gives_pods_the_jobs_that_dashboards_select() -> None:
+    (scrape,) = yaml.safe_load((BASE / "prometheus.yaml").read_text(encoding="utf-8"))
+    rules = {rule["target_label"]: rule for rule in scrape["relabel_configs"] if "target_label" in rule}
+    assert rules["job"]["source_labels"] == ["__meta_kubernetes_pod_label_app_kubernetes_io_component"]
+    for name in OURS:
+        (deployment,) = (each for each in of_kind("Deployment") if each["metadata"]["name"] == name)
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        assert labels["app.kubernetes.io/component"] == name
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
