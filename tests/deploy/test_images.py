@@ -121,6 +121,7 @@ INTRUDERS = [
     "engine/notes.json",
     "secrets/api-keys",
     "certificates/node.key",
+    "node.key",
     ".env",
 ]
 """Files that users may have in a clone."""
