@@ -15,16 +15,21 @@ write and remove the files.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import struct
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from xxhash import xxh3_64
+
+logger = logging.getLogger(__name__)
 
 HASH_BYTES = 16
 _HEADER = struct.Struct("<8s16sQ")
@@ -34,6 +39,8 @@ _SUFFIX, _UNFINISHED = ".kv", ".tmp"
 
 MAX_PENDING_BYTES = 64 << 20
 """Most bytes of blocks that wait to be written; beyond this, evicted blocks are dropped."""
+FAILED_SECONDS = 5.0
+"""How long no block is written after a write that failed: a full disk stays full for a while."""
 NUM_READERS = 2
 
 
@@ -80,6 +87,7 @@ class DiskCache:
         writer: runs writes and removals, one after the other, so that a file that is removed and then written
             again ends up written.
         reader: runs reads.
+        clock: returns seconds that never go back.
 
     Raises:
         DiskCacheError: the folder cannot be used.
@@ -94,6 +102,7 @@ class DiskCache:
         *,
         writer: Executor | None = None,
         reader: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_blocks = num_bytes // (block_bytes + _HEADER.size)
         if not self.num_blocks:
@@ -106,9 +115,17 @@ class DiskCache:
         """Blocks that are being written; reads are served from here."""
         self._finished: SimpleQueue[Finished] = SimpleQueue()
         self._on_read: list[Callable[[], None]] = []
+        self._clock = clock
+        self._paused_until = 0.0
+        self._is_failing = False
+        """Whether the last write failed; only the writer uses it."""
         self._lock = _locked(folder)
-        self.parents = self._recover(identity)
-        """Parent hash of each block that was found at the start; None for a prompt's first block."""
+        try:
+            self.parents = self._recover(identity)
+            """Parent hash of each block that was found at the start; None for a prompt's first block."""
+        except OSError as error:
+            os.close(self._lock)
+            raise DiskCacheError(f"the disk cache {folder} cannot be read: {error}; free its disk") from error
         self._writer = writer or ThreadPoolExecutor(1, "disk-cache-writer")
         self._reader = reader or ThreadPoolExecutor(NUM_READERS, "disk-cache-reader")
 
@@ -136,7 +153,7 @@ class DiskCache:
     @property
     def can_store(self) -> bool:
         """Whether another block may be queued to be written."""
-        return len(self._pending) < self._max_pending
+        return len(self._pending) < self._max_pending and self._clock() >= self._paused_until
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
         """Mark a chain's blocks as the most recently used, so that children are evicted before parents."""
@@ -178,6 +195,8 @@ class DiskCache:
             # A block that was removed and stored again still waits for its later write.
             if finished.written is not None and self._pending.get(finished.block_hash) is finished.written:
                 del self._pending[finished.block_hash]
+            if finished.written is not None and finished.failure:
+                self._paused_until = self._clock() + FAILED_SECONDS
             yield finished
 
     # --- files --------------------------------------------------------------------------------------------
@@ -194,8 +213,14 @@ class DiskCache:
                 file.write(_HEADER.pack(_MAGIC, parent, _digest(block_hash, parent, payload)))
                 file.write(payload)
             unfinished.rename(path)
-        except OSError:
+        except OSError as error:
             failure = "write"
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            if not self._is_failing:
+                details = {"folder": str(self._folder), "error": str(error), "pause_seconds": FAILED_SECONDS}
+                logger.warning("disk_cache_cannot_write", extra={"fields": details})
+        self._is_failing = bool(failure)
         self._finished.put(Finished(block_hash, payload, failure))
 
     def _read(self, block_hash: bytes, pending: bytes | None, target: memoryview) -> None:

@@ -14,7 +14,9 @@ The connection is the sign of life: the kernel closes it when either process end
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -22,14 +24,19 @@ import socket
 import stat
 import struct
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from quire.kvtransfer.errors import NotSharedError
 
+logger = logging.getLogger("quire.kvtransfer")
+
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 FETCH_SECONDS = 2.0
 """Time limit for the answer of a process that holds a pool."""
+ACCEPT_AGAIN_SECONDS = 1.0
+"""Pause after a connection that could not be accepted for lack of descriptors or memory."""
+OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _EPOCH = re.compile(r"[0-9A-Za-z-]{1,64}")
 _MAX_EPOCH_BYTES = 64
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
@@ -76,30 +83,43 @@ class PoolSocket:
         remove_dead_sockets(directory)
         self._path = socket_path(directory, epoch)
         self._listener = _listen(self._path)
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._pause: asyncio.TimerHandle | None = None
+        self._resume()
 
     def close(self) -> None:
         """End all connections, so that the others unmap the pool, and remove the socket."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._listener)
+        if self._pause is not None:
+            self._pause.cancel()
+        asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
         self._path.unlink(missing_ok=True)
         for connection in list(self._connections):
             self._drop(connection)
 
+    def _resume(self) -> None:
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
-        with suppress(OSError):  # the other side may have left again
+        loop = asyncio.get_running_loop()
+        try:
             connection, _ = self._listener.accept()
+        except OSError as error:
+            # The connection stays in the queue, and the socket readable: without a pause the loop would spin.
+            if error.errno in OUT_OF_RESOURCES:
+                logger.warning("pool_socket_pauses", extra={"fields": {"error": str(error)}})
+                loop.remove_reader(self._listener)
+                self._pause = loop.call_later(ACCEPT_AGAIN_SECONDS, self._resume)
+            return
+        self._connections.add(connection)
+        try:
             connection.setblocking(False)
-            self._connections.add(connection)
-            asyncio.get_running_loop().add_reader(connection, self._drop, connection)
+            loop.add_reader(connection, self._drop, connection)
             if peer_user(connection) != self._user_id:
                 self._drop(connection)
                 return
-            try:
-                socket.send_fds(connection, [self._epoch.encode()], [self._descriptor])
-            except OSError:
-                self._drop(connection)
+            socket.send_fds(connection, [self._epoch.encode()], [self._descriptor])
+        except OSError:
+            self._drop(connection)
 
     def _drop(self, connection: socket.socket) -> None:
         """End a connection. The other side sends nothing, so one that can be read has ended."""
@@ -108,34 +128,47 @@ class PoolSocket:
         connection.close()
 
 
-def fetch_pool(directory: Path, epoch: str) -> tuple[mmap.mmap, socket.socket]:
+async def fetch_pool(directory: Path, epoch: str) -> tuple[mmap.mmap, socket.socket]:
     """Map the pool of the worker with this epoch, read-only; return it and the open connection.
 
-    It may wait for ``FETCH_SECONDS``.
+    It may wait for ``FETCH_SECONDS``, but not in a thread: processes that do not answer must not use up the
+    threads that copy blocks.
 
     Raises:
         NotSharedError: the worker is not reachable, is another user's, or its memory is not as it should be.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(FETCH_SECONDS)
-        connection.connect(str(socket_path(directory, epoch)))
-        if (user := peer_user(connection)) != os.geteuid():
-            raise NotSharedError(f"its process belongs to user {user}, this one to user {os.geteuid()}")
-        mapping = _map(*_receive(connection), epoch)
-        connection.setblocking(False)
-    except OSError as error:
-        connection.close()
-        raise NotSharedError(f"its socket in {directory} cannot be used: {error}") from error
-    except BaseException:
-        connection.close()
-        raise
+    with ExitStack() as undo:
+        try:
+            connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            connection.setblocking(False)
+            connection.connect(str(socket_path(directory, epoch)))
+            if (user := peer_user(connection)) != os.geteuid():
+                raise NotSharedError(f"its process belongs to user {user}, this one to user {os.geteuid()}")
+            await _until_readable(connection)
+            mapping = _map(*_receive(connection), epoch)
+        except OSError as error:
+            raise NotSharedError(f"its socket in {directory} cannot be used: {error}") from error
+        undo.pop_all()
     return mapping, connection
 
 
+async def _until_readable(connection: socket.socket) -> None:
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, is_readable.set)
+    try:
+        async with asyncio.timeout(FETCH_SECONDS):
+            await is_readable.wait()
+    except TimeoutError as error:
+        raise NotSharedError(f"its process did not answer within {FETCH_SECONDS:g} s") from error
+    finally:
+        loop.remove_reader(connection)
+
+
 def _receive(connection: socket.socket) -> tuple[int, str]:
-    message, descriptors, _, _ = socket.recv_fds(connection, _MAX_EPOCH_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    message, descriptors, flags, _ = socket.recv_fds(connection, _MAX_EPOCH_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not descriptors:
+        if flags & socket.MSG_CTRUNC:
+            raise NotSharedError("this process has too many open files to get its pool")
         raise NotSharedError("its process refused to share its pool with this user")
     return descriptors[0], message.decode("ascii", "replace")
 

@@ -29,6 +29,8 @@ Choice = Literal["auto", "grpc", "shared", "nixl"]
 Tell = Callable[[str, Transport, str], None]
 """Is told which transport is used for the worker with an epoch, and why."""
 
+FAILED_SECONDS = 5.0
+"""How long a pool that could not be mapped is not asked for again."""
 _MAX_TOLD = 1024
 
 
@@ -127,7 +129,9 @@ class Transports:
         self._socket: PoolSocket | None = None
         self._nixl: NixlAgent | None = None
         self._pools: dict[str, PeerPool] = {}
-        self._fetching = asyncio.Lock()
+        self._fetches: dict[str, asyncio.Task[PeerPool | str]] = {}
+        """For each epoch whose pool is not mapped: the fetch that runs, or that failed a short while ago."""
+        self._starting_nixl = asyncio.Lock()
 
     def share(self, epoch: str, descriptor: int) -> None:
         """Offer this worker's pool to others.
@@ -184,11 +188,11 @@ class Transports:
             )
 
     async def _connect(self, offer: pb.SharedPool) -> NixlPool:
-        async with self._fetching:
+        async with self._starting_nixl:
             if self._nixl is None:
                 # A worker that offers no pool can still read those of others.
                 self._nixl = await asyncio.to_thread(NixlAgent, secrets.token_hex(16), self._measured)
-            pool = self._nixl.connect(offer)
+        pool = self._nixl.connect(offer)
         self._tell_once(offer.epoch, "nixl", "")
         return pool
 
@@ -197,24 +201,30 @@ class Transports:
             raise NotSharedError("it shares no pool")
         if offer.boot_id != boot_id():
             raise NotSharedError("it runs on another host")
-        async with self._fetching:
-            if (pool := self._pools.get(offer.epoch)) is not None:
-                return pool
-            pool = await self._fetch(offer.epoch)
-            self._pools[offer.epoch] = pool
-            # The peer sends nothing more, so the connection becomes readable when the peer ends.
-            asyncio.get_running_loop().add_reader(pool.connection, self._unmap, offer.epoch)
-        self._tell_once(offer.epoch, "shared", "")
-        return pool
+        if (pool := self._pools.get(offer.epoch)) is not None:
+            return pool
+        if (fetch := self._fetches.get(offer.epoch)) is None:
+            fetch = self._fetches[offer.epoch] = asyncio.create_task(self._fetch(offer.epoch))
+        # All callers wait for one fetch, which goes on if one of them is cancelled.
+        await asyncio.wait([fetch])
+        if isinstance(outcome := fetch.result(), str):
+            raise NotSharedError(outcome)
+        return outcome
 
-    async def _fetch(self, epoch: str) -> PeerPool:
-        """Map a pool in a thread. If the caller is cancelled, the thread goes on, and its pool is closed."""
-        in_thread = asyncio.get_running_loop().run_in_executor(None, fetch_pool, self._directory, epoch)
+    async def _fetch(self, epoch: str) -> PeerPool | str:
+        """Map a pool; return the problem if it cannot be mapped, which is remembered for a short while."""
+        loop, seconds = asyncio.get_running_loop(), 0.0
         try:
-            return PeerPool(*await asyncio.shield(in_thread))
-        except asyncio.CancelledError:
-            in_thread.add_done_callback(_close_fetched)
-            raise
+            pool = self._pools[epoch] = PeerPool(*await fetch_pool(self._directory, epoch))
+        except NotSharedError as error:
+            seconds = FAILED_SECONDS
+            return str(error)
+        finally:
+            loop.call_later(seconds, self._fetches.pop, epoch)
+        # The peer sends nothing more, so the connection becomes readable when the peer ends.
+        loop.add_reader(pool.connection, self._unmap, epoch)
+        self._tell_once(epoch, "shared", "")
+        return pool
 
     def _unmap(self, epoch: str) -> None:
         pool = self._pools.pop(epoch)
@@ -236,6 +246,8 @@ class Transports:
             self._nixl = None
         if self._socket is not None:
             self._socket.close()
+        for fetch in self._fetches.values():
+            fetch.cancel()
         for epoch in self.mapped_epochs:
             self._unmap(epoch)
 
@@ -245,11 +257,6 @@ def agreed(*, is_shared: bool, is_nixl: bool) -> Transport:
     if not is_shared:
         return "grpc"
     return "nixl" if is_nixl else "shared"
-
-
-def _close_fetched(fetched: asyncio.Future[tuple[mmap.mmap, socket.socket]]) -> None:
-    if not fetched.cancelled() and fetched.exception() is None:
-        PeerPool(*fetched.result()).close()
 
 
 MESSAGES = Messages()

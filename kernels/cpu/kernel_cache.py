@@ -89,7 +89,11 @@ class _KernelCache(FunctionCache):
             turn = (path / f"{self._impl.filename_base}.compiling").open("w")
         except OSError:
             return None
-        fcntl.flock(turn, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            turn.close()
+            return None
         return turn
 
     def _end_turn(self) -> None:

@@ -133,8 +133,13 @@ def _await_end(child: Child, deadline: float, show: Callable[[Draining], None]) 
 def start_child(name: str, target: Target, argument: object, context: Context = FROM_SCRATCH) -> Child:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child_main, args=(target, argument, sender), name=name)
-    process.start()
-    sender.close()
+    try:
+        process.start()
+    except BaseException:
+        receiver.close()
+        raise
+    finally:
+        sender.close()
     return Child(name, process, receiver)
 
 

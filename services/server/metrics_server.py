@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
@@ -16,6 +18,18 @@ from quire.services.server.grpc_server import GrpcServer
 from quire.services.server.loop_lag import LoopLagMetrics
 
 STOP_POLL_SECONDS = 0.05
+READ_SECONDS = 10.0
+"""Time limit for a request: a silent connection would keep its thread and its descriptor."""
+
+
+class _Server(ThreadingWSGIServer):
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, or pause: it stays in the queue, and without a pause the thread would spin."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(STOP_POLL_SECONDS)
+            raise
 
 
 class Probes(NamedTuple):
@@ -40,7 +54,14 @@ def describe_readiness(registry: CollectorRegistry, is_ready: Callable[[], bool]
 
 
 class _QuietHandler(WSGIRequestHandler):
-    """A request handler that does not log scrapes."""
+    """A request handler that does not log scrapes, nor clients that leave."""
+
+    timeout = READ_SECONDS
+
+    def handle(self) -> None:
+        """Answer a request."""
+        with suppress(OSError):
+            super().handle()
 
     def log_message(self, format: str, *args: object) -> None:
         """Ignore the message."""
@@ -59,7 +80,7 @@ def metrics_server(
     app = _app(registry, probes)
     # Not prometheus_client's own start_http_server, which takes half a second to stop.
     try:
-        listening = make_server(host, port, app, ThreadingWSGIServer, handler_class=_QuietHandler)
+        listening = make_server(host, port, app, _Server, handler_class=_QuietHandler)
     except OSError as error:
         raise cannot_listen(host, port, error.strerror) from error
     with listening as server:

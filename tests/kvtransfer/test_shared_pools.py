@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import mmap
 import os
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -146,7 +148,7 @@ async def test_another_user_at_the_socket_is_not_trusted(
     async with running_pair(directory) as pair:
         monkeypatch.setattr(pool_socket, "peer_user", lambda connection: os.geteuid() + 1)
         with pytest.raises(NotSharedError, match="belongs to user"):
-            await asyncio.to_thread(fetch_pool, pair.sender._directory, SENDER_EPOCH)
+            await fetch_pool(pair.sender._directory, SENDER_EPOCH)
 
 
 async def test_a_worker_that_shares_nothing_sends_messages(directory: Path) -> None:
@@ -183,20 +185,119 @@ async def test_a_pool_that_may_shrink_is_not_mapped(directory: Path) -> None:
     os.ftruncate(descriptor, NUM_BYTES)
     held = PoolSocket(directory, "unsealed", descriptor)
     with pytest.raises(NotSharedError, match="may shrink"):
-        await asyncio.to_thread(fetch_pool, directory, "unsealed")
+        await fetch_pool(directory, "unsealed")
     held.close()
     os.close(descriptor)
 
 
+# --- peers that do not answer -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent(directory: Path) -> Iterator[socket.socket]:
+    """Return the socket of a process that accepts no connection."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "silent.sock"))
+        listener.listen()
+        listener.setblocking(False)
+        yield listener
+
+
+def num_waiting(listener: socket.socket) -> int:
+    """Accept and end the connections that wait at a socket; return how many they were."""
+    for number in count():
+        try:
+            listener.accept()[0].close()
+        except BlockingIOError:
+            return number
+    raise AssertionError
+
+
 async def test_a_process_that_does_not_answer_is_given_up(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, silent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_socket, "FETCH_SECONDS", 0.05)
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(directory / "silent.sock"))
-        silent.listen()
-        with pytest.raises(NotSharedError, match="timed out"):
-            await asyncio.to_thread(fetch_pool, directory, "silent")
+    with pytest.raises(NotSharedError, match="did not answer within"):
+        await fetch_pool(directory, "silent")
+
+
+async def test_a_silent_peer_does_not_delay_the_blocks_of_others(
+    directory: Path, silent: socket.socket, borrower: Transports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_socket, "FETCH_SECONDS", 10 * WAIT_SECONDS)
+    lender = Transports("auto", directory)
+    descriptor = allocate_shared(NUM_BYTES).descriptor
+    lender.share("mapped", descriptor)
+    mapped = await map_pool_of(borrower, "mapped")
+    held = PoolSocket(directory, "new", descriptor)
+    # More waiting calls than the event loop has threads.
+    waiting = [asyncio.create_task(map_pool_of(borrower, "silent")) for _ in range(64)]
+    await until(lambda: "silent" in borrower._fetches)
+    async with asyncio.timeout(WAIT_SECONDS):
+        assert await map_pool_of(borrower, "mapped") is mapped
+        await map_pool_of(borrower, "new")
+        await asyncio.to_thread(int)
+    assert not any(each.done() for each in waiting)
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    held.close()
+    lender.close()
+
+
+async def test_a_pool_that_could_not_be_mapped_is_asked_for_again_after_a_pause(
+    directory: Path, silent: socket.socket, borrower: Transports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_socket, "FETCH_SECONDS", 0.05)
+    offer = pb.SharedPool(boot_id=pool_socket.boot_id(), epoch="silent")
+    assert set(await asyncio.gather(*(borrower.choose(offer) for _ in range(8)))) == {MESSAGES}
+    assert await borrower.choose(offer) is MESSAGES
+    assert num_waiting(silent) == 1
+    monkeypatch.setattr(transports, "FAILED_SECONDS", 0.0)
+    another = Transports("auto", directory)
+    for _ in range(2):
+        assert await another.choose(offer) is MESSAGES
+        assert num_waiting(silent) == 1
+        await until(lambda: not another._fetches)
+
+
+async def test_a_caller_that_is_cancelled_leaves_the_mapping_to_the_others(
+    directory: Path, borrower: Transports
+) -> None:
+    held = PoolSocket(directory, "epoch", allocate_shared(NUM_BYTES).descriptor)
+    cancelled, other = [asyncio.create_task(map_pool_of(borrower, "epoch")) for _ in range(2)]
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    assert (await other).connection.fileno() != -1
+    assert borrower.mapped_epochs == {"epoch"}
+    held.close()
+
+
+@pytest.mark.parametrize("step", ["socket", "connect", "recv_fds", "mmap"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+async def test_a_mapping_that_fails_at_any_step_leaves_nothing_and_blocks_come_in_messages(
+    directory: Path, borrower: Transports, monkeypatch: pytest.MonkeyPatch, step: str, number: int
+) -> None:
+    held = PoolSocket(directory, "epoch", allocate_shared(NUM_BYTES).descriptor)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    class Unconnected(socket.socket):
+        connect = fail  # type: ignore[assignment]
+
+    names_before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        if step == "mmap":
+            patch.setattr(pool_socket.mmap, "mmap", fail)
+        else:
+            name, failing = ("socket", Unconnected) if step == "connect" else (step, fail)
+            patch.setattr(pool_socket.socket, name, failing)
+        offer = pb.SharedPool(boot_id=pool_socket.boot_id(), epoch="epoch")
+        assert await borrower.choose(offer) is MESSAGES
+    await until(lambda: not held._connections)
+    assert os.listdir("/proc/self/fd") == names_before
+    held.close()
 
 
 # --- when a mapping ends ----------------------------------------------------------------------------------
@@ -287,7 +388,7 @@ async def test_pushes_that_come_at_once_map_a_pool_once(directory: Path, borrowe
 async def test_others_can_read_the_pool_but_neither_write_nor_resize_it(directory: Path) -> None:
     memory = allocate_shared(NUM_BYTES)
     held = PoolSocket(directory, "epoch", memory.descriptor)
-    mapping, connection = await asyncio.to_thread(fetch_pool, directory, "epoch")
+    mapping, connection = await fetch_pool(directory, "epoch")
     memory.bytes[7] = 9
     assert mapping[7] == 9
     with pytest.raises(TypeError):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
-import socket
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -20,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kvtransfer import frame as frames
-from quire.kvtransfer import transports
 from quire.kvtransfer.errors import (
     DigestMismatchError,
     ProtocolError,
@@ -29,7 +26,6 @@ from quire.kvtransfer.errors import (
     TransferError,
 )
 from quire.kvtransfer.layout import layout_to_proto
-from quire.kvtransfer.pool_socket import fetch_pool
 from quire.kvtransfer.transports import MESSAGES, Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
@@ -445,29 +441,3 @@ async def test_a_place_without_a_pool_is_an_error() -> None:
     """Messages that name a place are not taken by a receiver of payloads."""
     with pytest.raises((ProtocolError, DigestMismatchError)):
         MESSAGES.frame(pb.BlockFrame(index=0, block_id=1, digest=frames.digest(b"", b"")), BLOCK)
-
-
-async def test_a_pool_whose_mapping_was_cancelled_is_closed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetched: list[socket.socket] = []
-    cancelled = threading.Event()
-
-    def fetch_late(directory: Path, epoch: str) -> tuple[mmap.mmap, socket.socket]:
-        mapping, connection = fetch_pool(directory, epoch)
-        fetched.append(connection)
-        assert cancelled.wait(WAIT_SECONDS)
-        return mapping, connection
-
-    monkeypatch.setattr(transports, "fetch_pool", fetch_late)
-    async with running_pair(directory, "shared", "shared") as pair, asyncio.timeout(WAIT_SECONDS):
-        choosing = asyncio.create_task(pair.receiver.choose(pair.sender.offer))
-        while not fetched:
-            await asyncio.sleep(0.001)
-        choosing.cancel()
-        with suppress(asyncio.CancelledError):
-            await choosing
-        cancelled.set()
-        while fetched[0].fileno() != -1:
-            await asyncio.sleep(0.001)
-        assert pair.receiver.mapped_epochs == set()
