@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from quire.engine.disk_cache import DiskCache, DiskCacheError
+from quire.engine import disk_cache
+from quire.engine.disk_cache import FAILED_SECONDS, DiskCache, DiskCacheError
 from tests.engine.manual_disk import ManualExecutor, open_disk
 
 BLOCK_BYTES = 64
@@ -186,3 +190,123 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, later: ManualEx
         open_disk(tmp_path / "file" / "blocks", later)
     with pytest.raises(DiskCacheError, match="holds no block"):
         open_disk(tmp_path, later, num_blocks=0)
+
+
+# --- disks that are full or fail ----------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a file system of 64 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("only root can mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def failures(disk: DiskCache) -> list[str]:
+    """Return the failures of the writes that have ended; what failed is discarded, as the tiers do."""
+    ended = list(disk.drain_finished())
+    for each in ended:
+        if each.failure:
+            disk.discard(each.block_hash)
+    return [each.failure for each in ended]
+
+
+def test_a_full_disk_keeps_no_unfinished_file_and_is_written_again_later(
+    small_disk: Path, later: ManualExecutor
+) -> None:
+    clock = Clock()
+    block = 24 << 10
+    disk = DiskCache(small_disk, 1 << 20, block, "same", writer=later, reader=later, clock=clock)
+    for word in "abcdef":
+        disk.store(name(word), None, bytes(block))
+    later.run()
+    assert failures(disk) == ["", "", "write", "write", "write", "write"]
+    assert len(disk) == len(list(small_disk.glob("*.kv"))) == 2
+    assert not list(small_disk.glob("*.tmp"))
+    assert not disk.can_store
+    clock.now += FAILED_SECONDS
+    assert disk.can_store
+    disk.discard(name("a"))
+    disk.store(name("f"), None, bytes(block))
+    later.run()
+    assert failures(disk) == [""]
+    for word in "bf":
+        disk.discard(name(word))
+    later.run()
+    disk.close()
+    assert sorted(path.name for path in small_disk.iterdir()) == ["identity", "lock"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("step", ["open", "write", "rename"])
+def test_a_write_that_fails_at_any_step_leaves_nothing(
+    tmp_path: Path, later: ManualExecutor, monkeypatch: pytest.MonkeyPatch, step: str, number: int
+) -> None:
+    def fail(*args: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    disk = open_disk(tmp_path, later)
+    descriptors = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        place: tuple[object, str] = {
+            "open": (disk_cache, "_open_private"),
+            "write": (disk_cache, "_digest"),
+            "rename": (Path, "rename"),
+        }[step]
+        patch.setattr(*place, fail)
+        store(disk, "a")
+        later.run()
+    assert failures(disk) == ["write"]
+    later.run()
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["identity", "lock"]
+    disk.close()
+
+
+def test_a_full_disk_is_reported_once_until_a_write_succeeds(
+    tmp_path: Path,
+    later: ManualExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = open_disk(tmp_path, later, num_blocks=8)
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for words in ("ab", "cd"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", fail)
+            store(disk, *words)
+            later.run()
+        store(disk, words)
+        later.run()
+    assert [record.message for record in caplog.records] == ["disk_cache_cannot_write"] * 2
+    disk.close()
+
+
+def test_a_folder_that_fails_at_the_start_is_refused_and_unlocked(
+    tmp_path: Path, later: ManualExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    descriptors = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", fail)
+        with pytest.raises(DiskCacheError, match="No space left on device; free its disk"):
+            open_disk(tmp_path, later)
+    assert os.listdir("/proc/self/fd") == descriptors
+    open_disk(tmp_path, later).close()
