@@ -211,7 +211,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("only root can mount a file system")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def failures(disk: DiskCache) -> list[str]:
