@@ -96,3 +96,24 @@ def test_a_kernel_whose_file_is_gone_is_compiled_again(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.nbc"):
         path.unlink()
     assert files(tmp_path).load(1) is None
+
+
+def test_a_kernel_is_compiled_on_a_file_system_without_locks(tmp_path: Path) -> None:
+    program = tmp_path / "kernel.py"
+    failing = (
+        "import fcntl\n\ndef fail(*arguments):\n    raise OSError(37, 'No locks available')\n\n"
+        "fcntl.flock = fail\n"
+    )
+    program.write_text(failing + KERNEL)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, str(program)], env=environment, check=True, capture_output=True)
+
+
+def test_a_kernel_cache_on_a_full_disk_keeps_no_unfinished_file(tmp_path: Path) -> None:
+    """The kernel runs nevertheless, and the next process compiles it again."""
+    program = tmp_path / "kernel.py"
+    program.write_text(f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n{KERNEL}")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-B", str(program)], env=environment, check=True, capture_output=True)
+    files = [path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert set(files) <= {".compiling", ".lock"}, files
