@@ -126,8 +126,8 @@ class Worker:
             for block_id in self.engine.pool.look_up([block_hash]):
                 assert xxh3_64_intdigest(self.engine.memory.read(block_id)) == digest
         assert self.fixed.keys() <= set(self.pushed.block_table)
-        for block_id, digest in self.fixed.items():
-            assert xxh3_64_intdigest(self.engine.memory.read(block_id)) == digest
+        for fixed_id, digest in self.fixed.items():
+            assert xxh3_64_intdigest(self.engine.memory.read(fixed_id)) == digest
         self.engine.check_conservation()
 
     # --- preemption and abort -----------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Worker:
     def preempt(self, _: str) -> None:
         """Let others write all free blocks until a request has been preempted, or none can be."""
         before = self.engine.preemption.num_preempted
-        for _ in range(20):
+        for _step in range(20):
             for block_id in self.engine.pins.reserve("others", self.engine.pool.num_allocatable):
                 self.engine.memory.write(block_id, bytes([255]) * self.engine.memory.shape.block_bytes)
             if self.engine.preemption.num_preempted > before:

@@ -284,15 +284,15 @@ async def test_a_mapping_that_fails_at_any_step_leaves_nothing_and_blocks_come_i
         raise OSError(number, os.strerror(number))
 
     class Unconnected(socket.socket):
-        connect = fail  # type: ignore[assignment]
+        connect = fail
 
     names_before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
         if step == "mmap":
-            patch.setattr(pool_socket.mmap, "mmap", fail)
+            patch.setattr(mmap, "mmap", fail)
         else:
             name, failing = ("socket", Unconnected) if step == "connect" else (step, fail)
-            patch.setattr(pool_socket.socket, name, failing)
+            patch.setattr(socket, name, failing)
         offer = pb.SharedPool(boot_id=pool_socket.boot_id(), epoch="epoch")
         assert await borrower.choose(offer) is MESSAGES
     await until(lambda: not held._connections)

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import resource
+import socket
 import sys
 from collections import Counter
 from pathlib import Path
@@ -35,9 +36,9 @@ failures: Counter[str] = Counter({"http": 0, "metrics": 0, "pool": 0})
 _get_request = TCPServer.get_request
 
 
-def _counted_get_request(server: TCPServer) -> Any:
+def _counted_get_request(self: TCPServer) -> tuple[socket.socket, Any]:
     try:
-        return _get_request(server)
+        return _get_request(self)
     except OSError:
         failures["metrics"] += 1
         raise
