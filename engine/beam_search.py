@@ -16,7 +16,7 @@ import torch
 
 from quire.engine.logits_processing import process_logits
 from quire.engine.request_errors import NoTokenLeftError
-from quire.engine.sampler import are_finite, not_finite
+from quire.engine.sampler import are_finite, log_sums, not_finite
 from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate
 from quire.sampling.params import BeamParams
 
@@ -155,7 +155,7 @@ def choose_extensions(
     if not are_finite(logits).all():
         raise not_finite()
     # As in transformers, the rules change logprobs, whose probabilities then no longer sum to one.
-    logprobs = process_logits(torch.log_softmax(logits, dim=-1), beams, eos_token_ids)
+    logprobs = process_logits((logits - log_sums(logits)).float(), beams, eos_token_ids)
     errors = [beam.logits_rules.error for beam in beams if beam.logits_rules is not None]
     for error in errors:
         # A beam that no token may follow simply ends. A beam whose format has failed might have been the

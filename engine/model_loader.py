@@ -21,7 +21,7 @@ from quire.engine.parallel.collectives import Collectives
 from quire.engine.parallel.divided_model import connect_ranks
 from quire.engine.parallel.plan import ParallelPlan, read_plan
 from quire.engine.parallel.sliced_weights import digest_of_whole, load_slices
-from quire.engine.row_layers import make_batch_invariant
+from quire.engine.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.step_recipe import StepRecipe
 from quire.kvindex.kv_layout import KvShape
 from quire.models.source import find_model
@@ -114,10 +114,11 @@ def load_model(
     text_config = config.get_text_config()
     check_supported(text_config)
     max_position_embeddings = getattr(text_config, "max_position_embeddings", UNLIMITED)
-    if collectives is None:
-        module, digest, plan = _load_whole(folder, dtype, device, weight_dtype)
-    else:
-        module, digest, plan = _load_part(folder, config, dtype, weight_dtype, collectives)
+    with KernelFunctions():
+        if collectives is None:
+            module, digest, plan = _load_whole(folder, dtype, device, weight_dtype)
+        else:
+            module, digest, plan = _load_part(folder, config, dtype, weight_dtype, collectives)
     try:
         heads = observe_attention(module, text_config, max_position_embeddings)
         check_paging(module, heads, text_config.vocab_size)

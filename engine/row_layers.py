@@ -1,4 +1,4 @@
-"""Batch-invariant norms and activation functions on the CPU: a token gets the same bits in any batch.
+"""Batch-invariant norms and other functions on the CPU: a token gets the same bits in any batch.
 
 The usual ones are kernels that compute each row alike. The others are torch's:
 
@@ -11,9 +11,14 @@ visible. Here each piece is a multiple of the vector length, so no values are le
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from decimal import Decimal
+from functools import wraps
 from math import lcm
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2CLS
 
 from quire.kernels.cpu import rows
@@ -38,6 +43,15 @@ _KERNELS = {
     "ReLUSquaredActivation": Activation.RELU_SQUARED,
 }
 """The kernel that computes what a module of a class computes."""
+_FUNCTIONS = {
+    torch.tanh: Activation.TANH,
+    torch.Tensor.tanh: Activation.TANH,
+    torch.cos: Activation.COSINE,
+    torch.Tensor.cos: Activation.COSINE,
+    torch.sin: Activation.SINE,
+    torch.Tensor.sin: Activation.SINE,
+}
+"""The kernel that computes what a function of torch computes, which has other bits on other processors."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RMS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest error of a kernel's norm, relative to the largest value."""
@@ -120,9 +134,44 @@ def _most_even(num_values: int, stride: int) -> int:
     return num_values
 
 
+class KernelFunctions(TorchFunctionMode):
+    """Replaces functions of torch that give other bits on other processors."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in _FUNCTIONS and args[0].is_cpu:
+            return rows.activation(args[0], _FUNCTIONS[function])
+        if function is torch.Tensor.__rpow__ and args[0].is_cpu and args[0].is_floating_point():
+            return _powers(*args)
+        return function(*args, **(kwargs or {}))
+
+
+def _powers(exponents: torch.Tensor, base: float) -> torch.Tensor:
+    """Return a number to the power of each exponent, such as the frequencies of a rotation."""
+    powers = [float(Decimal(base) ** Decimal(each)) for each in exponents.flatten().tolist()]
+    return torch.tensor(powers, dtype=exponents.dtype).view(exponents.shape)
+
+
+def _use_kernel_functions(module: torch.nn.Module) -> None:
+    """Make a module compute tanh, cosines and sines with kernels."""
+    forward = module.forward
+
+    @wraps(forward)
+    def with_kernels(*args: Any, **kwargs: Any) -> Any:
+        with KernelFunctions():
+            return forward(*args, **kwargs)
+
+    module.forward = with_kernels  # type: ignore[method-assign]
+
+
 def make_batch_invariant(model: torch.nn.Module) -> None:
-    """Replace the norms and activation functions of a model on the CPU."""
+    """Replace the norms and functions of a model on the CPU."""
+    if getattr(getattr(model, "config", None), "final_logit_softcapping", None):
+        _use_kernel_functions(model)
     for parent in list(model.modules()):
+        if type(parent).__name__.endswith("RotaryEmbedding"):
+            _use_kernel_functions(parent)
         for name, child in list(parent.named_children()):
             if (norm := _row_norm(child)) is not None:
                 setattr(parent, name, norm)

@@ -4,8 +4,8 @@ A counter-based generator gives one uniform number per (seed, position), and eve
 by row. So a token never depends on which other sequences are in the batch. The uniform number is where the
 cumulative distribution, in the order of token ids, is inverted.
 
-On the CPU a kernel does all of this without sorting the vocabulary (``kernels/cpu/sampling.py``), except
-for typical tokens. On a GPU torch's operators sort each row.
+On the CPU a kernel does all of this without sorting the vocabulary (``kernels/cpu/sampling.py``). On a GPU
+torch's operators sort each row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from quire.engine.logits_processing import process_logits
 from quire.engine.request_errors import RequestFailedError, request_error
 from quire.engine.sequence import Sequence, TokenLogprobs
-from quire.kernels.cpu.sampling import DRAW, UNUSABLE, sample_rows
+from quire.kernels.cpu import sampling as kernels
+from quire.kernels.cpu.sampling import DRAW, UNUSABLE
 from quire.sampling.params import GREEDY_BELOW, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -88,15 +89,7 @@ def _choose_with_kernel(logits: torch.Tensor, raw: torch.Tensor, sequences: list
         raw: the logits before the rules of sequences were applied.
         sequences: the owner of each row.
     """
-    ids = sample_rows(logits, raw, _draws(sequences), GREEDY_BELOW)
-    typical = [
-        row for row, sequence in enumerate(sequences) if _is_typical(sequence.params) and ids[row] != UNUSABLE
-    ]
-    if typical:
-        tokens = _sample_with_torch(logits[typical], [sequences[row] for row in typical]).tolist()
-        for row, token_id in zip(typical, tokens, strict=True):
-            ids[row] = token_id
-    return ids
+    return kernels.sample_rows(logits, raw, _draws(sequences), GREEDY_BELOW)
 
 
 def _draws(sequences: list[Sequence]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
@@ -113,20 +106,14 @@ def _draw(sequence: Sequence) -> bytes:
     """Return a ``DRAW`` that lacks the position, and thus holds for all of a sequence's tokens."""
     params = sequence.params
     draw = np.zeros((), DRAW)
-    if params.is_greedy or _is_typical(params):
-        draw["top_p"] = 1.0
-    else:
+    if not params.is_greedy:
         draw["temperature"] = params.temperature
         draw["top_k"] = min(params.top_k, np.iinfo(np.int64).max)
         draw["top_p"] = params.top_p
         draw["min_p"] = params.min_p
+        draw["typical_p"] = params.typical_p
         draw["seed"] = sequence.seed
     return draw.tobytes()
-
-
-def _is_typical(params: SamplingParams) -> bool:
-    """Return whether only typical tokens are sampled, which the kernel cannot do."""
-    return params.typical_p < 1.0 and not params.is_greedy
 
 
 def _choose_with_torch(logits: torch.Tensor, raw: torch.Tensor, sequences: list[Sequence]) -> list[int]:
@@ -274,10 +261,16 @@ def _logprobs(
 
 def rank_tokens(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
     """Return, for each row of logits, the logprob of its token and those of the ``num_top`` best tokens."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0]
-    values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
+    chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0]
+    values, ids = logits.topk(min(num_top, logits.shape[-1]))
+    rows = zip(chosen.tolist(), log_sums(logits).tolist(), ids.tolist(), values.tolist(), strict=True)
     return [
-        TokenLogprobs(logprob, list(zip(best, best_values, strict=True)))
-        for logprob, best, best_values in zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
+        TokenLogprobs(logit - total, list(zip(best, [each - total for each in best_logits], strict=True)))
+        for logit, (total,), best, best_logits in rows
     ]
+
+
+def log_sums(logits: torch.Tensor) -> torch.Tensor:
+    """Return what to subtract from the logits of each row to get logprobs, float64 ``[num_rows, 1]``."""
+    sums = kernels.log_sums(logits) if logits.is_cpu else torch.logsumexp(logits.double(), dim=-1)
+    return sums[:, None]

@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 from quire.engine.packed_linear import PackedEmbedding, PackedLinear, embedding_scale
 from quire.engine.row_layers import KernelActivation, RowNorm
+from quire.kernels.cpu import rows
 from quire.kernels.cpu.linear import UNIT
+from quire.kernels.cpu.rows import Activation
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Rotation = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -321,6 +323,6 @@ def _finish(config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return what a model of Llama's shape does to its logits; None if it does nothing."""
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap:
-        return lambda logits: torch.tanh(logits / softcap) * softcap
+        return lambda logits: rows.activation(logits / softcap, Activation.TANH) * softcap
     divisor = getattr(config, "logits_scaling", 1.0)
     return None if divisor == 1.0 else lambda logits: logits / divisor

@@ -36,7 +36,6 @@ from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.attention_tiles import AttentionShape, make_parts, make_tiles, part_tokens, span_blocks
 from quire.kernels.cpu.intrinsics import (
-    FAST_MATH,
     SQUARE,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -45,6 +44,7 @@ from quire.kernels.cpu.intrinsics import (
     exp,
     fetch_and_increment,
     pointer,
+    sum_powers,
     transpose,
     widen,
 )
@@ -318,8 +318,9 @@ def _apply_softcap_and_alibi(
 ) -> None:
     """Apply the soft cap and ALiBi to a row; ``distance`` is the first key's position minus the row's."""
     if softcap > 0.0:
+        inverse = np.float32(1.0) / softcap
         for slot in range(span):
-            x = scores[row, slot] / softcap
+            x = scores[row, slot] * inverse
             # tanh(|x|) = 2 / (1 + e^-2|x|) - 1
             tanh = np.float32(2.0) / (np.float32(1.0) + exp(np.float32(-2.0) * abs(x))) - np.float32(1.0)
             scores[row, slot] = softcap * (tanh if x >= 0.0 else -tanh)
@@ -362,18 +363,15 @@ def _running_softmax(
         for d in range(head_dim):
             total[row, d] *= shrink
         best[row] = peak
-    added = np.float32(0.0)
     for slot in range(span):
-        share = exp(scores[row, slot] - peak)
-        scores[row, slot] = share
-        added += share
-    weight[row] += added
+        scores[row, slot] = exp(scores[row, slot] - peak)
     # ``exp`` never returns less than the smallest normal number, but keys that a row does not see must add
     # exactly nothing.
     for slot in range(low):
         scores[row, slot] = 0.0
     for slot in range(high, span):
         scores[row, slot] = 0.0
+    weight[row] += sum_powers(np.int64(scores[row:].ctypes.data), np.int64(span), np.float32(0.0), 1)
 
 
 @compiled
@@ -605,4 +603,4 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                     )
 
     signature = types.void(types.CPointer(_ARGUMENTS_TYPE))
-    return compile_kernel(signature, kernel, fastmath=FAST_MATH, error_model="numpy")
+    return compile_kernel(signature, kernel, error_model="numpy")

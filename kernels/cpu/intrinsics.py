@@ -21,9 +21,6 @@ _SUM_LANES = 16
 _SCALED = (types.int8, types.uint8)
 """Stored types that have a scale."""
 
-FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
-"""Flags that allow sums to be reordered, while infinities and NaNs keep their meaning."""
-
 TILE_ROWS = 4
 TILE_COLUMNS = 64 if binding.get_host_cpu_features().get("avx512f", False) else 16
 """Size of the tile of sums that ``add_product`` keeps in registers.
@@ -63,8 +60,11 @@ def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a part of a kernel, inlined so that loops over its constant arguments are unrolled."""
-    part: Callable[..., Any] = njit(fastmath=FAST_MATH, inline="always")(function)
+    """Compile a part of a kernel, inlined so that loops over its constant arguments are unrolled.
+
+    No part allows LLVM to reorder or to fuse operations, since it would do so by the width of vectors.
+    """
+    part: Callable[..., Any] = njit(inline="always")(function)
     return part
 
 
@@ -366,6 +366,16 @@ def fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
 
 
 @instruction
+def multiply_add(typingctx: Any, left: Any, right: Any, addend: Any) -> Any:
+    """Return ``left * right + addend`` of float32, rounded once on every processor."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@instruction
 def transpose(
     typingctx: Any,
     source: Any,
@@ -488,12 +498,12 @@ def exp(x: np.float32) -> np.float32:
     n = np.floor(y + np.float32(0.5))
     f = y - n
     p = np.float32(1.535336188319500e-4)
-    p = p * f + np.float32(1.339887440266574e-3)
-    p = p * f + np.float32(9.618437357674640e-3)
-    p = p * f + np.float32(5.550332471162809e-2)
-    p = p * f + np.float32(2.402264791363012e-1)
-    p = p * f + np.float32(6.931472028550421e-1)
-    p = p * f + np.float32(1.0)
+    p = multiply_add(p, f, np.float32(1.339887440266574e-3))
+    p = multiply_add(p, f, np.float32(9.618437357674640e-3))
+    p = multiply_add(p, f, np.float32(5.550332471162809e-2))
+    p = multiply_add(p, f, np.float32(2.402264791363012e-1))
+    p = multiply_add(p, f, np.float32(6.931472028550421e-1))
+    p = multiply_add(p, f, np.float32(1.0))
     power: np.float32 = p * float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
     return power
 

@@ -1,7 +1,8 @@
 """Norms and activation functions, row by row, on the CPU.
 
-Each value has the same bits whatever else a step computes: sums run in one order, and exponentials are
-written out, since libraries compute the last values of an array differently than the others.
+Each value has the same bits whatever else a step computes, and on every processor: sums run in one order, and
+exponentials, cosines and sines are written out, since libraries compute the last values of an array
+differently than the others, and have other code for each kind of processor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from quire.kernels.cpu.intrinsics import (
     exp,
     fetch_and_increment,
     keep_apart,
+    multiply_add,
     pointer,
     sum_powers,
     widen,
@@ -54,6 +56,9 @@ class Activation(IntEnum):
     GELU = 3
     RELU = 4
     RELU_SQUARED = 5
+    TANH = 6
+    COSINE = 7
+    SINE = 8
 
 
 @exact
@@ -108,10 +113,50 @@ def normalize(
 
 @exact
 def _tanh(x: np.float32) -> np.float32:
+    """Return the hyperbolic tangent within 1e-7."""
     one, two = np.float32(1.0), np.float32(2.0)
-    size = two / (one + exp(-two * abs(x))) - one
+    power = exp(-two * abs(x))
+    size = one - two * power / (one + power)
     result: np.float32 = size if x >= np.float32(0.0) else -size
     return result
+
+
+@exact
+def _tanh_near_zero(x: np.float32) -> np.float32:
+    """Return the hyperbolic tangent of up to 0.625 in size, with all its digits (Cephes' ``tanhf``)."""
+    square = x * x
+    p = np.float32(-5.70498872745e-3)
+    p = multiply_add(p, square, np.float32(2.06390887954e-2))
+    p = multiply_add(p, square, np.float32(-5.37397155531e-2))
+    p = multiply_add(p, square, np.float32(1.33314422036e-1))
+    p = multiply_add(p, square, np.float32(-3.33332819422e-1))
+    near: np.float32 = multiply_add(p * square, x, x)
+    return near
+
+
+@exact
+def _cosine(x: np.float32, quarters: int) -> np.float32:
+    """Return the cosine of ``x`` plus a number of quarters of a turn, for ``x`` up to a million.
+
+    Full quarters of a turn are subtracted in two parts, the first of which is exact. Taylor's polynomials
+    give the cosine and the sine of the rest.
+    """
+    number = np.floor(np.float64(x) * 0.6366197723675814 + 0.5)
+    rest = (np.float64(x) - number * 1.5707963267341256) - number * 6.077100506506192e-11
+    square = rest * rest
+    cosine = 2.08767569878681e-9 * square - 2.755731922398589e-7
+    cosine = cosine * square + 2.48015873015873e-5
+    cosine = cosine * square - 1.388888888888889e-3
+    cosine = (cosine * square + 0.041666666666666664) * square - 0.5
+    cosine = cosine * square + 1.0
+    sine = 1.6059043836821613e-10 * square - 2.505210838544172e-8
+    sine = sine * square + 2.7557319223985893e-6
+    sine = sine * square - 1.984126984126984e-4
+    sine = (sine * square + 0.008333333333333333) * square - 0.16666666666666666
+    sine = (sine * square + 1.0) * rest
+    quarter = np.int32(number) + np.int32(quarters)
+    size = sine if quarter & 1 else cosine
+    return np.float32(-size if (quarter + 1) & 2 else size)
 
 
 @exact
@@ -154,6 +199,16 @@ def activate(kind: int, values: int, length: int, storage: Any) -> None:
         for i in range(length):
             positive = max(x[i], zero)
             x[i] = narrow(positive * positive, storage)
+    elif kind == 6:
+        for i in range(length):
+            is_near = abs(x[i]) < np.float32(0.625)
+            x[i] = narrow(_tanh_near_zero(x[i]) if is_near else _tanh(x[i]), storage)
+    elif kind == 7:
+        for i in range(length):
+            x[i] = narrow(_cosine(x[i], 0), storage)
+    elif kind == 8:
+        for i in range(length):
+            x[i] = narrow(_cosine(x[i], 3), storage)
 
 
 _FIELDS = ("rows", "weight", "bias", "next_row", "num_rows", "length", "norm", "activation")

@@ -3,13 +3,15 @@
 Logits are divided by the temperature. The weight of a token is e to the power of its logit minus the largest
 one, or 0 if that difference is below -87, so that a forbidden token is never drawn. Top-k, top-p and min-p
 keep the first tokens in the order of logits, ties by token id. Bisection finds the last logit that top-k and
-top-p keep: each pass adds up the weights of a range of logits, and a range with few tokens is copied.
+top-p keep: each pass adds up the weights of a range of logits, and a range with few tokens is copied. Typical
+tokens are found in the same way, in the order of how near their surprise is to the expected one.
 
 Then the cumulative distribution, in the order of token ids, is inverted at a uniform number, which is a
 function of seed and position.
 
 A thread computes a whole row and adds weights as float64 in an order that depends only on the row. So a token
-has the same bits in any batch, with any number of threads and any width of vectors.
+has the same bits in any batch, with any number of threads and any width of vectors. So does a logprob: the
+logarithm that it needs is written out, too.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from quire.kernels.cpu.intrinsics import (
     float_from_bits,
     keep_apart,
     pointer,
+    sum_powers,
     sum_range,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
@@ -58,13 +61,14 @@ DRAW = np.dtype(
         ("top_k", np.int64),
         ("top_p", np.float64),
         ("min_p", np.float32),
+        ("typical_p", np.float64),
         ("seed", np.uint64),
         ("position", np.int64),
     ]
 )
 """How a row's token is drawn; a temperature of 0 takes the most probable one.
 
-A ``top_k`` of 0, a ``top_p`` of 1 and a ``min_p`` of 0 keep all tokens.
+A ``top_k`` of 0, a ``top_p`` of 1, a ``min_p`` of 0 and a ``typical_p`` of 0 or 1 keep all tokens.
 """
 
 _FIELDS = (
@@ -82,6 +86,9 @@ _FIELDS = (
     "next_scratch",
 )
 _ARGUMENTS = np.dtype([*((name, np.int64) for name in _FIELDS), ("greedy_below", np.float32)])
+
+_SUM_FIELDS = ("logits", "stride", "num_rows", "vocab_size", "sums", "scratch", "next_row", "next_scratch")
+_SUM_ARGUMENTS = np.dtype([(name, np.int64) for name in _SUM_FIELDS])
 
 
 def sample_rows(
@@ -102,9 +109,7 @@ def sample_rows(
     """
     logits, raw = _with_whole_rows(logits), _with_whole_rows(raw)
     num_rows, vocab_size = logits.shape
-    num_threads = 1
-    if logits.numel() >= _MIN_THREADED_VALUES:
-        num_threads = min(torch.get_num_threads(), num_rows)
+    num_threads = _num_threads(logits)
     scratch_bytes = _scratch_bytes(vocab_size)
     scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)
     # The two counters follow the token ids.
@@ -129,6 +134,31 @@ def sample_rows(
     threads.run(_kernel().address, arguments.ctypes.data, num_threads)
     token_ids: list[int] = results[:num_rows].tolist()
     return token_ids
+
+
+def log_sums(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of the sum of e to the power of each row's logits, float64 ``[num_rows]``.
+
+    A logit minus its row's number is its logprob.
+
+    Args:
+        logits: ``[num_rows, vocab_size]``, float32.
+    """
+    logits = _with_whole_rows(logits)
+    num_rows, vocab_size = logits.shape
+    num_threads = _num_threads(logits)
+    # Two counters and the scratch follow the sums.
+    results = np.zeros(num_rows + 2 + num_threads * _BLOCK // 2)
+    at = results.ctypes.data
+    end = at + 8 * num_rows
+    fields = (logits.data_ptr(), logits.stride(0), num_rows, vocab_size, at, end + 16, end, end + 8)
+    arguments = np.array(fields)
+    threads.run(_log_sums_kernel().address, arguments.ctypes.data, num_threads)
+    return torch.from_numpy(results[:num_rows])
+
+
+def _num_threads(logits: torch.Tensor) -> int:
+    return min(torch.get_num_threads(), len(logits)) if logits.numel() >= _MIN_THREADED_VALUES else 1
 
 
 def _with_whole_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -348,6 +378,40 @@ def _drop_light(weights: int, length: int, least: np.float32) -> None:
 
 
 @exact
+def _drop_untypical(
+    keys: int, weights: int, length: int, most: np.float32, typical_p: float, copies: int
+) -> None:
+    """Set the weights of all but the locally typical tokens to 0 (Meister et al., 2022).
+
+    Their surprise, the negative logprob, is nearest to the expected surprise: they are the fewest tokens
+    whose weights sum up to a share of all, and those that are equally near. A surprise is a constant minus
+    the token's scaled logit, so the distances from the mean are those of the scaled logits.
+
+    Args:
+        keys, weights: addresses of ``length`` values; the keys are overwritten.
+        most: the largest scaled logit.
+        copies: as for ``_cut``.
+    """
+    keep_apart()
+    k = carray(pointer(keys, np.int32), (length,))
+    w = carray(pointer(weights, np.float32), (length,))
+    total, moment = 0.0, 0.0
+    for i in range(length):
+        weight = np.float64(w[i])
+        total += weight
+        if weight > 0.0:
+            moment += weight * np.float64(_value(k[i]) - most)
+    mean = np.float32(moment / total)
+    for i in range(length):
+        distance = abs((_value(k[i]) - most) - mean)
+        k[i] = _key(-distance) if w[i] > np.float32(0.0) else np.int32(-0x80000000)
+    low, high = _key(np.float32(2.0) * _LOWEST), _key(np.float32(0.0))
+    last, _ = _cut(keys, weights, length, low, high, typical_p, False, copies)
+    for i in range(length):
+        w[i] *= np.float32(k[i] >= last)
+
+
+@exact
 def _uniform(seed: np.uint64, position: int) -> float:
     """Return a number in [0, 1) for a seed and a position: SplitMix64 (Steele et al., OOPSLA 2014)."""
     mixed = _mix(seed) + np.uint64(position) * np.uint64(0x9E3779B97F4A7C15)
@@ -427,6 +491,8 @@ def _filter(logits: int, length: int, largest: np.int32, draw: Any, scratch: int
         _drop(keys, weights, padded, low, room, False)
     if draw.min_p > np.float32(0.0):
         _drop_light(weights, padded, draw.min_p)
+    if 0.0 < draw.typical_p < 1.0:
+        _drop_untypical(keys, weights, padded, most, draw.typical_p, copies)
 
 
 @exact
@@ -435,6 +501,63 @@ def _draw(scratch: int, padded: int, uniform: float) -> int:
     block_sums = scratch + 8 * padded + 8 * (padded // _LIST_SHARE + _LANES)
     token: int = _invert(scratch + 4 * padded, padded, uniform, block_sums)
     return token
+
+
+@exact
+def _log(x: float) -> float:
+    """Return the natural logarithm of a number of at least 1; libraries have other code for each processor.
+
+    The number is halved until the series of the inverse hyperbolic tangent converges fast.
+    """
+    num_halved = 0.0
+    while x > 1.4142135623730951:
+        x *= 0.5
+        num_halved += 1.0
+    ratio = (x - 1.0) / (x + 1.0)
+    square, series = ratio * ratio, 0.0
+    for power in range(21, 0, -2):
+        series = series * square + 1.0 / power
+    return num_halved * 0.6931471805599453 + 2.0 * ratio * series
+
+
+@exact
+def _log_sum(logits: int, length: int, scratch: int) -> float:
+    """Return the logarithm of the sum of e to the power of a row's logits; the scratch has one block."""
+    _, largest, _ = _scan(logits, length)
+    most, total = _value(largest), 0.0
+    for start in range(0, length, _BLOCK):
+        size = min(_BLOCK, length - start)
+        _raise(logits + 4 * start, size, most, scratch)
+        total += np.float64(sum_powers(scratch, np.int64(size), np.float32(0.0), 1))
+    return np.float64(most) + _log(total)
+
+
+@exact
+def _raise(logits: int, length: int, most: np.float32, powers: int) -> None:
+    """Write e to the power of each logit minus the largest one."""
+    keep_apart()
+    x = carray(pointer(logits, np.float32), (length,))
+    p = carray(pointer(powers, np.float32), (length,))
+    for i in range(length):
+        p[i] = exp(x[i] - most)
+
+
+@cache
+def _log_sums_kernel() -> Any:
+    """Compile the function that each thread runs: it takes the next row until none is left."""
+
+    def kernel(arguments: Any) -> None:
+        args = carray(arguments, 1)[0]
+        scratch = args.scratch + np.int64(4 * _BLOCK) * np.int64(fetch_and_increment(args.next_scratch))
+        sums = carray(pointer(args.sums, np.float64), (args.num_rows,))
+        while True:
+            row = np.int64(fetch_and_increment(args.next_row))
+            if row >= args.num_rows:
+                break
+            sums[row] = _log_sum(args.logits + 4 * row * args.stride, args.vocab_size, scratch)
+
+    signature = types.void(types.CPointer(from_dtype(_SUM_ARGUMENTS)))
+    return compile_kernel(signature, kernel, error_model="numpy")
 
 
 @cache

@@ -18,6 +18,9 @@ FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: functional.gelu,
     Activation.RELU: functional.relu,
     Activation.RELU_SQUARED: lambda x: functional.relu(x).square(),
+    Activation.TANH: torch.tanh,
+    Activation.COSINE: torch.cos,
+    Activation.SINE: torch.sin,
 }
 
 

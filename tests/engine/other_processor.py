@@ -1,0 +1,108 @@
+"""Prints a digest of what requests get: as this processor computes it, or as an older one would.
+
+Run as ``python -m tests.engine.other_processor [--old] FOLDER:DTYPE...``, with one model in each folder. With
+``--old`` and ``ENVIRONMENT`` vectors have 4 instead of 8 or 16 floats, and torch's have none at all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+OLD = "--old"
+ENVIRONMENT = {
+    "NUMBA_CPU_NAME": "x86-64",
+    "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+fma,+f16c,+popcnt,+prefer-128-bit",
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "num_logprobs": 3, "num_prompt_logprobs": 2},
+    "typical": {"temperature": 1.2, "seed": 4, "typical_p": 0.7, "num_logprobs": 0},
+    "filtered": {"temperature": 0.9, "seed": 5, "top_p": 0.9, "top_k": 80, "min_p": 0.001},
+}
+
+
+def results(folder: Path, dtype: str, weight_dtype: str = "auto") -> dict[str, Any]:
+    """Return the tokens and logprobs of the requests, and a digest of the KV blocks and of the logits."""
+    # Imported here, since kernels choose their tiles by the processor when they are imported.
+    import xxhash
+    from torch import Tensor, device
+
+    from quire.engine.model_loader import load_model
+    from quire.engine.step_tensors import StepTensors
+    from tests.engine.tiny_engine import make_engine, make_prompt, make_request
+
+    model = load_model(str(folder), dtype, device("cpu"), weight_dtype)
+    engine = make_engine(model, num_blocks=32)
+    logits = xxhash.xxh3_64()
+    forward = engine.runner.forward
+
+    def observed(step: StepTensors) -> Tensor:
+        found = forward(step)
+        logits.update(found.float().contiguous().numpy().tobytes())
+        return found
+
+    engine.runner.forward = observed  # type: ignore[method-assign]
+    requests = [make_request(name, make_prompt(70), max_tokens=20, **each) for name, each in REQUESTS.items()]
+    tokens: dict[str, list[Any]] = {name: [] for name in REQUESTS}
+    for request in requests:
+        engine.add_request(request)
+    while not engine.is_idle:
+        for update in engine.step():
+            tokens[update.sequence.attempt_id] += [
+                (token.token_id, _hex(token.logprobs)) for token in update.tokens
+            ]
+    return {
+        "tokens": tokens,
+        "prompt": [_hex(each) for each in requests[0].prompt_logprobs],
+        "kv": xxhash.xxh3_64_hexdigest(engine.memory.blocks.float().numpy().tobytes()),
+        "logits": logits.hexdigest(),
+        "digest": model.digest,
+    }
+
+
+def powers() -> str:
+    """Return a digest of the frequencies of many rotations."""
+    import torch
+    import xxhash
+
+    from quire.engine.row_layers import KernelFunctions
+
+    digest = xxhash.xxh3_64()
+    with KernelFunctions():
+        for base in (10000.0, 25600.0, 150000, 500000.0, 1e6, 1e7):
+            for size in (16, 64, 80, 96, 128, 256):
+                frequencies = 1.0 / (base ** (torch.arange(0, size, 2).float() / size))
+                digest.update(frequencies.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _hex(logprobs: Any) -> Any:
+    if logprobs is None:
+        return None
+    return [logprobs.logprob.hex(), *((token, value.hex()) for token, value in logprobs.top)]
+
+
+def _forget_new_instructions() -> None:
+    from llvmlite import binding
+
+    find = binding.get_host_cpu_features
+
+    def found() -> Any:
+        features = find()
+        for name in features:
+            features[name] = features[name] and name in {"sse4.2", "avx", "fma", "f16c", "popcnt"}
+        return features
+
+    binding.get_host_cpu_features = found
+
+
+if __name__ == "__main__":
+    if OLD in sys.argv:
+        _forget_new_instructions()
+    cases = [each.rsplit(":", 1) for each in sys.argv[1:] if each != OLD]
+    print(json.dumps([powers(), *(results(Path(folder), dtype) for folder, dtype in cases)]))
