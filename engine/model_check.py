@@ -4,7 +4,7 @@ transformers' attention interface covers many architectures, but some of them on
 their own, drop the arguments that carry the block tables, or attend in ways that an attention function cannot
 see. A list of supported names would not stay correct. So the check records what a model passes to attention.
 It then compares logits: a prompt in two chunks, batched with another prompt, must give the same logits as the
-model without paging.
+model without paging, and the other prompt the same ones next to a sequence at the last positions.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _BLOCK_SIZE = 16
 _FIRST_CHUNK, _PROMPT, _OTHER_PROMPT = 23, 40, 20
 _MOST_POSITIONS = 8192
 """Positions up to which a model's rotations are compared."""
+_LAST_POSITION = 1 << 17
+"""Largest position that a short prompt is computed next to; models without a limit keep no table of all."""
 _TOLERANCE = {torch.float32: 0.01}
 _HALF_TOLERANCE = 0.1
 """Largest relative error of logits for 16-bit dtypes. A model that is run wrongly has an error of about 1."""
@@ -133,11 +135,12 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     return KvHeads(len(seen), num_kv_heads, head_dim, tuple(calls))
 
 
-def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> None:
+def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_positions: int) -> None:
     """Compare a model's logits over paged blocks with those of its own eager attention.
 
     Raises:
-        UnsupportedModelError: the logits differ by more than rounding errors.
+        UnsupportedModelError: the logits differ by more than rounding errors, or those of a prompt depend on
+            how far another sequence of the step has come.
     """
     device, dtype = _device(module), next(module.parameters()).dtype
     tokens = torch.arange(1, _PROMPT + _OTHER_PROMPT + 1, device=device) * 7919 % vocab_size
@@ -148,6 +151,10 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> No
             forward = _forward(module, memory)
             first = forward(_chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])]))
             rest = forward(_chunks([(_FIRST_CHUNK, prompt[_FIRST_CHUNK:], [4, 1, 2])]))
+            # The step of the first chunk again, now at the last positions, so that all shapes are the same.
+            shift = min(num_positions, _LAST_POSITION) - _FIRST_CHUNK
+            chunks = _chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])], [max(0, shift), 0])
+            beside_last = forward(chunks)
         with _attention(module, "eager"), _refusing("cannot run with eager attention, to be compared with"):
             whole, beside = (
                 module(input_ids=each[None], use_cache=False).logits[0] for each in (prompt, other)
@@ -157,14 +164,20 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int) -> No
         "a prompt beside another": (first[_FIRST_CHUNK:], beside),
         "the second chunk of a prompt": (rest, whole[_FIRST_CHUNK:]),
     }
+    tolerance = _TOLERANCE.get(dtype, _HALF_TOLERANCE)
     for name, (paged, expected) in parts.items():
-        # Use the median, since a rounding error may route a single token to another expert.
-        error = float(_relative_error(paged.float(), expected.float()).median())
-        if not error <= _TOLERANCE.get(dtype, _HALF_TOLERANCE):
+        error = _relative_error(paged, expected)
+        if not error <= tolerance:
             raise UnsupportedModelError(
                 f"over paged blocks the logits of {name} differ from the model's own by {error:.0%}: "
                 "it keeps something that attention does not see"
             )
+    error = _relative_error(beside_last[_FIRST_CHUNK:], first[_FIRST_CHUNK:])
+    if not error <= tolerance / 100:
+        raise UnsupportedModelError(
+            f"the logits of a prompt differ by {error:.2%} next to a sequence at the last positions: "
+            "something depends on the longest sequence of the batch, so cached keys would depend on others"
+        )
 
 
 Forward = Callable[[StepTensors], torch.Tensor]
@@ -249,9 +262,11 @@ def _chunks(
     return step.to(device)
 
 
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    error: torch.Tensor = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return error
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the median error of tokens, since a rounding error may route one token to another expert."""
+    expected = expected.float()
+    errors = (actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(errors.median())
 
 
 @contextmanager

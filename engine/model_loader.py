@@ -121,7 +121,7 @@ def load_model(
             module, digest, plan = _load_part(folder, config, dtype, weight_dtype, collectives)
     try:
         heads = observe_attention(module, text_config, max_position_embeddings)
-        check_paging(module, heads, text_config.vocab_size)
+        check_paging(module, heads, text_config.vocab_size, max_position_embeddings)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{config.model_type}: {error}") from error
     recipe = None
@@ -232,17 +232,18 @@ def check_supported(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise UnsupportedModelError(f"{name}: layers of type {sorted(kinds)} keep no paged KV cache")
-    rope_type = _rope_type(config)
-    if rope_type in {"dynamic", "longrope"}:
+    if rope_types := _rope_types(config) & {"dynamic", "longrope"}:
         raise UnsupportedModelError(
-            f"{name}: rope type {rope_type!r} rotates by the longest sequence of the batch, "
+            f"{name}: rope type {min(rope_types)!r} rotates by the longest sequence of the batch, "
             "so cached keys would depend on other requests"
         )
 
 
-def _rope_type(config: Any) -> str:
+def _rope_types(config: Any) -> set[str]:
+    """Return the types of all layers' ropes, whose parameters may be nested by the type of the layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return str(rope.get("rope_type", rope.get("type", "default")))
+    parts = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return {str(each.get("rope_type", each.get("type", "default"))) for each in parts}
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:

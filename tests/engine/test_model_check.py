@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quire.benchmarks.model_survey import make_tiny_model
+from quire.engine import model_loader
 from quire.engine.model_check import UnsupportedModelError
 from quire.engine.model_loader import load_model
 
@@ -36,6 +39,40 @@ def test_rope_by_the_longest_sequence_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="rope type 'dynamic' rotates by the longest sequence"):
         load_model(str(tmp_path), "float32", torch.device("cpu"))
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + each for each in range(8)],
+    "original_max_position_embeddings": 128,
+}
+
+
+def save_nested_longrope(folder: Path) -> str:
+    """Save a model whose rotations by layer type depend on the longest sequence of the batch."""
+    make_tiny_model("gemma3_text").save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    half = config["head_dim"] // 2
+    rope = LONGROPE | {name: (LONGROPE[name] * half)[:half] for name in ("short_factor", "long_factor")}
+    config["rope_parameters"] = {kind: rope for kind in config["rope_parameters"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_nested_rope_by_the_longest_sequence_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="rope type 'longrope' rotates by the longest sequence"):
+        load_model(save_nested_longrope(tmp_path), "float32", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_finds_values_that_depend_on_the_longest_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr(model_loader, "check_supported", lambda config: None)
+    with pytest.raises(UnsupportedModelError, match="depends on the longest sequence of the batch"):
+        load_model(save_nested_longrope(tmp_path), dtype, torch.device("cpu"))
 
 
 def test_one_key_value_head_without_a_name_in_the_configuration(tmp_path: Path) -> None:
