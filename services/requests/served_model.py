@@ -12,9 +12,13 @@ from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServedModel:
-    """The served model: its limits, its tokenizer and its chat template."""
+    """The served model: its limits, its tokenizer and its chat template.
+
+    Attributes:
+        cache_descriptor: that of the workers; it changes when they get another version of the arithmetic.
+    """
 
     name: str
     max_model_len: int

@@ -317,6 +317,8 @@ async def _follow_workers(
             await workers.refresh()
             if workers.reference is not None and not cluster.done():
                 await join(workers.reference)
+            elif workers.reference is not None:
+                cluster.result().model.cache_descriptor = workers.reference.cache_descriptor
         except Exception:
             _log.exception("refresh_failed")
         for role in ("prefill", "decode"):

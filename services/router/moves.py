@@ -160,8 +160,13 @@ class Moves:
         return attempt.worker.is_draining and attempt in self._running.get(attempt.worker, ())
 
     def _target(self, attempt: _Movable) -> Worker | None:
-        """Return the decode worker with the most room, or None if no other takes requests."""
-        serving = [worker for worker in self._workers.serving("decode") if worker is not attempt.worker]
+        """Return the decode worker with the most room, or None if no other takes requests.
+
+        A worker with another version of the arithmetic would compute other bits, so it gets no answer.
+        """
+        descriptor = attempt.worker.info.cache_descriptor
+        others = (each for each in self._workers.serving("decode") if each is not attempt.worker)
+        serving = [worker for worker in others if worker.info.cache_descriptor == descriptor]
         healthy = [worker for worker in serving if not self._workers.is_unhealthy(worker)]
         return min(healthy or serving, key=self._share_in_use, default=None)
 

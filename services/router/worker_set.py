@@ -40,7 +40,7 @@ class WorkerSet:
     worker itself, because Redis may have lost all leases at once.
 
     All workers must serve the model of the first worker, with the same KV layout and block hashes. Others are
-    refused.
+    refused. Once all workers drain or have left, workers with another version of the arithmetic may follow.
     """
 
     def __init__(
@@ -276,7 +276,8 @@ class WorkerSet:
             probe = None
         if probe is not None and not probe.is_stopping:
             member = next((record for record in records if record.epoch == probe.info.epoch), records[0])
-            if self._acceptance.accepts(member, probe):
+            may_change = all(worker.is_draining for worker in self._workers.values())
+            if self._acceptance.accepts(member, probe, may_change=may_change):
                 connection.sign_as(self._caller, probe.info)
                 self._join(Worker(address, probe.info, connection, is_draining=probe.info.is_draining))
                 return
@@ -366,6 +367,9 @@ class WorkerSet:
 
     def _mark(self, worker: Worker, is_draining: bool) -> None:
         if worker.is_draining != is_draining:
+            if self.reference and worker.info.cache_descriptor != self.reference.cache_descriptor:
+                self._leave(worker, "other_arithmetic")
+                return
             worker.is_draining = is_draining
             _log.info("worker_draining" if is_draining else "worker_serving", worker=worker.worker_id)
             self._tell_return(worker)

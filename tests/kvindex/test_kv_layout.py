@@ -46,7 +46,7 @@ def test_every_field_counts_in_the_descriptor() -> None:
 def test_the_descriptor_is_canonical() -> None:
     """Block hashes in a shared index are rooted in these bytes, so a change makes all entries useless."""
     assert LAYOUT.descriptor() == (
-        b'{"block_size":16,"compute_dtype":"bfloat16","device":"cpu","dtype":"float16","head_dim":8,'
+        b'{"arithmetic_version":1,"block_size":16,"compute_dtype":"bfloat16","device":"cpu","dtype":"float16","head_dim":8,'
         b'"layout_version":1,"model_digest":"digest","num_kv_heads":3,"num_layers":2}'
     )
     assert json.loads(LAYOUT.descriptor())["layout_version"] == LAYOUT_VERSION

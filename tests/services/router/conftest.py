@@ -82,6 +82,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.worker_id, self.role, self.script, self.model_path = worker_id, role, script, model_path
         self.epoch = "1"
         self.secret = b""
+        self.cache_descriptor = b"tiny"
         self.layout = kvtransfer_pb2.KvLayout(block_size=4, num_layers=1, dtype="float32")
         self.calls: list[Any] = []
         self.aborted = asyncio.Event()
@@ -121,7 +122,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[1],
             layout=self.layout,
-            cache_descriptor=b"tiny",
+            cache_descriptor=self.cache_descriptor,
             is_draining=self.is_draining,
             is_stalled=self.is_stalled,
             num_blocks=1000,

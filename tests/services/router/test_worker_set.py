@@ -115,6 +115,47 @@ async def test_a_worker_of_another_kind_is_refused(cluster: Any, make_set: Any, 
     assert ids_of(workers) == ["d1"]
 
 
+async def test_workers_of_the_next_arithmetic_version_follow_when_no_old_one_takes_requests(
+    cluster: Any, make_set: Any
+) -> None:
+    old, new = await cluster.add("old", "decode"), await cluster.add("new", "decode")
+    for version, worker in enumerate((old, new), start=1):
+        worker.layout.arithmetic_version = version
+        worker.cache_descriptor = b'{"arithmetic_version":%d,"block_size":4}' % version
+    both = [Member(worker.server.address, "1") for worker in (old, new)]
+    membership = ScriptedMembership(both[0])
+    workers = make_set(membership)
+    await workers.refresh()
+    membership.current = both
+    await workers.refresh()
+    assert ids_of(workers) == ["old"]
+    for is_draining in (True, False):
+        old.is_draining = is_draining
+        membership.current = [both[0]._replace(is_draining=is_draining), both[1]]
+        for _ in range(2):
+            await workers.refresh()
+        assert ids_of(workers) == ["new"], "blocks of two versions would mix"
+        assert workers.reference is not None
+        assert workers.reference.cache_descriptor == new.cache_descriptor
+
+
+@pytest.mark.parametrize("is_other_model", [False, True])
+async def test_only_the_arithmetic_version_may_change(
+    cluster: Any, make_set: Any, is_other_model: bool
+) -> None:
+    old, new = await cluster.add("old", "decode"), await cluster.add("new", "decode")
+    new.layout.arithmetic_version = 2
+    new.cache_descriptor = b"another model" if is_other_model else b"tiny"
+    membership = ScriptedMembership(Member(old.server.address, "1"))
+    workers = make_set(membership)
+    await workers.refresh()
+    await old.server.stop()
+    membership.current = [Member(new.server.address, "1")]
+    for _ in range(2):
+        await workers.refresh()
+    assert ids_of(workers) == ([] if is_other_model else ["new"])
+
+
 async def test_a_worker_with_another_secret_is_refused(cluster: Any, make_set: Any) -> None:
     worker = await cluster.add("d1", "decode")
     membership = ScriptedMembership(Member(worker.server.address, "1", fingerprint="other"))

@@ -1,0 +1,109 @@
+"""Workers are replaced one by one by those of a version whose kernels compute other bits."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from quire.client import AsyncClient
+from quire.kvindex.kv_layout import ARITHMETIC_VERSION
+from quire.services.local.redis_process import RedisProcess
+from quire.services.router.app import RunningRouter, router
+from quire.services.router.config import RouterConfig
+
+WAIT_SECONDS = 60.0
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+NUM_NEW, LONG = 64, 400
+MAIN = "from quire.cli.main import main; main()"
+# The next version: every greedy token is one larger, and the layout says that the arithmetic differs.
+NEXT = f"""
+from functools import partial
+from quire.engine.model_runner import ModelRunner
+from quire.kvindex.kv_layout import ARITHMETIC_VERSION
+from quire.services.worker import build
+
+forward = ModelRunner.forward
+ModelRunner.forward = lambda self, step: forward(self, step).roll(1, -1)
+build.KvLayout = partial(build.KvLayout, arithmetic_version=ARITHMETIC_VERSION + 1)
+{MAIN}
+"""
+
+
+@contextmanager
+def decode_worker(program: str, model: Path, redis_url: str) -> Iterator[subprocess.Popen[bytes]]:
+    settings = ["--dtype", "float32", "--num-blocks", "512", "--grace-period", "60"]
+    command = [sys.executable, "-c", program, "decode", str(model), "--redis-url", redis_url, *settings]
+    with subprocess.Popen([*command, "--log-level", "error"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def versions(running: RunningRouter) -> list[int]:
+    return [worker.info.layout.arithmetic_version for worker in running.workers.serving("decode")]
+
+
+def num_alike(tokens: list[int], others: list[int]) -> int:
+    """Return how many leading tokens are equal."""
+    return next(
+        (i for i, pair in enumerate(zip(tokens, others, strict=True)) if len({*pair}) > 1), len(tokens)
+    )
+
+
+async def test_workers_of_two_arithmetic_versions_share_no_block_and_lose_no_request(
+    tiny_model: Callable[[str], Path], expected: Any, e2e: Any, monkeypatch: Any
+) -> None:
+    """Load goes to two workers, and two of the next version take their places."""
+    monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
+    prompts = [e2e.make_prompt(60, seed) for seed in range(3)]
+    with RedisProcess() as redis, ExitStack() as stack:
+
+        def start(program: str) -> subprocess.Popen[bytes]:
+            return stack.enter_context(decode_worker(program, tiny_model("llama"), redis.worker_url))
+
+        config = RouterConfig(port=0, redis_url=redis.url, cluster_secret=b"shared", poll_seconds=0.1)
+        old = [start(MAIN) for _ in range(2)]
+        async with router(config) as running, AsyncClient(running.address, timeout=WAIT_SECONDS) as client:
+            await until(lambda: versions(running) == [ARITHMETIC_VERSION] * 2)
+            for _ in range(2):
+                start(NEXT)
+
+            async def ask(prompt: list[int], max_tokens: int = NUM_NEW) -> list[int]:
+                answer = await client.generate(prompt, max_tokens=max_tokens, **GREEDY)
+                assert answer.usage.retries == 0
+                return list(answer.token_ids)
+
+            answers = []
+            old[0].terminate()
+            while old[0].poll() is None:
+                answers += zip(prompts, await asyncio.gather(*map(ask, prompts)), strict=True)
+            assert all(tokens == expected("llama", prompt) for prompt, tokens in answers)
+
+            streams = [client.stream(prompt, max_tokens=LONG, **GREEDY) for prompt in prompts]
+            firsts = [list((await anext(stream)).token_ids) for stream in streams]
+            old[1].kill()
+            for prompt, first, stream in zip(prompts, firsts, streams, strict=True):
+                tokens = first + [token async for delta in stream for token in delta.token_ids]
+                assert len(tokens) == LONG
+                num_old = num_alike(tokens[:NUM_NEW], expected("llama", prompt))
+                assert num_old >= len(first)
+                if num_old < NUM_NEW:
+                    # What follows is the next version's, which computed all of the context itself.
+                    again = await client.generate(
+                        prompt + tokens[:num_old], max_tokens=LONG - num_old, cache_salt="none", **GREEDY
+                    )
+                    assert again.usage.cached_prompt_tokens == 0
+                    assert tokens[num_old:] == list(again.token_ids)
+            await until(lambda: versions(running) == [ARITHMETIC_VERSION + 1] * 2)
