@@ -33,6 +33,7 @@ from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics, Moves
 from quire.services.router.open_calls import OpenCalls, router_stops
 from quire.services.router.public_servers import public_grpc_server, public_http_server
+from quire.services.router.pulse import TICK_SECONDS
 from quire.services.router.request_memory import RequestMemory
 from quire.services.router.roles import RoleMetrics, Roles
 from quire.services.router.servicer import GenerationServicer
@@ -181,12 +182,12 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
             cluster.set_result(await _cluster(config, info, workers, sources, metrics, spawn))
 
-        for until_cancelled in (
-            _follow_workers(running, cluster, join, config.poll_seconds),
-            _ask_busy_workers(workers, config.poll_seconds),
-            _report_readiness(running, cluster),
-        ):
-            stack.push_async_callback(cancel, asyncio.create_task(until_cancelled))
+        following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))
+        stack.push_async_callback(cancel, following)
+        asking = asyncio.create_task(_ask_busy_workers(workers, config.poll_seconds))
+        stack.push_async_callback(cancel, asking)
+        listening = asyncio.create_task(_listen_to_workers(workers))
+        stack.push_async_callback(cancel, listening)
         if config.elastic_roles:
             deciding = asyncio.create_task(roles.decide_forever(cluster))
             stack.push_async_callback(cancel, deciding)
@@ -356,3 +357,10 @@ async def _ask_busy_workers(workers: WorkerSet, poll_seconds: float) -> None:
             await workers.ask_busy()
         except Exception:
             _log.exception("ask_failed")
+
+
+async def _listen_to_workers(workers: WorkerSet) -> None:
+    """Notice workers that have vanished, until cancelled."""
+    while True:
+        await asyncio.sleep(TICK_SECONDS)
+        workers.listen()

@@ -78,9 +78,10 @@ class WorkerCallFailed(Exception):
         """
         if self.reason:
             return self.reason == ENGINE_FAILED
+        if self.worker.pulse.has_stopped or self.code is not grpc.StatusCode.UNAVAILABLE:
+            return False
         details = self.details.lower()
-        has_vanished = details.startswith(_NEVER_REACHED) or any(text in details for text in _NO_ANSWER)
-        return self.code is grpc.StatusCode.UNAVAILABLE and not has_vanished
+        return not details.startswith(_NEVER_REACHED) and not any(text in details for text in _NO_ANSWER)
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

@@ -12,16 +12,18 @@ from quire.kvtransfer.channels import CHANNEL_OPTIONS
 from quire.kvtransfer.proof import Caller, Peer
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.services.router.output_stream import OutputStream
+from quire.services.router.pulse import Pulse
 from quire.services.server.tls import Connect
 
 PING_OPTIONS = [
-    # A process that was stopped, or whose machine vanished, keeps its connections. These pings, which gRPC
-    # answers in threads of its own however busy a worker's event loop is, end them after 1.5 s.
-    ("grpc.keepalive_time_ms", 500),
-    ("grpc.keepalive_timeout_ms", 1_000),
-    ("grpc.http2.ping_timeout_ms", 1_000),
-    # Workers are watched without any request, too.
-    ("grpc.keepalive_permit_without_calls", 1),
+    # Workers that vanish are noticed by their silence (``pulse.py``). These pings, and the TCP_USER_TIMEOUT
+    # that gRPC sets with them, end what that cannot see: a single connection that is broken, and the
+    # connections to workers that have left.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 7_000),
+    ("grpc.http2.ping_timeout_ms", 7_000),
+    # Channels to the same worker share no connection, so a new channel is a new connection.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
@@ -95,6 +97,8 @@ class Worker:
     """Whether it reports that its engine makes no progress."""
     is_set_aside: bool = False
     """Whether its connection has broken, or it refused a call, and it has not answered a probe since then."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """How long it has been silent in its watch."""
     silent_since: float | None = None
     """Start of the first unanswered probe, a reading of the clock; None: the last probe was answered."""
     num_unanswered: int = 0
@@ -133,7 +137,8 @@ class Worker:
     @property
     def is_in_doubt(self) -> bool:
         """Whether it may be unable to serve; the router prefers other workers until it answers a probe."""
-        return self.is_asked_to_stay or self.is_set_aside or self.is_stalled or self.num_unanswered > 0
+        is_unsure = self.is_asked_to_stay or self.is_set_aside or self.is_stalled
+        return is_unsure or self.num_unanswered > 0 or self.pulse.is_late
 
     @property
     def can_serve(self) -> bool:

@@ -18,6 +18,7 @@ from quire.services.router.acceptance import Acceptance
 from quire.services.router.config import SILENT_SECONDS
 from quire.services.router.membership import Member, Membership, MembershipLost
 from quire.services.router.probe import Probe, StrangerError, probe_worker
+from quire.services.router.pulse import Pulses
 from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.worker_watch import watch_worker
 from quire.services.server.closed_channel import ChannelClosedError
@@ -62,6 +63,7 @@ class WorkerSet:
         self._trust = trust or ClusterTrust()
         self._caller = Caller(self._trust.secret)
         self._clock = clock
+        self._pulses = Pulses(clock, self._reach)
         self._workers: dict[str, Worker] = {}
         self._acceptance = Acceptance(self._trust, expected_fingerprint)
         self._is_membership_lost = False
@@ -188,6 +190,19 @@ class WorkerSet:
         busy = [worker for worker in self._workers.values() if worker.num_requests or worker.is_in_doubt]
         await asyncio.gather(*map(self._ask, busy))
 
+    def listen(self) -> None:
+        """Set aside the workers that have vanished, and end their calls; call it every ``TICK_SECONDS``.
+
+        If all workers of a role are silent, this process or its network is the likely reason, and no other
+        worker could take over. Then only the probes decide.
+        """
+        heard = [worker for worker in self._workers.values() if not worker.is_set_aside]
+        for worker in self._pulses.tick(heard):
+            if self._has_substitute(worker):
+                _log.warning("worker_vanished", worker=worker.worker_id, silence=worker.pulse.silence)
+                self.set_aside(worker)
+                self._replace_connection(worker)
+
     def draining(self, role: str) -> list[Worker]:
         """Return the workers of a role that drain: they finish their requests and take no new ones."""
         return [w for w in self._workers.values() if w.role == role and w.is_draining]
@@ -218,7 +233,7 @@ class WorkerSet:
         tasks = [*self._watches.values(), *self._asking.values(), *self._asked_again.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, self._pulses.close(), return_exceptions=True)
         connections = [worker.connection for worker in self._workers.values()]
         self._workers.clear()
         await asyncio.gather(*(c.channel.close(grace=None) for c in connections), *self._closing)
@@ -337,6 +352,7 @@ class WorkerSet:
     def _take_back(self, worker: Worker, probe: Probe) -> None:
         """Use a worker again that was set aside, unless its answer says that it is about to end."""
         worker.is_set_aside = False
+        worker.pulse.hear()
         _log.info("worker_answers", worker=worker.worker_id)
         self._mark(worker, worker.is_draining or probe.info.is_draining)
         self._tell_return(worker)
@@ -377,6 +393,8 @@ class WorkerSet:
                 notice(worker)
 
     def _hear(self, worker: Worker, report: worker_pb2.WatchWorkerResponse) -> None:
+        if not worker.is_set_aside:
+            worker.pulse.hear()
         last, worker.last_report = worker.last_report, report
         worker.load_of_others = report.load_of_others
         self._set_stalled(worker, report.is_stalled)
@@ -393,10 +411,18 @@ class WorkerSet:
             log("worker_stalled" if is_stalled else "worker_moves", worker=worker.worker_id)
             self._tell_return(worker)
         if is_stalled and worker.num_requests and self._has_substitute(worker):
-            # Closing the channel ends its calls, and their requests continue on other workers.
-            self._close_soon(worker.connection)
-            worker.connection = WorkerConnection.to(worker.address, self._connect)
-            worker.connection.sign_as(self._caller, worker.info)
+            self._replace_connection(worker)
+
+    async def _reach(self, worker: Worker) -> None:
+        """Return once a new connection to a worker has been made."""
+        async with WorkerConnection.to(worker.address, self._connect).channel as channel:
+            await channel.channel_ready()
+
+    def _replace_connection(self, worker: Worker) -> None:
+        """End the calls to a worker, so that their requests continue on other workers."""
+        self._close_soon(worker.connection)
+        worker.connection = WorkerConnection.to(worker.address, self._connect)
+        worker.connection.sign_as(self._caller, worker.info)
 
     def _has_substitute(self, worker: Worker) -> bool:
         """Return whether other workers can take over; decode workers can compute prompts too."""

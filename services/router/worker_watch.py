@@ -23,8 +23,8 @@ async def watch_worker(
 ) -> None:
     """Pass on what a worker says about itself, and notice when its connection breaks, until cancelled.
 
-    A worker that is killed closes its connections. If it vanishes without that, gRPC's pings find out
-    (``PING_OPTIONS`` in ``worker.py``). Both end the call.
+    A worker that is killed closes its connections, which ends the call. If it vanishes without that, its
+    reports stop (``pulse.py``).
 
     Args:
         router_id: names this router's own requests, which the reported load leaves out.

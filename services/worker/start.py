@@ -78,7 +78,7 @@ ROUTER_READ_SECONDS = 2 * READ_SECONDS
 """A router stops reading while its client does, and is the first to drop that."""
 
 MIN_PING_SECONDS = 0.1
-"""Routers may ping this often: they do twice a second, to notice soon that a worker has vanished."""
+"""Routers may ping this often; they do every two seconds."""
 
 SLOW_NIXL_GIB_PER_SECOND = 1.0
 """Below this, NIXL has probably fallen back to TCP."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import NamedTuple
 
 from quire.protos import worker_pb2
 from quire.services.worker.request_loads import RequestLoads
 
+BEAT_SECONDS = 0.4
+"""Longest interval between two reports: routers measure how long a worker is silent."""
 LOAD_SECONDS = 0.1
 """Shortest interval between two reports of the load, which changes with each request."""
 
@@ -57,23 +60,26 @@ class WorkerReports:
         self._wake()
 
     async def follow(self, router_id: str) -> AsyncGenerator[worker_pb2.WatchWorkerResponse, None]:
-        """Yield the present state, and then each new one, until the worker ends.
+        """Yield the present state, and then each new one and every ``BEAT_SECONDS``, until the worker ends.
 
         Args:
             router_id: the router that asks; its own requests are left out of the load.
         """
-        told = None
+        told, told_at = None, 0.0
+        loop = asyncio.get_running_loop()
         while not self._is_closed:
             # Taken before the report is made: a change from then on wakes this reader.
             has_changed = self._has_changed
             report = worker_pb2.WatchWorkerResponse(
                 **self._now._asdict(), load_of_others=self.loads.of_others(router_id)
             )
-            if report != told:
-                told = report
+            if report != told or loop.time() >= told_at + BEAT_SECONDS:
+                told, told_at = report, loop.time()
                 yield report
             if not self._is_closed:
-                await has_changed.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(told_at + BEAT_SECONDS):
+                        await has_changed.wait()
 
     def _wake_later(self) -> None:
         """Wake the readers within ``LOAD_SECONDS``, once for all changes until then."""

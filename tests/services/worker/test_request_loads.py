@@ -65,7 +65,14 @@ async def reported(reports: AsyncGenerator[worker_pb2.WatchWorkerResponse, None]
     return report.is_stalled, report.load_of_others.num_requests
 
 
+async def test_reports_are_repeated_though_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_reports, "BEAT_SECONDS", 0.01)
+    async with aclosing(WorkerReports("decode").follow("a")) as told:
+        assert [await reported(told) for _ in range(3)] == [(False, 0)] * 3
+
+
 async def test_load_is_told_in_time_and_a_stall_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_reports, "BEAT_SECONDS", 3600.0)
     reports = WorkerReports("decode")
     async with aclosing(reports.follow("a")) as told:
         assert await reported(told) == (False, 0)
@@ -84,7 +91,8 @@ async def test_load_is_told_in_time_and_a_stall_at_once(monkeypatch: pytest.Monk
             assert await reported(told) == (True, 4)
 
 
-async def test_a_routers_own_requests_cause_no_report() -> None:
+async def test_a_routers_own_requests_cause_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_reports, "BEAT_SECONDS", 3600.0)
     reports = WorkerReports("decode")
     async with aclosing(reports.follow("a")) as told:
         assert await reported(told) == (False, 0)
