@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from quire.services.requests.validation import check_request_id, is_request_id
 from quire.services.router.http.errors import invalid_body
 from quire.services.router.http.responses import to_json
+from quire.services.router.http.times import HttpTimes
 from quire.services.server.errors import InvalidArgument
 from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES
 from quire.services.server.request_intake import AddBytes
@@ -20,9 +21,11 @@ REQUEST_ID = web.RequestKey("request_id", str)
 """Key under which a request keeps its id, for the answer's header and the log."""
 ADD_BYTES: web.RequestKey[AddBytes] = web.RequestKey("add_bytes")
 """Key under which a request keeps the function that counts its bytes."""
-BODY_SECONDS = web.AppKey("body_seconds", float)
-"""Key under which the application keeps the time limit for a request's body."""
+TIMES = web.AppKey("times", HttpTimes)
+"""Key under which the application keeps the time limits for clients."""
 REQUEST_ID_HEADER = "X-Request-Id"
+PIECE_BYTES = 1 << 10
+"""Bytes of a body that must arrive within each ``HttpTimes.piece_seconds``."""
 INLINE_BODY_BYTES = 64 << 10
 """Bodies up to this size are parsed on the event loop (about 1 ms)."""
 MAX_JSON_PARTS, MAX_JSON_VALUES = 1 << 15, 1 << 18
@@ -88,9 +91,9 @@ def _check_values(body: bytes) -> None:
 
 
 async def _read(request: web.Request) -> bytes:
-    seconds = request.app[BODY_SECONDS]
+    times = request.app[TIMES]
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(times.body_seconds):
             return await _read_all(request)
     except web.RequestPayloadError:
         raise InvalidArgument(
@@ -98,17 +101,23 @@ async def _read(request: web.Request) -> bytes:
         ) from None
     except TimeoutError:
         raise web.HTTPRequestTimeout(
-            text=f"the body did not arrive within {seconds:g} s of its headers"
+            text=f"the body did not arrive within {times.body_seconds:g} s of its headers, with at least "
+            f"{PIECE_BYTES} bytes in each {times.piece_seconds:g} s: send it faster"
         ) from None
 
 
 async def _read_all(request: web.Request) -> bytes:
-    body, add_bytes = bytearray(), request[ADD_BYTES]
-    while chunk := await request.content.readany():
-        add_bytes(len(chunk))
-        body += chunk
-        if len(body) > PUBLIC_MESSAGE_BYTES:
-            raise web.HTTPRequestEntityTooLarge(PUBLIC_MESSAGE_BYTES, len(body))
+    body, add_bytes, piece_end = bytearray(), request[ADD_BYTES], PIECE_BYTES
+    loop, seconds = asyncio.get_running_loop(), request.app[TIMES].piece_seconds
+    async with asyncio.timeout(seconds) as limit:
+        while chunk := await request.content.readany():
+            add_bytes(len(chunk))
+            body += chunk
+            if len(body) > PUBLIC_MESSAGE_BYTES:
+                raise web.HTTPRequestEntityTooLarge(PUBLIC_MESSAGE_BYTES, len(body))
+            if len(body) >= piece_end:
+                piece_end = len(body) + PIECE_BYTES
+                limit.reschedule(loop.time() + seconds)
     return bytes(body)
 
 

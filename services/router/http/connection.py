@@ -12,6 +12,8 @@ from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from quire.services.router.http.bodies import json_response
 from quire.services.router.http.errors import http_error
 from quire.services.router.http.times import HttpTimes
+from quire.services.server.errors import InvalidArgument
+from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES
 from quire.services.server.log import get_logger
 
 SERVER = "quire"
@@ -22,6 +24,13 @@ MAX_HEADERS = 128
 MIN_READ_BYTES = 16 << 10
 """Minimum that a client must read within ``read_seconds`` while data waits for it; a client that reads less
 counts as stalled."""
+READ_BYTES = 16 << 10
+"""Maximum number of bytes that are read from a connection, and parsed, in one pass of the event loop."""
+LINGER_SECONDS = 2.0
+"""Time for which the rest of a body is dropped after the answer, which an immediate close would destroy."""
+FREE_FRAMING_BYTES = 64 << 10
+"""Number of bytes of a body, as sent, from which on its chunks must not be tiny."""
+MIN_CHUNK_BYTES = 10
 
 _log = get_logger("http")
 Count = Callable[[str, int], None]
@@ -31,10 +40,11 @@ Count = Callable[[str, int], None]
 class HttpConnection(web.RequestHandler):
     """aiohttp's connection, but without a client's input in the log or in error messages.
 
-    It also ends the connection of a client that stops reading.
+    It also ends the connection of a client that stops reading, and drops what arrives of a body after its
+    request was answered.
     """
 
-    __slots__ = ("_count", "_num_unread", "_reading", "_times")
+    __slots__ = ("_count", "_num_dropped", "_num_unread", "_reading", "_receiving", "_times")
 
     def __init__(self, server: web.Server, times: HttpTimes, count: Count) -> None:
         super().__init__(
@@ -46,11 +56,57 @@ class HttpConnection(web.RequestHandler):
             keepalive_timeout=times.head_seconds,
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
+            lingering_time=LINGER_SECONDS,
         )
         self._times = times
         self._count = count
         self._reading: asyncio.TimerHandle | None = None
         self._num_unread = 0
+        self._receiving: tuple[web.BaseRequest | None, int] = (None, 0)
+        """The last request whose body arrived while it was handled, and the bytes sent of that body."""
+        self._num_dropped: int | None = None
+        """Bytes dropped since the last answer; None: nothing is dropped."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Let one connection occupy the event loop only for as long as a small read takes."""
+        super().connection_made(transport)
+        # asyncio's own size, 256 KiB, holds so many tiny chunks that parsing them takes 0.1 s.
+        if hasattr(transport, "max_size"):
+            transport.max_size = READ_BYTES
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has arrived, or drop it if it belongs to a request that was answered already."""
+        if self._num_dropped is not None:
+            self._num_dropped += len(data)
+            if self._num_dropped > PUBLIC_MESSAGE_BYTES and self.transport is not None:
+                self.transport.abort()
+            return
+        request = self._current_request
+        if request is not None and not request.content.is_eof():
+            of, num_bytes = self._receiving
+            self._receiving = (request, len(data) + (num_bytes if of is request else 0))
+        super().data_received(data)
+
+    def drop_rest(self) -> None:
+        """Drop what arrives from now on; the connection is closed after the answer."""
+        self._num_dropped = 0
+
+    def check_chunks(self, request: web.BaseRequest) -> None:
+        """Refuse a body in tiny chunks: parsing them costs a hundred times as much as reading the body.
+
+        Raises:
+            InvalidArgument: the chunks are too small.
+        """
+        of, num_sent = self._receiving
+        num_framed = num_sent - request.content.total_raw_bytes
+        if of is request and num_sent > FREE_FRAMING_BYTES and num_framed * 3 > num_sent:
+            raise InvalidArgument(
+                "body",
+                f"is sent in chunks of fewer than {MIN_CHUNK_BYTES} bytes on average; a body above "
+                f"{FREE_FRAMING_BYTES} bytes needs larger ones: join them",
+                reason="MALFORMED_BODY",
+                metadata={"limit": str(MIN_CHUNK_BYTES)},
+            )
 
     def pause_writing(self) -> None:
         """Begin to watch a client that reads more slowly than the server writes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from importlib import metadata
 from typing import NamedTuple
@@ -113,8 +114,13 @@ def _ready(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[we
 
 
 def _metrics(registry: CollectorRegistry) -> Callable[[web.Request], Awaitable[web.Response]]:
+    turn = asyncio.Lock()
+
     async def metrics(request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+        async with turn:
+            # Writing the metrics takes milliseconds, so each pass of the event loop does it once at most.
+            await asyncio.sleep(0)
+            return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
     return metrics

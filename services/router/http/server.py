@@ -8,16 +8,16 @@ import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CollectorRegistry
 
 from quire.services.router.http.authorization import authorized
 from quire.services.router.http.bodies import (
     ADD_BYTES,
-    BODY_SECONDS,
     REQUEST_ID,
     REQUEST_ID_HEADER,
+    TIMES,
     first_request_id,
     json_response,
 )
@@ -100,7 +100,7 @@ async def http_server(
     times = times or HttpTimes()
     count = HttpMetrics(registry).count
     app = _application(routes(servicer, registry), servicer, memory, count, request_timeout_seconds)
-    app[BODY_SECONDS] = times.body_seconds
+    app[TIMES] = times
     # When a client leaves, its handler is cancelled, which frees the request's blocks.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CANCEL_SECONDS)
     await runner.setup()
@@ -158,9 +158,19 @@ def _application(
 
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
-    """Set the request id header, and a Server header that does not reveal aiohttp's and Python's versions."""
-    response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+    """Set the request id header, and a Server header that does not reveal aiohttp's and Python's versions.
+
+    If a part of the body is still to come, the connection ends with this answer.
+    """
+    # aiohttp itself refuses an Expect header that it does not know, before any middleware runs.
+    response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or first_request_id(request)
     response.headers["Server"] = SERVER
+    if not request.content.is_eof():
+        # Reading the rest of the body would cost more than a new connection.
+        response.headers["Connection"] = "close"
+        response.force_close()
+        assert isinstance(request.protocol, HttpConnection)
+        request.protocol.drop_rest()
 
 
 def _errors(count: Count, known: Sequence[str]) -> Middleware:
@@ -187,6 +197,7 @@ def _errors(count: Count, known: Sequence[str]) -> Middleware:
 
 async def _answered(request: web.Request, handler: Handler, known: Sequence[str]) -> web.StreamResponse:
     try:
+        _check_framing(request)
         return await handler(request)
     except ServiceError as error:
         return _error_response(request, from_service_error(error))
@@ -195,8 +206,8 @@ async def _answered(request: web.Request, handler: Handler, known: Sequence[str]
         response = _error_response(
             request, http_error(error.status, _message(request, error, known), code=code)
         )
-        if isinstance(error, web.HTTPRequestTimeout):
-            # The rest of the body may still arrive, so the connection cannot be used again.
+        if isinstance(error, web.HTTPNotImplemented):
+            # A proxy may disagree about where this request ends.
             response.force_close()
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
@@ -207,6 +218,17 @@ async def _answered(request: web.Request, handler: Handler, known: Sequence[str]
         _log.exception("request_failed", path=request.path, request_id=request[REQUEST_ID])
         failure = http_error(500, "internal error; the server's log has the details", code="internal")
         return _error_response(request, failure)
+
+
+def _check_framing(request: web.Request) -> None:
+    """Refuse transfer codings that aiohttp does not decode, and any in HTTP/1.0, which has none.
+
+    Raises:
+        HTTPNotImplemented: the body is not sent as it is or in chunks.
+    """
+    coding = request.headers.get("Transfer-Encoding")
+    if coding is not None and (coding.strip().lower() != "chunked" or request.version < HttpVersion11):
+        raise web.HTTPNotImplemented(text="Transfer-Encoding must be 'chunked' only, and of HTTP/1.1")
 
 
 def _message(request: web.Request, error: web.HTTPException, known: Sequence[str]) -> str:
@@ -252,7 +274,15 @@ def _bounded(memory: RequestMemory) -> Middleware:
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        with memory.request() as request[ADD_BYTES]:
+        connection = request.protocol
+        assert isinstance(connection, HttpConnection)
+        with memory.request() as add_bytes:
+
+            def add(num_bytes: int) -> None:
+                connection.check_chunks(request)
+                add_bytes(num_bytes)
+
+            request[ADD_BYTES] = add
             return await handler(request)
 
     return handle

@@ -11,10 +11,10 @@ from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from quire.services.router.http.bodies import (
     ADD_BYTES,
-    BODY_SECONDS,
     INLINE_BODY_BYTES,
     REQUEST_ID,
     REQUEST_ID_HEADER,
+    TIMES,
     first_request_id,
     json_response,
     read_body,
@@ -23,6 +23,7 @@ from quire.services.router.http.bodies import (
 from quire.services.router.http.errors import from_service_error
 from quire.services.router.http.requests import TokenizeRequest
 from quire.services.router.http.responses import Usage
+from quire.services.router.http.times import HttpTimes
 from quire.services.server.errors import InvalidArgument
 
 
@@ -86,7 +87,7 @@ async def http() -> AsyncIterator[ClientSession]:
         return json_response(Usage(prompt_tokens=count, completion_tokens=0, total_tokens=count))
 
     app = web.Application()
-    app[BODY_SECONDS] = 0.05
+    app[TIMES] = HttpTimes(body_seconds=0.05)
     app.router.add_post("/", handle)
     async with TestClient(TestServer(app)) as client:
         session = client.session

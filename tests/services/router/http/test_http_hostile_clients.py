@@ -144,6 +144,98 @@ async def test_a_body_has_to_come(start: Any, pair: Any) -> None:
         assert b"within 0.1 s" in await reader.readuntil(b"}}")
 
 
+async def test_each_part_of_a_body_has_to_come(start: Any, pair: Any) -> None:
+    await start(http_times=HttpTimes(piece_seconds=0.1))
+    async with connected(pair) as (reader, writer):
+        writer.write(POST + b"Content-Length: 9999\r\n\r\n" + b" " * 2000)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408")
+        assert b"1024 bytes in each 0.1 s" in await reader.readuntil(b"}}")
+
+
+async def endlessly(writer: asyncio.StreamWriter, sent: bytes) -> None:
+    """Send the same bytes until the server ends the connection."""
+    with suppress(ConnectionError):
+        while True:
+            writer.write(sent)
+            await writer.drain()
+
+
+@pytest.mark.parametrize(("path", "status"), [(b"/nope", b"404"), (b"/health", b"405")])
+async def test_a_body_is_not_read_after_its_request_was_answered(
+    http: ClientSession, pair: Any, path: bytes, status: bytes
+) -> None:
+    async with connected(pair) as (reader, writer):
+        writer.write(POST.replace(b"/v1/completions", path) + b"Transfer-Encoding: chunked\r\n\r\n")
+        sending = asyncio.create_task(endlessly(writer, b"1\r\na\r\n" * 10_000))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 " + status)
+        assert b"Connection: close\r\n" in head
+        with suppress(ConnectionError):
+            await reader.read()
+        sending.cancel()
+
+
+async def test_a_connection_stays_open_after_a_refusal_if_the_body_has_arrived(
+    http: ClientSession, pair: Any
+) -> None:
+    async with connected(pair) as (reader, writer):
+        writer.write(POST.replace(b"/v1/completions", b"/nope") + b"Content-Length: 2\r\n\r\n{}")
+        writer.write(GET.replace(b"/v1/models", b"/health") + b"\r\nConnection: close\r\n\r\n")
+        answers = await reader.read()
+    assert [answers.count(status) for status in (b"HTTP/1.1 404", b"HTTP/1.1 200")] == [1, 1]
+
+
+async def test_a_body_in_tiny_chunks_is_refused(http: ClientSession, pair: Any) -> None:
+    async with connected(pair) as (reader, writer):
+        writer.write(POST + b"Transfer-Encoding: chunked\r\n\r\n")
+        sending = asyncio.create_task(endlessly(writer, b"1\r\na\r\n" * 1000))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400")
+        assert b"chunks of fewer than 10 bytes" in await reader.readuntil(b"}}")
+        sending.cancel()
+
+
+async def test_a_body_in_small_chunks_is_read(http: ClientSession, pair: Any) -> None:
+    body = b'{"prompt": ' + b" " * (128 << 10) + b"5}"
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in _pieces(body, 10))
+    async with connected(pair) as (reader, writer):
+        writer.write(POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
+        # The request is under way before the chunks arrive, so that all of them count.
+        await asyncio.sleep(0)
+        writer.write(chunks + b"0\r\n\r\n")
+        _, answer = await answered(reader)
+    assert answer["error"]["param"] == "prompt"
+
+
+def _pieces(body: bytes, size: int) -> list[bytes]:
+    return [body[at : at + size] for at in range(0, len(body), size)]
+
+
+@pytest.mark.parametrize("coding", ["identity, chunked", "gzip, chunked"])
+async def test_only_chunked_is_a_transfer_coding(http: ClientSession, pair: Any, coding: str) -> None:
+    async with connected(pair) as (reader, writer):
+        writer.write(POST + f"Transfer-Encoding: {coding}\r\n\r\n".encode() + b"2\r\n{}\r\n0\r\n\r\n")
+        head, body = await answered(reader)
+    assert head.startswith(b"HTTP/1.1 501")
+    assert body["error"]["code"] == "not_implemented"
+
+
+async def test_http_1_0_has_no_transfer_coding(http: ClientSession, pair: Any) -> None:
+    async with connected(pair) as (reader, writer):
+        head = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Connection: keep-alive\r\n"
+        writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+        head, body = await answered(reader)
+    assert b" 501 " in head.splitlines()[0]
+    assert body["error"]["code"] == "not_implemented"
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nope"])
+async def test_an_unknown_expectation_gets_a_status(http: ClientSession, pair: Any, path: bytes) -> None:
+    async with connected(pair) as (reader, writer):
+        writer.write(POST.replace(b"/v1/completions", path) + b"Expect: 999\r\nContent-Length: 2\r\n\r\n{}")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 417")
+
+
 async def test_who_does_not_read_is_cut_off(start: Any, pair: Any) -> None:
     pair.script.answer[-1:] = pair.script.answer[:4] * 10
     await start(http_times=HttpTimes(read_seconds=0.1))
