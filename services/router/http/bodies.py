@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 from aiohttp import web
@@ -11,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from quire.services.requests.validation import check_request_id, is_request_id
 from quire.services.router.http.errors import invalid_body
-from quire.services.router.http.responses import to_json
+from quire.services.router.http.responses import to_json, to_json_in_steps
 from quire.services.router.http.times import HttpTimes
 from quire.services.server.errors import InvalidArgument
 from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES
@@ -128,6 +130,18 @@ def json_response(
     return web.Response(
         body=to_json(body), status=status, headers=headers, content_type="application/json", charset="utf-8"
     )
+
+
+async def response_in_thread(build: Callable[[], BaseModel], turn: asyncio.Lock | None) -> web.Response:
+    """Build a JSON body and return its response, without blocking the event loop.
+
+    Args:
+        turn: lets requests build their bodies one after another, because several threads that build keep the
+            event loop from running; None: the body is small.
+    """
+    async with turn or nullcontext():
+        body = await asyncio.to_thread(lambda: to_json_in_steps(build()))
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
 
 
 def first_request_id(request: web.Request) -> str:

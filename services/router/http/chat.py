@@ -13,7 +13,7 @@ from quire.protos import inference_pb2 as pb
 from quire.services.requests.served_model import ServedModel
 from quire.services.router.answer_size import all_of, check_answer_size
 from quire.services.router.http.authorization import TENANT
-from quire.services.router.http.bodies import json_response, read_body, request_id
+from quire.services.router.http.bodies import read_body, request_id, response_in_thread
 from quire.services.router.http.conversation import conversation
 from quire.services.router.http.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.services.router.http.requests import ChatCompletionRequest
@@ -43,8 +43,9 @@ from quire.services.server.errors import InvalidArgument
 class ChatCompletions:
     """Handles requests to ``/v1/chat/completions``."""
 
-    def __init__(self, servicer: GenerationServicer) -> None:
+    def __init__(self, servicer: GenerationServicer, turn: asyncio.Lock) -> None:
         self._servicer = servicer
+        self._turn = turn
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Return the complete answer, or stream it as events if the body asks for that."""
@@ -52,7 +53,7 @@ class ChatCompletions:
         model = await self._servicer.joined_model(request[TENANT])
         name = request_id(request, body.request_id)
         use = ToolUse.of(body)
-        writer = _Writer(body, use, model, name)
+        writer = _Writer(body, use, model, name, self._turn)
         generations = [_generation(body, use, name)]
         names = _sent_names(body, use)
         messages = run(self._servicer, request[TENANT], generations, request.headers.items(), [names])
@@ -61,7 +62,8 @@ class ChatCompletions:
         check_answer_size(generations)
         async with aclosing(messages):
             received = await all_of(messages, lambda message: message.response)
-        return await asyncio.to_thread(lambda: json_response(writer.whole(received)))
+        has_logprobs = body.logprobs or body.prompt_logprobs is not None
+        return await response_in_thread(lambda: writer.whole(received), self._turn if has_logprobs else None)
 
 
 def _generation(body: ChatCompletionRequest, use: ToolUse, name: str) -> pb.Generation:
@@ -105,8 +107,11 @@ def _sent_names(body: ChatCompletionRequest, use: ToolUse) -> dict[str, str]:
 class _Writer:
     """Writes the answers of a request, as one body or as events."""
 
-    def __init__(self, body: ChatCompletionRequest, use: ToolUse, model: ServedModel, name: str) -> None:
+    def __init__(
+        self, body: ChatCompletionRequest, use: ToolUse, model: ServedModel, name: str, turn: asyncio.Lock
+    ) -> None:
         self._body = body
+        self._turn = turn
         self._use = use
         self._model = model
         self._id = f"chatcmpl-{name}"
@@ -130,7 +135,11 @@ class _Writer:
                         finish_reason=None,
                     )
                     first = self._chunk([role], count)
-                    await asyncio.to_thread(self._add_prompt, first, response)
+                    if response.prompt_logprobs:
+                        async with self._turn:
+                            await asyncio.to_thread(self._add_prompt, first, response)
+                    else:
+                        self._add_prompt(first, response)
                     yield first
                 yield self._chunk([self._delta(response, readers[response.index])], count)
         if body.includes_usage:

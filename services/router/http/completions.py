@@ -15,7 +15,7 @@ from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import MAX_REQUEST_ID_CHARS
 from quire.services.router.answer_size import all_of, check_answer_size
 from quire.services.router.http.authorization import TENANT
-from quire.services.router.http.bodies import json_response, read_body, request_id
+from quire.services.router.http.bodies import read_body, request_id, response_in_thread
 from quire.services.router.http.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
 from quire.services.router.http.requests import CompletionRequest
 from quire.services.router.http.responses import Completion, CompletionChoice, finish_name
@@ -37,8 +37,9 @@ DEFAULT_MAX_TOKENS = 16
 class Completions:
     """Handles requests to ``/v1/completions``."""
 
-    def __init__(self, servicer: GenerationServicer) -> None:
+    def __init__(self, servicer: GenerationServicer, turn: asyncio.Lock) -> None:
         self._servicer = servicer
+        self._turn = turn
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Return the complete answer, or stream it as events if the body asks for that."""
@@ -46,7 +47,7 @@ class Completions:
         model = await self._servicer.joined_model(request[TENANT])
         name = request_id(request, body.request_id)
         generations = _generations(body, name)
-        writer = _Writer(body, model, name)
+        writer = _Writer(body, model, name, self._turn)
         names = _sent_names(body)
         messages = run(self._servicer, request[TENANT], generations, request.headers.items(), names)
         if body.stream:
@@ -54,7 +55,8 @@ class Completions:
         check_answer_size(generations)
         async with aclosing(messages):
             received = await all_of(messages, lambda message: message.response)
-        return await asyncio.to_thread(lambda: json_response(writer.whole(received)))
+        has_logprobs = body.logprobs is not None or body.prompt_logprobs is not None
+        return await response_in_thread(lambda: writer.whole(received), self._turn if has_logprobs else None)
 
 
 def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
@@ -116,8 +118,9 @@ class _Prompt(NamedTuple):
 class _Writer:
     """Writes the answers of a request, as one body or as events."""
 
-    def __init__(self, body: CompletionRequest, model: ServedModel, name: str) -> None:
+    def __init__(self, body: CompletionRequest, model: ServedModel, name: str, turn: asyncio.Lock) -> None:
         self._body = body
+        self._turn = turn
         self._model = model
         self._name = name
         self._created = int(time.time())
@@ -134,7 +137,8 @@ class _Writer:
             async for at, response in messages:
                 count.add(response)
                 if response.prompt_logprobs:
-                    choice = await asyncio.to_thread(self._choice, at, response)
+                    async with self._turn:
+                        choice = await asyncio.to_thread(self._choice, at, response)
                 else:
                     choice = self._choice(at, response)
                 event = self._completion([choice])

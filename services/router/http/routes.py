@@ -39,11 +39,12 @@ class Route(NamedTuple):
 def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Route]:
     """Return all routes of the HTTP API."""
     model = ModelRoutes(servicer)
+    turn = asyncio.Lock()
     return [
         Route(
             "POST",
             "/v1/completions",
-            Completions(servicer).answer,
+            Completions(servicer, turn).answer,
             "Continue texts",
             requests.CompletionRequest,
             responses.Completion,
@@ -52,7 +53,7 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
         Route(
             "POST",
             "/v1/chat/completions",
-            ChatCompletions(servicer).answer,
+            ChatCompletions(servicer, turn).answer,
             "Answer a conversation",
             requests.ChatCompletionRequest,
             responses.ChatCompletion,

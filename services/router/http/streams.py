@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
 from quire.services.router.http.errors import from_service_error
-from quire.services.router.http.responses import to_json
+from quire.services.router.http.responses import is_large, to_json, to_json_in_steps
 from quire.services.router.merge import merged
 from quire.services.router.servicer import GenerationServicer
 from quire.services.router.tenants.api_keys import Headers
@@ -109,12 +109,15 @@ async def _send(
     events: AsyncGenerator[BaseModel, None],
 ) -> None:
     try:
-        with end_raised():
-            event = await first
-            while event is not None:
-                await response.write(b"data: " + to_json(event) + b"\n\n")
-                event = await _next(events)
-            await response.write(_DONE)
+        event = await first
+        while event is not None:
+            if is_large(event):
+                encoded = await asyncio.to_thread(to_json_in_steps, event)
+            else:
+                encoded = to_json(event)
+            await response.write(b"data: " + encoded + b"\n\n")
+            event = await _next(events)
+        await response.write(_DONE)
     except ConnectionError:
         raise
     except Exception as error:

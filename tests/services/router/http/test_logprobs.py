@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,18 @@ from quire.services.router.http.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from quire.services.router.http.responses import to_json
+from quire.services.router.http.responses import (
+    SLICE_MEMBERS,
+    AnswerMessage,
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    Usage,
+    is_large,
+    to_json,
+    to_json_in_steps,
+)
 from quire.tokenization.tokenizer import Tokenizer
 
 
@@ -89,7 +101,7 @@ def test_an_impossible_token_has_a_number_that_json_has(names: TokenNames) -> No
 def test_a_chats_logprobs_have_the_tokens_in_order(names: TokenNames) -> None:
     found = chat_logprobs(names, [40, 41], [logprobs(-1.0, (40, -1.0), (42, -2.0)), logprobs(-3.0)])
     assert found.content is not None
-    assert [(each.token, each.logprob, len(each.top_logprobs)) for each in found.content] == [
+    assert [(each["token"], each["logprob"], len(each["top_logprobs"])) for each in found.content] == [
         (names[40], -1.0, 2),
         (names[41], -3.0, 0),
     ]
@@ -100,5 +112,25 @@ def test_a_prompts_own_token_has_a_rank_only_among_the_top_ones(names: TokenName
         names, [40, 41, 42], [logprobs(-2.0, (43, -1.0), (41, -2.0)), logprobs(-7.0, (43, -1.0))]
     )
     assert found[0] is None
-    ranks = [{key: each.rank for key, each in place.items()} for place in found[1:] if place]
+    ranks = [{key: each["rank"] for key, each in place.items()} for place in found[1:] if place]
     assert ranks == [{"43": 1, "41": 2}, {"43": 1, "42": None}]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, SLICE_MEMBERS, SLICE_MEMBERS + 1])
+def test_json_in_steps_is_the_same_json(names: TokenNames, num_tokens: int) -> None:
+    ids = [40] * num_tokens
+    scored = [logprobs(-1.25, (40, -0.5), (42, -1e-20))] * num_tokens
+    choice = CompletionChoice(index=0, text='a "text" of\nümlauts', finish_reason="stop")
+    choice.prompt_logprobs = prompt_logprobs(names, [41, *ids], scored)
+    choice.logprobs = completion_logprobs(names, ids, scored, list(range(num_tokens)))
+    other = CompletionChoice(index=1, text="", token_ids=ids)
+    made: dict[str, Any] = {"id": "x", "created": 1, "model": "m"}
+    completion = Completion(object="text_completion", choices=[choice, other], **made)
+    message = AnswerMessage(role="assistant", content="a", tool_calls=None)
+    answer = ChatChoice(index=0, message=message, logprobs=chat_logprobs(names, ids, scored))
+    usage = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+    chat = ChatCompletion(object="chat.completion", choices=[answer], usage=usage, **made)
+    for body in (completion, chat, ChatCompletion(object="chat.completion", choices=[], usage=usage, **made)):
+        assert to_json_in_steps(body) == to_json(body)
+    assert is_large(completion)
+    assert not is_large(Completion(object="text_completion", choices=[other], **made))
