@@ -3,7 +3,8 @@
 python -m quire.benchmarks.fuzz --seconds 600 --seed 1
 
 Half of the requests go over gRPC and half over HTTP, with usual and extreme values of every field. One in ten
-clients leaves early. At the end each worker must be the process that it was, hold no block and have kept its
+clients leaves early. With --hostile 40 --nginx, 40 connections flood both ports all the time, and all clients
+go through nginx. At the end each worker must be the process that it was, hold no block and have kept its
 memory, and a sample of the requests, sent again one at a time, must give the same tokens.
 """
 
@@ -29,9 +30,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the requests (default 1)")
     parser.add_argument("--concurrency", type=int, default=16, help="requests under way (default 16)")
     parser.add_argument("--requests", type=int, default=sys.maxsize, help="end after this many")
+    parser.add_argument("--hostile", type=int, default=0, help="connections that flood the ports (default 0)")
+    parser.add_argument("--nginx", action="store_true", help="put nginx in front, as in deploy/nginx")
     arguments = parser.parse_args()
     report = asyncio.run(
-        fuzz(arguments.seed, arguments.seconds, arguments.concurrency, arguments.requests, is_quiet=False)
+        fuzz(
+            arguments.seed,
+            arguments.seconds,
+            arguments.concurrency,
+            arguments.requests,
+            is_quiet=False,
+            num_hostile=arguments.hostile,
+            has_nginx=arguments.nginx,
+        )
     )
     print_report(report)
     sys.exit(1 if report.defects else 0)
@@ -44,11 +55,14 @@ def print_report(report: FuzzReport) -> None:
     for (door, outcome), count in sorted(report.outcomes.items()):
         table.add_row(door, outcome, str(count))
     console.print(table)
-    memory = Table("process", "MiB after warm-up", "MiB at the end", title="resident memory")
+    memory = Table("process", "MiB after warm-up", "most", "MiB at the end", title="resident memory")
     for name, (before, after) in sorted(report.memory_mib.items()):
-        memory.add_row(name, f"{before:.0f}", f"{after:.0f}")
+        memory.add_row(name, f"{before:.0f}", f"{report.peak_mib.get(name, after):.0f}", f"{after:.0f}")
     console.print(memory)
     console.print(f"{report.num_repeated} requests sent again: {report.num_different} gave other tokens")
+    gaps_ms = [1000 * gap for gap in sorted(report.gaps) or [0.0]]
+    p99_ms = gaps_ms[int(0.99 * (len(gaps_ms) - 1))]
+    console.print(f"between messages of a stream: p99 {p99_ms:.0f} ms, maximum {gaps_ms[-1]:.0f} ms")
     for defect in report.defects:
         console.print(f"DEFECT {defect}", soft_wrap=True, markup=False)
     print(
@@ -60,6 +74,8 @@ def print_report(report: FuzzReport) -> None:
                 "requests": sum(report.outcomes.values()),
                 "outcomes": {" ".join(key): count for key, count in sorted(report.outcomes.items())},
                 "memory_mib": report.memory_mib,
+                "peak_mib": report.peak_mib,
+                "message_gap_p99_ms": round(p99_ms),
                 "repeated": report.num_repeated,
                 "different": report.num_different,
                 "defects": len(report.defects),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -20,6 +22,7 @@ from rich.console import Console
 
 from quire.benchmarks.fuzz.answers import answer_problem
 from quire.benchmarks.fuzz.http_bodies import http_call
+from quire.benchmarks.fuzz.proxy import behind_nginx
 from quire.benchmarks.fuzz.requests import random_generation
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
@@ -66,6 +69,8 @@ class FuzzReport:
     Attributes:
         outcomes: number of requests by door ("grpc" or "http") and by outcome.
         memory_mib: of each process, after the warm-up and at the end.
+        peak_mib: maximum of each process while requests were sent.
+        gaps: seconds between messages of the streams over gRPC.
         num_different: requests that gave other tokens when they were sent again.
     """
 
@@ -73,13 +78,22 @@ class FuzzReport:
     seconds: float = 0.0
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
+    peak_mib: dict[str, float] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)
     num_repeated: int = 0
     num_different: int = 0
     defects: list[str] = field(default_factory=list)
 
 
 async def fuzz(
-    seed: int, seconds: float, concurrency: int, num_requests: int, *, is_quiet: bool
+    seed: int,
+    seconds: float,
+    concurrency: int,
+    num_requests: int,
+    *,
+    is_quiet: bool,
+    num_hostile: int = 0,
+    has_nginx: bool = False,
 ) -> FuzzReport:
     """Send random requests to a stack of one prefill and two decode workers.
 
@@ -89,6 +103,8 @@ async def fuzz(
         concurrency: number of requests in flight.
         num_requests: number of requests after which no request begins.
         is_quiet: whether to print nothing.
+        num_hostile: number of hostile connections beside the requests, which flood both ports all the time.
+        has_nginx: whether all clients go through nginx, with the configuration in ``deploy/nginx``.
     """
     config = LocalStackConfig(
         num_prefill=1,
@@ -98,27 +114,50 @@ async def fuzz(
         log_level="error",
     )
     console = Console(stderr=True, quiet=is_quiet)
-    with local_stack(config, console) as stack:
-        async with _connected(stack) as run:
+    with ExitStack() as around:
+        stack = around.enter_context(local_stack(config, console))
+        addresses = (stack.address, stack.http_address)
+        if has_nginx:
+            addresses = around.enter_context(behind_nginx(*addresses))
+        async with _connected(stack, *addresses) as run:
             run.report.seed = seed
-            await run.send_all(seed, seconds, concurrency, num_requests, console)
+            with _flooded(addresses, num_hostile, seconds) if num_hostile else nullcontext():
+                await run.send_all(seed, seconds, concurrency, num_requests, console)
             await run.finish(Random(seed))
             return run.report
 
 
 @asynccontextmanager
-async def _connected(stack: RunningStack) -> AsyncIterator[_Run]:
-    async with grpc.aio.insecure_channel(stack.address) as channel, aiohttp.ClientSession() as session:
-        yield _Run(stack, GenerationServiceStub(channel), session)
+async def _connected(stack: RunningStack, grpc_address: str, http_address: str) -> AsyncIterator[_Run]:
+    async with grpc.aio.insecure_channel(grpc_address) as channel, aiohttp.ClientSession() as session:
+        yield _Run(stack, GenerationServiceStub(channel), session, http_address)
+
+
+@contextmanager
+def _flooded(addresses: tuple[str, str], num_connections: int, seconds: float) -> Iterator[None]:
+    """Flood two ports from another process until the context ends."""
+    options = ["--connections", str(num_connections), "--seconds", str(seconds)]
+    command = [sys.executable, "-m", "quire.benchmarks.fuzz.hostile", *addresses, *options]
+    flooding = subprocess.Popen(command)
+    try:
+        yield
+    finally:
+        flooding.kill()
+        flooding.wait()
 
 
 class _Run:
     """One fuzz of a running stack."""
 
     def __init__(
-        self, stack: RunningStack, stub: GenerationServiceStub, session: aiohttp.ClientSession
+        self,
+        stack: RunningStack,
+        stub: GenerationServiceStub,
+        session: aiohttp.ClientSession,
+        http_address: str,
     ) -> None:
         self._stack = stack
+        self._http_address = http_address
         self._stub = stub
         self._session = session
         self._processes = {
@@ -147,6 +186,8 @@ class _Run:
                     self.report.memory_mib = {name: (size, 0.0) for name, size in self._sizes().items()}
                 if time.monotonic() > next_note:
                     next_note += 10
+                    for name, size in self._sizes().items():
+                        self.report.peak_mib[name] = max(size, self.report.peak_mib.get(name, 0.0))
                     console.print(f"{elapsed:4.0f} s: {sum(self.report.outcomes.values())} requests")
                 # Each request has a generator of its own: a number names the same request in every run.
                 random = Random(f"{seed}-{number}")
@@ -214,7 +255,12 @@ class _Run:
         call = self._stub.GenerateStream(
             pb.GenerateStreamRequest(generation=generation), timeout=DEADLINE_SECONDS
         )
+        last = None
         async for message in call:
+            now = time.monotonic()
+            if last is not None:
+                self.report.gaps.append(now - last)
+            last = now
             choice = choices.setdefault(message.index, pb.Choice(index=message.index))
             choice.text += message.text
             choice.token_ids.extend(message.token_ids)
@@ -226,7 +272,7 @@ class _Run:
 
     async def _over_http(self, generation: pb.Generation, random: Random) -> tuple[str, str | None]:
         path, body = http_call(generation, random)
-        url = f"http://{self._stack.http_address}{path}"
+        url = f"http://{self._http_address}{path}"
         timeout = aiohttp.ClientTimeout(DEADLINE_SECONDS)
         headers = {"content-type": "application/json"}
         async with self._session.post(

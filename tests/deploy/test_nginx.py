@@ -1,0 +1,29 @@
+"""The configuration of nginx is one that nginx takes, and its limits fit the router's."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES
+
+CONFIGURATION = Path(__file__).parents[2] / "deploy/nginx/nginx.conf"
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+def test_nginx_accepts_the_configuration(tmp_path: Path) -> None:
+    command = ["nginx", "-t", "-p", str(tmp_path), "-c", str(CONFIGURATION)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_nginx_passes_the_largest_message_and_the_longest_request() -> None:
+    text = CONFIGURATION.read_text(encoding="utf-8")
+    [mebibytes] = re.findall(r"client_max_body_size (\d+)m;", text)
+    assert int(mebibytes) << 20 > PUBLIC_MESSAGE_BYTES
+    seconds = re.findall(r"(?:grpc|proxy)_read_timeout (\d+)s;", text)
+    assert [int(each) > 600 for each in seconds] == [True, True]
