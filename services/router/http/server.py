@@ -206,7 +206,7 @@ async def _answered(request: web.Request, handler: Handler, known: Sequence[str]
         response = _error_response(
             request, http_error(error.status, _message(request, error, known), code=code)
         )
-        if isinstance(error, web.HTTPNotImplemented):
+        if isinstance(error, web.HTTPBadRequest):
             # A proxy may disagree about where this request ends.
             response.force_close()
         if "Allow" in error.headers:
@@ -224,11 +224,11 @@ def _check_framing(request: web.Request) -> None:
     """Refuse transfer codings that aiohttp does not decode, and any in HTTP/1.0, which has none.
 
     Raises:
-        HTTPNotImplemented: the body is not sent as it is or in chunks.
+        HTTPBadRequest: the body is sent in another way than as it is or in chunks.
     """
     coding = request.headers.get("Transfer-Encoding")
     if coding is not None and (coding.strip().lower() != "chunked" or request.version < HttpVersion11):
-        raise web.HTTPNotImplemented(text="Transfer-Encoding must be 'chunked' only, and of HTTP/1.1")
+        raise web.HTTPBadRequest(text="Transfer-Encoding must be 'chunked' and nothing else, in HTTP/1.1")
 
 
 def _message(request: web.Request, error: web.HTTPException, known: Sequence[str]) -> str:
