@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-CONFIGURATION = Path(__file__).parents[2] / "deploy/nginx/nginx.conf"
+CONFIGURATION = Path(__file__).resolve().parents[2] / "deploy/nginx/nginx.conf"
 START_SECONDS = 10.0
 
 
@@ -23,6 +23,8 @@ def behind_nginx(grpc: str, http: str) -> Iterator[tuple[str, str]]:
         TimeoutError: nginx does not listen in time.
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket() as first, socket.socket() as second:
+        # If root starts nginx, its worker is another user, and must reach its own folders for large bodies.
+        Path(folder).chmod(0o711)
         ports = []
         for each in (first, second):
             each.bind(("127.0.0.1", 0))

@@ -46,6 +46,8 @@ QUIET_SECONDS = 30.0
 WARM_UP_SHARE = 0.3
 """Share of the time after which memory is compared with the end's."""
 MEMORY_GROWTH = 1.3
+FLOOD_MIB = 100.0
+"""Memory that a flood may cost a process."""
 MAX_DEFECTS = 20
 """Number of defects after which no further request begins."""
 CANARY = pb.Generation(
@@ -116,6 +118,7 @@ async def fuzz(
     console = Console(stderr=True, quiet=is_quiet)
     with ExitStack() as around:
         stack = around.enter_context(local_stack(config, console))
+        assert stack.http_address is not None
         addresses = (stack.address, stack.http_address)
         if has_nginx:
             addresses = around.enter_context(behind_nginx(*addresses))
@@ -123,7 +126,7 @@ async def fuzz(
             run.report.seed = seed
             with _flooded(addresses, num_hostile, seconds) if num_hostile else nullcontext():
                 await run.send_all(seed, seconds, concurrency, num_requests, console)
-            await run.finish(Random(seed))
+            await run.finish(Random(seed), FLOOD_MIB if num_hostile else 0.0)
             return run.report
 
 
@@ -198,8 +201,12 @@ class _Run:
         await asyncio.gather(*(client() for _ in range(concurrency)))
         self.report.seconds = time.monotonic() - begin
 
-    async def finish(self, random: Random) -> None:
-        """Check that processes, blocks and memory are as they were, and that answers repeat."""
+    async def finish(self, random: Random, spare_mib: float) -> None:
+        """Check that processes, blocks and memory are as they were, and that answers repeat.
+
+        Args:
+            spare_mib: what a process may grow by in addition.
+        """
         report = self.report
         for name, process in self._processes.items():
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
@@ -210,7 +217,7 @@ class _Run:
         for name, size in self._sizes().items():
             before = report.memory_mib.get(name, (size, 0.0))[0]
             report.memory_mib[name] = (before, size)
-            if size > before * MEMORY_GROWTH:
+            if size > before * MEMORY_GROWTH + spare_mib:
                 report.defects.append(f"{name} grew from {before:.0f} to {size:.0f} MiB")
 
     # --- one request --------------------------------------------------------------------------------------
