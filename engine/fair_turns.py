@@ -10,9 +10,11 @@ order of arrival (``group_queues.py``).
 * The samples of a request need not be computed together: a step may leave some of them out. The beams of a
   beam search have to be. So whichever request has been left out longest comes first in each step, and is
   computed whole if it is a beam search. A request is left out of at most as many steps as others run.
-* If a step has no room for another sequence, a waiting request may start where its client has less than its
-  share. Of a client with its share, a request may start if it is smaller than others that run, and so small
-  that its own share is all of it.
+* If a step has no room for all sequences of a waiting request, the request may start where its client has
+  less than its share; the step then computes a part of them. Of a client with its share, a request may start
+  if it is smaller than others that run, and so small that its own share is all of it.
+* A request passes older ones of its client only while a larger one runs that is older than they are. So each
+  of them is passed for at most the length of one answer.
 """
 
 from __future__ import annotations
@@ -101,16 +103,24 @@ class FairTurns:
         return {client: decoding[client] + shares[client] for client in prompts}
 
     def _entitled(self, num_slots: int) -> list[SequenceGroup]:
-        """Return the first waiting groups of clients that find no room, but may start nevertheless."""
-        running = self._queues.running
-        if self._queues.num_clients < 2 and all(group.num_slots == 1 for group in running):
+        """Return the waiting groups that find no room, but may start nevertheless."""
+        running, num_clients = self._queues.running, self._queues.num_clients
+        if num_clients < 2 and num_slots >= self._max_num_seqs and all(g.num_slots == 1 for g in running):
             return []
         entitled: list[SequenceGroup] = []
-        for group in self._first_waiting():
-            if num_slots + group.num_slots <= self._max_num_seqs and not entitled:
+        most: dict[str, int] = {}  # sequences that a group may have to pass older ones of its client
+        for group in self._queues.in_order(self._queues.waiting):
+            if group.is_loading or group.num_slots > most.get(group.client, group.num_slots):
+                continue
+            if num_slots + group.num_slots <= self._max_num_seqs and not entitled and not most:
                 return []  # it fits, and so may the next ones
             if may_start(group, (*running, *entitled), self._max_num_seqs):
                 entitled.append(group)
+                continue
+            older = (g for g in running if g.client == group.client and g.arrival < group.arrival)
+            most[group.client] = min(max((g.num_slots for g in older), default=0), group.num_slots) - 1
+            if len(most) == num_clients and max(most.values()) <= 0:
+                break
         return entitled
 
     def _first_waiting(self) -> Iterable[SequenceGroup]:
@@ -130,11 +140,10 @@ def may_start(group: SequenceGroup, running: Sequence[SequenceGroup], capacity: 
     clients: Counter[str] = Counter()
     for other, num_slots in slots_of.items():
         clients[other.client] += num_slots
-    has_others = any(client != group.client for client in clients)
     used = clients[group.client]
     clients[group.client] += group.num_slots
     share = fair_shares(clients, capacity)[group.client]
-    if has_others and used < share:
+    if used < share:
         return True
     own = {other: num_slots for other, num_slots in slots_of.items() if other.client == group.client}
     if max(own.values(), default=0) <= group.num_slots:

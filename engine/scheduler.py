@@ -97,7 +97,11 @@ class _Budget:
         """Return whether a group can start in this step."""
         if self.tokens_for(group) <= 0:
             return False
-        return group.num_slots <= self.num_slots if self.turns is None else self.turns.get(group, 0) > 0
+        return group.num_slots <= self.num_slots if self.turns is None else self.has_turn(group)
+
+    def has_turn(self, group: SequenceGroup) -> bool:
+        """Return whether a divided step computes some of a group's sequences."""
+        return self.turns is not None and self.turns.get(group, 0) > 0
 
     def tokens_for(self, group: SequenceGroup) -> int:
         """Return how many tokens are left for a group."""
@@ -325,8 +329,10 @@ class Scheduler:
         """Preempt the last groups until there are blocks for the chosen tokens; return whether there are."""
         while not self._has_room(chosen):
             victim = self._preemption.last_victim()
-            if victim is None:
-                return False  # a transfer in flight later frees its blocks or becomes a running group
+            # A running group has no blocks if those of its sequences that had some have ended. A group that
+            # comes before it gives up none for it. A transfer in flight later frees its blocks, or runs.
+            if victim is None or self._queues.place(victim) < self._queues.place(group):
+                return False
             self._preemption.preempt(victim, schedule)
             if victim is group:
                 return False
@@ -344,25 +350,30 @@ class Scheduler:
         """Admit groups in their order, but none that lacks blocks before an older transfer.
 
         A group with blocks may pass a group without, and any group one of another client for which the step
-        has no sequence or token left.
+        has no sequence or token left. A group that has a turn may also pass larger ones of its own client.
         """
         queues = self._queues
         owed: dict[str, int] = {}
         queues.num_owed_blocks = owed
         oldest_transfer = next((group.arrival for group in queues.transfers), math.inf)
+        starting = set(budget.turns or ()).difference(queues.running)
+        smallest: dict[str, int] = {}  # sequences of a group that was passed, by client
         for group in queues.in_order(queues.waiting):
             if group.arrival > oldest_transfer:
                 continue
             if group.client not in owed and self._first_blocks.is_loading(group):
                 continue
-            if group.client in owed or not budget.has_room(group):
+            starting.discard(group)
+            is_behind = group.num_slots >= smallest.get(group.client, math.inf) or not budget.has_turn(group)
+            if (group.client in owed and is_behind) or not budget.has_room(group):
                 self._pass(group, owed)
-                if len(owed) == queues.num_clients or budget.num_tokens <= 0:
+                smallest[group.client] = min(group.num_slots, smallest.get(group.client, group.num_slots))
+                if (len(owed) == queues.num_clients and not starting) or budget.num_tokens <= 0:
                     return
             elif not self._start(group, schedule, budget):
                 break
         for group in queues.waiting_with_blocks():
-            if group.client not in owed:
+            if group.client not in owed or budget.has_turn(group):
                 if not budget.has_room(group):
                     self._pass(group, owed)
                 else:

@@ -146,15 +146,19 @@ class Transfers:
     def _is_behind_waiting_group(self, transfer: SequenceGroup) -> bool:
         """Return whether an older group than a transfer waits for all its blocks.
 
-        A group does not if it waits for a disk, or, as another client's, for a sequence in a step, or if its
-        client holds more blocks than that of the transfer.
+        A group does not if it waits for a disk, or, as another client's or a larger one, for a sequence in a
+        step, or if its client holds more blocks than that of the transfer.
         """
+
+        def is_larger(group: SequenceGroup) -> bool:
+            return group.lack is None and group.num_slots > transfer.num_slots
+
         older = takewhile(lambda group: group.arrival < transfer.arrival, self._queues.waiting)
-        passed = {client for client in self._queues.num_owed_blocks if client != transfer.client}
+        passed = self._queues.num_owed_blocks
         return any(
             not group.holds_blocks
             and not group.is_loading
-            and group.client not in passed
+            and not (group.client in passed and (group.client != transfer.client or is_larger(group)))
             and self._queues.rank(group) <= self._queues.rank(transfer)
             for group in older
         )

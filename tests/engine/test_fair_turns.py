@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.beam_search import BeamSearch
+from quire.engine.engine import Engine
 from quire.engine.fair_turns import divided, fair_shares, may_start
 from quire.engine.model_loader import LoadedModel
 from quire.engine.sequence import Sequence
 from quire.engine.sequence_group import SequenceGroup
 from quire.sampling.params import BeamParams, SamplingParams
+from tests.engine.constant_engine import make_constant_engine
 from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run
 
 CAPACITY = 16
@@ -126,3 +128,54 @@ def test_tokens_are_the_same_and_a_small_client_ends_first(load: Callable[[str],
         assert engine.num_stepped <= 4
     assert ended[0] == "small"
     assert outputs == expected
+
+
+def constant_request(name: str, n: int, num_tokens: int) -> Sequence:
+    params = SamplingParams(temperature=1.0, seed=1, n=n, max_tokens=num_tokens, ignore_eos=True)
+    return Sequence(name, [2, 3], 2, params, name.encode())
+
+
+def num_outputs(engine: Engine, num_steps: int) -> Counter[str]:
+    """Run steps; return how many tokens each request got."""
+    outputs = Counter[str]()
+    for _ in range(num_steps):
+        for update in engine.step():
+            outputs[update.sequence.attempt_id] += len(update.tokens)
+        engine.check_conservation()
+    return outputs
+
+
+def test_a_small_request_passes_costly_ones_of_its_client_that_wait() -> None:
+    engine = make_constant_engine(4, 64, num_blocks=200)
+    for name in ("costly", "waiting", "waiting-2"):
+        engine.add_request(constant_request(name, 4, 40))
+    num_outputs(engine, 3)
+    engine.add_request(constant_request("small", 1, 8))
+    outputs = num_outputs(engine, 10)
+    assert outputs["small"] == 8
+    assert outputs["costly"] >= 3 * 8
+    assert not outputs["waiting"]
+
+
+def test_a_costly_request_starts_where_others_of_its_client_leave_a_sequence() -> None:
+    engine = make_constant_engine(4, 64, num_blocks=200)
+    for index in range(3):
+        engine.add_request(constant_request(f"old-{index}", 1, 40))
+    engine.add_request(constant_request("costly", 4, 40))
+    engine.add_request(constant_request("new", 1, 8))
+    outputs = num_outputs(engine, 12)
+    assert outputs["costly"]
+    assert outputs["new"] == 8
+
+
+def test_small_requests_pass_a_costly_one_only_while_a_costly_one_runs_that_is_older() -> None:
+    engine = make_constant_engine(4, 64, num_blocks=200)
+    engine.add_request(constant_request("costly", 2, 20))
+    engine.add_request(constant_request("old", 2, 20))
+    num_outputs(engine, 1)
+    engine.add_request(constant_request("waiting", 4, 20))
+    outputs = Counter[str]()
+    for index in range(60):  # one small request ends each few steps, and another comes
+        engine.add_request(constant_request(f"small-{index}", 1, 6))
+        outputs += num_outputs(engine, 2)
+    assert outputs["waiting"]
