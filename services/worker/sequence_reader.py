@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from quire.engine.dead_ends import dead_end
 from quire.engine.grammar import GrammarCompiler, GrammarMatcher, StructuredOutputUnavailableError
@@ -15,6 +15,7 @@ from quire.protos import worker_pb2
 from quire.sampling.messages import format_from_proto
 from quire.services.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.services.worker.convert import no_token_left, sequence_from_proto
+from quire.services.worker.format_queue import FormatQueue
 from quire.services.worker.identity import WorkerIdentity
 from quire.tokenization.errors import MissingTokenizerError
 
@@ -30,8 +31,7 @@ class SequenceReader:
     def __init__(self, identity: WorkerIdentity, grammars: GrammarCompiler) -> None:
         self._identity = identity
         self._grammars = grammars
-        # A thread of its own: formats that take seconds would take the places of other work.
-        self._compiling = ThreadPoolExecutor(1, "formats")
+        self._compiling = FormatQueue()
 
     async def read(self, message: worker_pb2.Sequence, *, stops_after_prefill: bool) -> Sequence:
         """Return the engine's sequence.
@@ -55,7 +55,7 @@ class SequenceReader:
 
     def close(self) -> None:
         """End what compiles formats."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiling.close()
         self._grammars.close()
 
     async def _hash_blocks(self, sequence: Sequence) -> None:
@@ -82,9 +82,8 @@ class SequenceReader:
             if known is not None:
                 return known
             async with asyncio.timeout(FORMAT_SECONDS):
-                return await asyncio.get_running_loop().run_in_executor(
-                    self._compiling, self._grammars.compile, output_format, num_prompt_tokens
-                )
+                compile_it = partial(self._grammars.compile, output_format, num_prompt_tokens)
+                return await self._compiling.run(message.cache_scope.tenant, compile_it)
         except BadFormatError as error:
             raise InvalidArgument(f"format.{output_format.kind}", str(error)) from error
         except TimeoutError as error:
