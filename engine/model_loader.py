@@ -24,6 +24,7 @@ from quire.engine.parallel.sliced_weights import digest_of_whole, load_slices
 from quire.engine.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.step_recipe import StepRecipe
 from quire.kvindex.kv_layout import KvShape
+from quire.models.file_checks import check_weights_and_configuration
 from quire.models.source import find_model
 from quire.settings.setting import SettingError
 
@@ -98,7 +99,7 @@ def load_model(
         SettingError: linear layers cannot be quantized, on this device or at all, or the model cannot be
             divided among the ranks.
         RanksError: a rank has failed.
-        OSError: there is no such model, or its weights are not safetensors.
+        OSError: there is no such model, or a file of it is missing, damaged or not safetensors.
     """
     if weight_dtype != "auto" and device.type != "cpu":
         raise SettingError(
@@ -150,17 +151,13 @@ def load_model(
 
 
 def _check_files(folder: Path) -> None:
-    """Raise OSError for a folder that transformers would read differently than quire expects."""
+    """Raise OSError for a folder that transformers would not read, or not as quire expects."""
     if (folder / "adapter_config.json").exists():
         raise OSError(
             f"{folder} holds an adapter (adapter_config.json), which quire does not apply: "
             "merge it into its model"
         )
-    if not any(folder.glob("*.safetensors")):
-        raise OSError(
-            f"{folder} has no *.safetensors, the only format of weights that quire reads: "
-            "load the model with transformers and save it again with save_pretrained"
-        )
+    check_weights_and_configuration(folder)
 
 
 class _Loaded(NamedTuple):
@@ -203,7 +200,7 @@ def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
             attn_implementation=attention.IMPLEMENTATION,
             use_safetensors=True,
         )
-    except (ImportError, KeyError, ValueError) as error:
+    except (ImportError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"transformers cannot load {folder} with paged attention: {error}"
         ) from error

@@ -12,6 +12,7 @@ import jinja2.ext
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire.models.file_checks import damaged, read_text
 from quire.tokenization.errors import ChatTemplateError
 from quire.tokenization.tokenizer import ModelFiles
 
@@ -37,12 +38,23 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, files: ModelFiles) -> ChatTemplate | None:
-        """Return a model's template, or None if it has none; ``chat_template.jinja`` takes precedence."""
-        source = _source(files)
-        if source is None:
-            return None
-        tokens = {name: files.config.get(name) for name in _SPECIAL_TOKENS}
-        return cls(source, {name: _content(token) for name, token in tokens.items() if token})
+        """Return a model's template, or None if it has none; ``chat_template.jinja`` takes precedence.
+
+        Raises:
+            ModelFileError: the template, or a special token, is not well formed.
+        """
+        own_file, path = files.folder / "chat_template.jinja", files.folder / "tokenizer_config.json"
+        try:
+            tokens = {name: files.config.get(name) for name in _SPECIAL_TOKENS}
+            special_tokens = {name: _content(token) for name, token in tokens.items() if token}
+            source = _configured(files)
+            if own_file.exists():
+                path, source = own_file, read_text(own_file)
+            if source is not None and not source.strip():
+                raise ValueError("it is empty")
+            return None if source is None else cls(source, special_tokens)
+        except _TEMPLATE_ERRORS as error:
+            raise damaged(path, f"has no usable chat template or special tokens ({error})") from error
 
     def render(
         self,
@@ -71,10 +83,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template refused them: {error}") from error
 
 
-def _source(files: ModelFiles) -> str | None:
-    own_file = files.folder / "chat_template.jinja"
-    if own_file.is_file():
-        return own_file.read_text("utf-8")
+def _configured(files: ModelFiles) -> str | None:
     configured = files.config.get("chat_template")
     if isinstance(configured, list):
         named = {entry["name"]: entry["template"] for entry in configured}

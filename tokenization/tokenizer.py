@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from quire.models.file_checks import damaged, read_object
 from quire.models.source import TOKENIZER_FILES, find_model
 from quire.tokenization.errors import MissingTokenizerError, TooManyTokensError
 from quire.tokenization.text_bound import most_bytes_of_a_token
@@ -46,6 +46,7 @@ def load_model_files(source: str) -> ModelFiles:
 
     Raises:
         MissingTokenizerError: the folder holds no ``tokenizer.json``.
+        ModelFileError: ``tokenizer_config.json`` is damaged.
         OSError: there is no such model.
     """
     folder = find_model(source, TOKENIZER_FILES)
@@ -54,7 +55,7 @@ def load_model_files(source: str) -> ModelFiles:
             f"{source} has no tokenizer.json: save one with AutoTokenizer.save_pretrained"
         )
     config = folder / "tokenizer_config.json"
-    return ModelFiles(folder, json.loads(config.read_text("utf-8")) if config.is_file() else {})
+    return ModelFiles(folder, read_object(config) if config.exists() else {})
 
 
 class Tokenizer:
@@ -72,8 +73,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Load ``tokenizer.json`` from a folder."""
-        return cls(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
+        """Load ``tokenizer.json`` from a folder.
+
+        Raises:
+            ModelFileError: the file is damaged.
+        """
+        path = folder / "tokenizer.json"
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no other type
+            raise damaged(path, f"is not a tokenizer ({error})") from error
+        return cls(tokenizer)
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None

@@ -39,7 +39,7 @@ def main() -> None:
     try:
         model = load_model(settings.model, settings.dtype, _CPU, settings.weight_dtype, collectives)
         _serve(settings, model, collectives)
-    except (RanksError, SettingError, UnsupportedModelError):
+    except (OSError, RanksError, SettingError, UnsupportedModelError):
         # Rank 0 has the same problem with the same model, or knows which rank has failed.
         sys.exit(1)
 

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from quire.models.file_checks import ModelFileError
 from quire.protos import worker_pb2
+from quire.services.server.errors import BadFileError
 from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.errors import MissingTokenizerError
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
 
@@ -47,9 +50,14 @@ def load_served_model(
         name: name of the model for clients; None: the worker's name.
 
     Raises:
-        MissingTokenizerError: the model has no ``tokenizer.json``.
+        BadFileError: the model has no ``tokenizer.json``, or a file of its tokenizer or template is damaged.
+        OSError: there is no such model, or the hub cannot be reached.
     """
-    files = load_model_files(source or info.model_path)
+    try:
+        files = load_model_files(source or info.model_path)
+        tokenizer, chat_template = Tokenizer.load(files.folder), ChatTemplate.load(files)
+    except (ModelFileError, MissingTokenizerError) as error:
+        raise BadFileError(f"cannot load the tokenizer of {source or info.model_path}: {error}") from error
     return ServedModel(
         name=name or info.model,
         max_model_len=info.max_model_len,
@@ -57,7 +65,7 @@ def load_served_model(
         eos_token_ids=frozenset(info.eos_token_ids),
         block_size=info.layout.block_size,
         cache_descriptor=info.cache_descriptor,
-        tokenizer=Tokenizer.load(files.folder),
-        chat_template=ChatTemplate.load(files),
+        tokenizer=tokenizer,
+        chat_template=chat_template,
         tokenizer_config=files.config,
     )

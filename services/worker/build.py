@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, EngineParts, longest_sequence
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory, dtype_name
+from quire.engine.model_check import UnsupportedModelError
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.parallel.collectives import RanksError
 from quire.engine.parallel.parallel_runner import ParallelRunner
@@ -27,7 +29,7 @@ from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.engine.shared_memory import allocate_shared
-from quire.engine.speculators import load_draft_model, make_speculator
+from quire.engine.speculators import DraftModelError, load_draft_model, make_speculator
 from quire.engine.step_watch import StepKind
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvLayout
@@ -91,13 +93,23 @@ def _tell_of_few_processors(config: WorkerConfig) -> None:
 
 def _load_models(config: WorkerConfig, device: torch.device, ranks: Ranks | None) -> Models:
     collectives = None if ranks is None else ranks.collectives
-    try:
+    with _load_errors(config.model_path):
         model = load_model(config.model_path, config.dtype, device, config.weight_dtype, collectives)
-    except (OSError, ValueError) as error:
-        raise BadFileError(f"cannot load the model {config.model_path}: {error}") from error
     # A prefill worker samples one token of each request, so it needs no draft tokens.
-    draft = load_draft_model(config, model, device) if config.role == "decode" else None
+    with _load_errors(config.draft_model):
+        draft = load_draft_model(config, model, device) if config.role == "decode" else None
     return Models(model, draft, _allocate_pool(config, model, draft, device, ranks), ranks)
+
+
+@contextmanager
+def _load_errors(model: str | None) -> Iterator[None]:
+    """Raise a BadFileError, which names the model, instead of the errors that say why it cannot be loaded."""
+    try:
+        yield
+    except DraftModelError:
+        raise
+    except (OSError, ValueError, UnsupportedModelError) as error:
+        raise BadFileError(f"cannot load the model {model}: {error}") from error
 
 
 def _allocate_pool(

@@ -8,7 +8,7 @@ import pytest
 
 from quire.protos import kvtransfer_pb2, worker_pb2
 from quire.services.requests.served_model import load_served_model
-from quire.tokenization.errors import MissingTokenizerError
+from quire.services.server.errors import BadFileError
 
 
 def info(path: Path) -> worker_pb2.GetWorkerInfoResponse:
@@ -36,5 +36,5 @@ def test_the_limits_are_the_workers_and_the_files_are_the_models(model_folder: P
 def test_an_operator_may_name_the_model_and_its_files(model_folder: Path, tmp_path: Path) -> None:
     model = load_served_model(info(tmp_path / "elsewhere"), source=str(model_folder), name="mine")
     assert model.name == "mine"
-    with pytest.raises(MissingTokenizerError):
+    with pytest.raises(BadFileError, match=r"has no tokenizer.json: save one"):
         load_served_model(info(tmp_path))
