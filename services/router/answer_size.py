@@ -26,35 +26,43 @@ def check_answer_size(generations: Sequence[pb.Generation]) -> None:
     Raises:
         InvalidArgument: the answers could become too large; the error names the field.
     """
+    num_bytes = 0
     for generation in generations:
-        num_answers = max(generation.sampling.n, 1)
-        max_tokens, options = generation.stopping.max_tokens, generation.response
-        if not options.HasField("logprobs"):
-            continue
-        num_bytes = num_answers * max_tokens * (TOKEN_BYTES + options.logprobs * CANDIDATE_BYTES)
-        if num_bytes > MAX_ANSWER_BYTES:
-            raise _too_large(
-                f"{num_answers} x {max_tokens} tokens with logprobs take about {num_bytes} bytes"
-            )
-
-
-def check_prompt_logprobs(num_tokens: int, num_logprobs: int | None) -> None:
-    """Refuse a prompt whose logprobs are too large for one message; they are always sent in one.
-
-    Raises:
-        InvalidArgument: the logprobs are too large; the error names the field.
-    """
-    if num_logprobs is None:
-        return
-    num_bytes = num_tokens * (TOKEN_BYTES + num_logprobs * CANDIDATE_BYTES)
+        num_answers, options = max(generation.sampling.n, 1), generation.response
+        if options.HasField("logprobs"):
+            num_bytes += num_answers * generation.stopping.max_tokens * _token_bytes(options.logprobs)
     if num_bytes > MAX_ANSWER_BYTES:
-        raise InvalidArgument(
-            "response.prompt_logprobs",
-            f"those of {num_tokens} tokens take about {num_bytes} bytes, and a message has at most "
-            f"{MAX_ANSWER_BYTES}: ask for fewer, or send a shorter prompt",
-            reason="ANSWER_TOO_LARGE",
-            metadata={"limit": str(MAX_ANSWER_BYTES)},
-        )
+        raise _too_large(f"the tokens with logprobs take up to about {num_bytes} bytes")
+
+
+def _token_bytes(num_logprobs: int) -> int:
+    return TOKEN_BYTES + num_logprobs * CANDIDATE_BYTES
+
+
+class PromptLogprobs:
+    """Adds up the size of the logprobs of all prompts that are sent in one message."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+
+    def add(self, num_tokens: int, num_logprobs: int | None) -> None:
+        """Add a prompt; this is done before the prompt is computed.
+
+        Raises:
+            InvalidArgument: the logprobs are too large; the error names the field.
+        """
+        if num_logprobs is None:
+            return
+        self._num_tokens += num_tokens
+        num_bytes = self._num_tokens * _token_bytes(num_logprobs)
+        if num_bytes > MAX_ANSWER_BYTES:
+            raise InvalidArgument(
+                "response.prompt_logprobs",
+                f"those of {self._num_tokens} tokens take about {num_bytes} bytes, and a message has at most "
+                f"{MAX_ANSWER_BYTES}: ask for fewer, or send fewer or shorter prompts, or stream the answer",
+                reason="ANSWER_TOO_LARGE",
+                metadata={"limit": str(MAX_ANSWER_BYTES)},
+            )
 
 
 async def all_of(

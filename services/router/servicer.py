@@ -16,10 +16,10 @@ from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import answers_of, validate
 from quire.services.router.admission import Admission
 from quire.services.router.answer_size import (
+    PromptLogprobs,
     all_of,
     check_answer_size,
     check_message_size,
-    check_prompt_logprobs,
 )
 from quire.services.router.batch import batch_answers, check_batch_size
 from quire.services.router.cluster import Cluster
@@ -160,13 +160,19 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             raise no_decode_worker(workers)
 
     async def generate(
-        self, generation: pb.Generation, tenant: Tenant, deadline: float, headers: Headers = ()
+        self,
+        generation: pb.Generation,
+        tenant: Tenant,
+        deadline: float,
+        headers: Headers = (),
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Admit a tenant's request and yield the messages of its answers, for gRPC and HTTP alike.
 
         Args:
             deadline: a reading of the clock.
             headers: headers of the call, which may name a trace.
+            prompt_logprobs: adds up those of the prompts that are answered in one message; None: only these.
 
         Raises:
             ServiceError: the request cannot be served or cannot be completed.
@@ -180,7 +186,8 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 phases.record(Phase.ADMIT, timer.arrival, admitted)
                 cluster = await self.joined_cluster(deadline)
                 request = await validate(generation, cluster.model)
-                check_prompt_logprobs(len(request.prompt_token_ids), request.response.prompt_logprobs)
+                num_logprobs = request.response.prompt_logprobs
+                (prompt_logprobs or PromptLogprobs()).add(len(request.prompt_token_ids), num_logprobs)
                 await allowance.spend_prompt(request.num_input_tokens)
                 phases.record(Phase.TOKENIZE, admitted, self._clock())
                 self._metrics.prompt_tokens.inc(request.num_input_tokens)

@@ -13,7 +13,7 @@ from aiohttp import web
 from quire.protos import inference_pb2 as pb
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import MAX_REQUEST_ID_CHARS
-from quire.services.router.answer_size import all_of, check_answer_size
+from quire.services.router.answer_size import PromptLogprobs, all_of, check_answer_size
 from quire.services.router.http.authorization import TENANT
 from quire.services.router.http.bodies import read_body, request_id, response_in_thread
 from quire.services.router.http.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
@@ -49,7 +49,8 @@ class Completions:
         generations = _generations(body, name)
         writer = _Writer(body, model, name, self._turn)
         names = _sent_names(body)
-        messages = run(self._servicer, request[TENANT], generations, request.headers.items(), names)
+        sizes = None if body.stream else PromptLogprobs()
+        messages = run(self._servicer, request[TENANT], generations, request.headers.items(), names, sizes)
         if body.stream:
             return await send_events(request, writer.events(messages))
         check_answer_size(generations)

@@ -11,6 +11,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
+from quire.services.router.answer_size import PromptLogprobs
 from quire.services.router.http.errors import from_service_error
 from quire.services.router.http.responses import is_large, to_json, to_json_in_steps
 from quire.services.router.merge import merged
@@ -46,16 +47,20 @@ async def run(
     generations: Sequence[pb.Generation],
     headers: Headers,
     names: Sequence[Mapping[str, str]],
+    prompt_logprobs: PromptLogprobs | None = None,
 ) -> AsyncGenerator[Tagged, None]:
     """Serve a tenant's prompts, several at a time, and yield their messages; the first error ends them all.
 
     Args:
         names: for each prompt, the client's names of fields of ``quire.v1``; errors use these names.
+        prompt_logprobs: adds up those of all prompts; None: each prompt is answered in its own message.
 
     Raises:
         ServiceError: one of the prompts cannot be served or cannot be completed.
     """
-    answers = [servicer.generate(each, tenant, servicer.deadline(), headers) for each in generations]
+    answers = [
+        servicer.generate(each, tenant, servicer.deadline(), headers, prompt_logprobs) for each in generations
+    ]
     places = servicer.places(tenant, generations)
     streams = [
         _tagged(at, answer, places, sent)
@@ -109,15 +114,16 @@ async def _send(
     events: AsyncGenerator[BaseModel, None],
 ) -> None:
     try:
-        event = await first
-        while event is not None:
-            if is_large(event):
-                encoded = await asyncio.to_thread(to_json_in_steps, event)
-            else:
-                encoded = to_json(event)
-            await response.write(b"data: " + encoded + b"\n\n")
-            event = await _next(events)
-        await response.write(_DONE)
+        with end_raised():
+            event = await first
+            while event is not None:
+                if is_large(event):
+                    encoded = await asyncio.to_thread(to_json_in_steps, event)
+                else:
+                    encoded = to_json(event)
+                await response.write(b"data: " + encoded + b"\n\n")
+                event = await _next(events)
+            await response.write(_DONE)
     except ConnectionError:
         raise
     except Exception as error:

@@ -9,7 +9,7 @@ import pytest
 
 from quire.client.errors import InvalidRequest, from_rpc_error
 from quire.protos import inference_pb2 as pb
-from quire.services.router.answer_size import check_answer_size, check_prompt_logprobs
+from quire.services.router.answer_size import PromptLogprobs, check_answer_size
 from quire.services.server.errors import InvalidArgument
 
 LIMIT = "quire.services.router.answer_size.MAX_ANSWER_BYTES"
@@ -89,6 +89,16 @@ async def test_a_message_of_a_stream_that_is_too_large_is_no_success(
 
 def test_a_long_prompts_logprobs_are_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"response\.prompt_logprobs: those of 100000 tokens"):
-        check_prompt_logprobs(100_000, 20)
-    check_prompt_logprobs(100_000, None)
-    check_prompt_logprobs(10_000, 20)
+        PromptLogprobs().add(100_000, 20)
+    PromptLogprobs().add(100_000, None)
+    PromptLogprobs().add(10_000, 20)
+
+
+def test_the_logprobs_of_all_prompts_of_one_message_are_added_up() -> None:
+    sizes = PromptLogprobs()
+    for _ in range(2):
+        sizes.add(30_000, 20)
+    with pytest.raises(InvalidArgument, match="those of 90000 tokens"):
+        sizes.add(30_000, 20)
+    with pytest.raises(InvalidArgument, match="stream the answer"):
+        check_answer_size([generation(max_tokens=2000, logprobs=20)] * 64)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from aiohttp import ClientSession
 
 from quire.services.router.http.logprobs import TextOffsets
 from quire.tokenization.tokenizer import Tokenizer
@@ -27,3 +30,16 @@ async def test_offsets_go_on_where_they_were(tokenizer: Tokenizer) -> None:
     whole = TextOffsets(tokenizer, skip_special_tokens=True, start=5)
     pieces = TextOffsets(tokenizer, skip_special_tokens=True, start=5)
     assert whole.of(ids) == [offset for token_id in ids for offset in pieces.of([token_id])]
+
+
+async def test_a_batch_whose_prompts_logprobs_are_too_large_is_refused_before_it_is_computed(
+    http: ClientSession, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.services.router.answer_size.MAX_ANSWER_BYTES", 4000)
+    body = {"prompt": [[5] * 10] * 20, "echo": True, "logprobs": 5, "max_tokens": 1}
+    async with http.post("/v1/completions", json=body) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["param"], error["code"]) == (400, "logprobs", "answer_too_large")
+    assert "those of 70 tokens" in error["message"]
+    assert not pair["p1"].calls
+    assert not pair["d1"].calls
