@@ -17,6 +17,7 @@ def health(
     address: Annotated[
         str, typer.Argument(help="host:port of a router or a worker.", metavar="ADDRESS")
     ] = options.DEFAULT_ADDRESS,
+    option: Annotated[str | None, typer.Option("--address", help="The same as ADDRESS.")] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", help="How long to wait for the answer, in seconds.", min=0.001)
     ] = 3.0,
@@ -31,6 +32,7 @@ def health(
     from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
     from grpc_health.v1.health_pb2_grpc import HealthStub
 
+    address = option or address
     tls = encryption.files()
     if tls is None:
         opened = grpc.insecure_channel(address)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.failure import start_errors
+from quire.cli.failure import start_errors, usage_errors
 from quire.cli.setting_options import Offer
 from quire.cli.spread import spread
 from quire.services.local.config import LocalStackConfig
@@ -58,7 +58,8 @@ def serve(
     from quire.services.router.public_servers import has_http
 
     if router.http_port is None and has_http():
-        router = replace(router, http_port=DEFAULT_HTTP_PORT)
+        with usage_errors():
+            router = replace(router, http_port=DEFAULT_HTTP_PORT)
     config = replace(
         stack, router=router, worker=worker, redis_url=router.redis_url, log_level=router.log_level
     )

@@ -269,7 +269,7 @@ class GrammarCompiler:
         except ImportError as error:
             raise StructuredOutputUnavailableError(
                 "structured output needs the extra 'structured' on every worker: "
-                "pip install 'quire-llm[structured]', or in a clone .venv/bin/pip install -e '.[structured]'"
+                "in quire's clone, run .venv/bin/pip install -e '.[structured]'"
             ) from error
 
 

@@ -32,9 +32,10 @@ from quire.services.launch.launcher import (
     Stopped,
     Waitable,
 )
-from quire.services.server.errors import BadFileError, ServiceError
+from quire.services.server.errors import ServiceError
 from quire.services.server.grpc_server import STOP_SIGNALS, Draining
 from quire.services.server.log import get_logger
+from quire.settings.setting import SettingError
 
 KILL_SECONDS = 10.0
 """Time after its grace period in which a process has to end before it is killed."""
@@ -170,9 +171,11 @@ def _child_main(target: Callable[..., None], argument: object, pipe: Connection)
     _end_with_parent()
     try:
         target(argument, partial(_report, pipe))
-    except (ServiceError, OSError, ValueError, RuntimeError) as error:
-        is_told = isinstance(error, ServiceError | BadFileError)
+    except Exception as error:
+        is_told = isinstance(error, ServiceError | OSError | SettingError)
         _report(pipe, error if is_told else RuntimeError(f"{type(error).__name__}: {error}"))
+        if not isinstance(error, ServiceError | OSError | ValueError | RuntimeError):
+            raise
         sys.exit(1)
 
 
@@ -221,6 +224,7 @@ class ChildProcesses:
         self._context = context
         self._arguments: dict[str, object] = {}
         self._starting: set[str] = set()
+        self._has_served: set[str] = set()
         self._stopping: set[str] = set()
         self._due: dict[str, float] = {}
 
@@ -284,16 +288,19 @@ class ChildProcesses:
         try:
             report = child.pipe.recv()
         except (EOFError, OSError):
-            report = RuntimeError("it ended without a word; its log above says why")
-        is_error = isinstance(report, Exception)
-        return NotStarted(child.name, report) if is_error else Started(child.name, report)
+            report = RuntimeError(f"it {end_of(child.process)} without saying why; its log above may")
+        if isinstance(report, Exception):
+            return NotStarted(child.name, report)
+        self._has_served.add(child.name)
+        return Started(child.name, report)
 
     def _end(self, child: Child) -> list[Event]:
         name = child.name
         if name in self._due:
             return []
         if name not in self._stopping:
-            _log.error("process_ended", name=name, end=end_of(child.process))
+            if name in self._has_served:  # otherwise the caller reports why it did not start
+                _log.error("process_ended", name=name, end=end_of(child.process))
             self._due[name] = time.monotonic() + RESTART_SECONDS
             return []
         child.process.join()
@@ -301,6 +308,7 @@ class ChildProcesses:
         del self.running[name], self._arguments[name]
         self._stopping.discard(name)
         self._starting.discard(name)
+        self._has_served.discard(name)
         return [Stopped(name)]
 
 

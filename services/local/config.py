@@ -45,6 +45,5 @@ class LocalStackConfig:
         check_settings(self)
         if self.ray is not None and find_spec("ray") is None:
             raise ValueError(
-                "--ray needs the extra 'ray': pip install 'quire-llm[ray]', or in a clone "
-                ".venv/bin/pip install -e '.[ray]'"
+                "--ray needs the extra 'ray': in quire's clone, run .venv/bin/pip install -e '.[ray]'"
             )

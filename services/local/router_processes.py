@@ -108,13 +108,13 @@ def _reserved(host: str, port: int) -> Iterator[int]:
             probe.bind(address)
         reserved = socket.socket(family, kind)
     except OSError as error:
-        raise cannot_listen(host, port, error.strerror or str(error)) from error
+        raise cannot_listen(host, port, error) from error
     with reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             reserved.bind(address)
         except OSError as error:
-            raise cannot_listen(host, port, error.strerror or str(error)) from error
+            raise cannot_listen(host, port, error) from error
         yield reserved.getsockname()[1]
 
 

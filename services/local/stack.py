@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from multiprocessing.connection import wait
 
 import grpc
 import grpc.aio
+from redis import Redis
+from redis.exceptions import RedisError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -47,6 +50,7 @@ from quire.services.worker.config import RunningWorker, WorkerConfig
 JOIN_SECONDS = 30.0
 JOIN_POLL_SECONDS = 0.05
 DRAIN_SECONDS = 5.0
+REDIS_SECONDS = 2.0
 
 OpenLauncher = Callable[[LocalStackConfig, Callable[[Draining], None]], AbstractContextManager[Launcher]]
 """Makes the launcher of a stack, whose workers end with the context."""
@@ -176,7 +180,9 @@ def local_stack(
         redis = stack.enter_context(ExitStack())
         launcher = stack.enter_context(open_launcher(config, show))
         router_redis = worker_redis = config.redis_url
-        if config.redis_url is None:
+        if config.redis_url is not None:
+            _tell_of_redis(config.redis_url, console)
+        else:
             process = redis.enter_context(RedisProcess(host=launcher.host))
             router_redis, worker_redis = process.router_url, process.worker_url
         secret = os.environ.get("QUIRE_CLUSTER_SECRET", "").encode() or secrets.token_bytes(32)
@@ -206,26 +212,28 @@ def local_stack(
 
 
 class WorkerConfigs:
-    """Makes the configurations of a stack's workers; each name has a metrics port of its own."""
+    """Makes the configurations of a stack's workers; each has a metrics port after the router's."""
 
     def __init__(self, config: LocalStackConfig, redis_url: str | None, secret: bytes) -> None:
         self._config = config
         self._redis_url = redis_url
         self._secret = secret
-        self._numbers: dict[str, int] = {}
+        self._metrics_ports: dict[str, int] = {}
+        taken = {*config.router.ports.values()}
+        self._free_ports = (port for port in count(config.router.metrics_port + 1) if port not in taken)
 
     def __call__(self, name: str) -> WorkerConfig:
         """Return the configuration of the worker with a name such as decode-0."""
         config, worker = self._config, self._config.worker
-        number = self._numbers.setdefault(name, len(self._numbers) + 1)
-        metrics_port = config.router.metrics_port
+        if config.router.metrics_port and name not in self._metrics_ports:
+            self._metrics_ports[name] = next(self._free_ports)
         return replace(
             worker,
             role="prefill" if name.startswith("prefill-") else "decode",
             worker_id=name,
             redis_url=self._redis_url,
             cluster_secret=self._secret,
-            metrics_port=metrics_port + number if metrics_port else 0,
+            metrics_port=self._metrics_ports.get(name, 0),
             disk_cache=worker.disk_cache and worker.disk_cache.of(name),
             # A router drains a worker before it is told to end, or ends together with it.
             notice_seconds=0.0,
@@ -310,6 +318,19 @@ def _progress(console: Console | None) -> Progress:
         console=console or Console(stderr=True, quiet=True),
         transient=True,
     )
+
+
+def _tell_of_redis(url: str, console: Console | None) -> None:
+    """Say that the stack waits for an operator's Redis, if that does not answer."""
+    client = Redis.from_url(url, socket_connect_timeout=REDIS_SECONDS, socket_timeout=REDIS_SECONDS)
+    try:
+        client.ping()
+    except (RedisError, OSError) as error:
+        if console is not None:
+            where = url.rpartition("@")[2]
+            console.print(f"waiting for Redis, which does not answer at {where}: {error}", soft_wrap=True)
+    finally:
+        client.close()
 
 
 def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStack) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,6 +194,17 @@ class RouterConfig(ServiceConfig):
         last_port = max(self.metrics_port, self.chosen_admin_port) + PORT_STEP * (self.num_processes - 1)
         if last_port > MAX_PORT:
             raise ValueError(f"--router-processes {self.num_processes} needs ports up to {last_port}")
+        self.check_distinct(self.ports)
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        """The ports of all processes, by their names in messages; 0: a free one."""
+        ports = {"--port": self.port, "--http-port": self.http_port or 0}
+        for name, port in (("--metrics-port", self.metrics_port), ("--admin-port", self.chosen_admin_port)):
+            ports[name] = port
+            for step in range(PORT_STEP, PORT_STEP * self.num_processes, PORT_STEP):
+                ports[f"{name} + {step}"] = port and port + step
+        return ports
 
     @property
     def public_tls(self) -> TlsFiles | None:

@@ -60,8 +60,7 @@ def public_http_server(
     """
     if not has_http():
         raise OSError(
-            "the HTTP API needs the extra 'http': pip install 'quire-llm[http]', or in a clone "
-            ".venv/bin/pip install -e '.[http]'"
+            "the HTTP API needs the extra 'http': in quire's clone, run .venv/bin/pip install -e '.[http]'"
         )
     # Imported late, because a router that serves only gRPC does not need the extra.
     from quire.services.router.http.server import http_server

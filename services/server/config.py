@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -91,6 +92,13 @@ class ServiceConfig:
     def name_of(self, field: str) -> str:
         """Return what error messages call a field: its flag."""
         return flag_of(type(self), field)
+
+    def check_distinct(self, ports: Mapping[str, int]) -> None:
+        """Raise ValueError if two of the ports with these names are equal; 0 is a free one for each."""
+        names: dict[int, str] = {}
+        for name, port in ports.items():
+            if port and names.setdefault(port, name) != name:
+                raise ValueError(f"{names[port]} and {name} are both {port}: give each another port, or 0")
 
     @property
     def cluster_tls(self) -> TlsFiles | None:

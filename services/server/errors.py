@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
@@ -220,16 +222,25 @@ class BadFileError(OSError):
     """A file named in the settings is missing, malformed or out of date; the message has path and problem."""
 
 
-def cannot_listen(host: str, port: int, problem: object = "") -> OSError:
-    """Return the error of a server whose address cannot be bound.
+_LISTEN_REMEDIES: Mapping[int, str] = {
+    errno.EADDRINUSE: "another process has this port; end it, or give another port, or 0 for a free one",
+    errno.EADDRNOTAVAIL: "this machine has no such address; give one that it has, or 0.0.0.0 for all",
+    errno.EACCES: "this user may not listen at this port; give one above 1023",
+}
+
+
+def cannot_listen(host: str, port: int, error: OSError | None) -> OSError:
+    """Return the error of a server whose address cannot be bound, with a remedy.
 
     Args:
-        problem: the system's description of the problem, if there is one.
+        error: the system's error, if it is known.
     """
-    reason = f": {problem}" if problem else ""
-    return OSError(
-        f"cannot listen on {host}:{port}{reason}: is the port taken? Try another, or 0 for a free one"
+    number = (error and error.errno) or 0
+    problem = (
+        os.strerror(number) if number > 0 else (error and error.strerror) or "the system gives no reason"
     )
+    remedy = _LISTEN_REMEDIES.get(number, "is it an address of this machine?")
+    return OSError(f"cannot listen on {host}:{port}: {problem}: {remedy}")
 
 
 def _cut(text: str) -> str:

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter
 from quire.kvtransfer.channels import MAX_MESSAGE_BYTES, PING_TIMEOUTS
 from quire.services.server.call_limits import READ_SECONDS, CallLimits, remember_parents
 from quire.services.server.ended_calls import end_raised
-from quire.services.server.errors import Internal, ServiceError, cannot_listen, to_status
+from quire.services.server.errors import BadFileError, Internal, ServiceError, cannot_listen, to_status
 from quire.services.server.interceptors import OwnCalls, handler_kind
 from quire.services.server.log import get_logger
 from quire.services.server.request_intake import Memory, RequestIntake, unbounded
@@ -286,7 +286,8 @@ async def serve_until_signal(
             loop.remove_signal_handler(each)
         end_on_signals()
     if failure is not None and failure.done():
-        _log.error("server_failed", address=server.address, details=str(failure.result()))
+        if not isinstance(failure.result(), BadFileError):  # the command reports it in one sentence
+            _log.error("server_failed", address=server.address, details=str(failure.result()))
         await server.stop()
         raise failure.result()
     _log.info("server_stopping", address=server.address, signal=received.result().name)
@@ -386,11 +387,11 @@ def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Serve
     except RuntimeError as error:
         raise cannot_listen(host, port, _bind_problem(host, port)) from error
     if not bound:
-        raise cannot_listen(host, port)
+        raise cannot_listen(host, port, None)
     return bound
 
 
-def _bind_problem(host: str, port: int) -> str:
+def _bind_problem(host: str, port: int) -> OSError | None:
     """Return the system's reason why an address cannot be bound, which gRPC does not report."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -399,5 +400,5 @@ def _bind_problem(host: str, port: int) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        return error
+    return None

@@ -117,11 +117,12 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     def __post_init__(self) -> None:
         ServiceConfig.__post_init__(self)
         EngineConfig.__post_init__(self)
+        self.check_distinct({"--port": self.port, "--metrics-port": self.metrics_port})
         if self.disk_cache is not None and not self.host_cache_bytes:
             raise ValueError("--disk-cache needs --host-cache: blocks come and go through host memory")
         if self.vllm_grpc and find_spec("smg_grpc_proto") is None:
             raise ValueError(
-                "--vllm-grpc needs the extra 'vllm-grpc': pip install 'quire-llm[vllm-grpc]', or in a clone "
+                "--vllm-grpc needs the extra 'vllm-grpc': in quire's clone, run "
                 ".venv/bin/pip install -e '.[vllm-grpc]'"
             )
         if self.host in WILDCARDS and self.advertise is None and self.redis_url is None:

@@ -24,6 +24,8 @@ async def test_the_status_follows_the_server(quire: Quire) -> None:
         await server.ready()
         result = await ask(quire, server)
         assert (result.exit_code, result.stdout) == (0, "serving\n")
+        result = await asyncio.to_thread(quire, "health", "--address", server.address)
+        assert (result.exit_code, result.stdout) == (0, "serving\n")
         await server.not_ready()
         assert (await ask(quire, server)).exit_code == 1
 

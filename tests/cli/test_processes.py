@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing.connection
+import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable
@@ -11,9 +14,11 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import Result
 
 from quire.cli.sizes import format_size, parse_size
+from quire.models.bundled import demo_model_path
 from quire.routing.planner import PolicyConfig
 from quire.routing.policy import Policy, Pulls
 from quire.services import worker_process
@@ -159,6 +164,36 @@ def test_workers_of_a_stack_differ_in_what_is_theirs(tmp_path: Path) -> None:
     }
 
 
+def test_workers_of_a_stack_leave_the_metrics_ports_that_the_routers_use(tmp_path: Path) -> None:
+    router = RouterConfig(port=7000, http_port=7002, metrics_port=7001, admin_port=7003)
+    config = LocalStackConfig(num_prefill=1, num_decode=2, router=router)
+    make = local_stack.WorkerConfigs(config, "redis://r", b"secret")
+    found = local_stack.worker_configs(config, make)
+    assert [each.metrics_port for each in found.values()] == [7004, 7005, 7006]
+    assert make("decode-1").metrics_port == 7006
+
+
+@pytest.mark.parametrize(
+    ("verb", "ports", "message"),
+    [
+        ("router", ["--port", "7000", "--http-port", "7000"], "--port and --http-port are both 7000"),
+        ("router", ["--port", "8501"], "--port and --metrics-port are both 8501"),
+        ("serve", ["--metrics-port", "8502"], "--http-port and --metrics-port are both 8502"),
+        ("serve", ["--admin-port", "8500"], "--port and --admin-port are both 8500"),
+        (
+            "router",
+            ["--admin-port", "9100", "--metrics-port", "9000", "--router-processes", "2"],
+            "--metrics-port + 100 and --admin-port are both 9100",
+        ),
+        ("decode", ["--port", "7000", "--metrics-port", "7000"], "--port and --metrics-port are both 7000"),
+    ],
+)
+def test_equal_ports_are_a_usage_error(quire: Quire, verb: str, ports: list[str], message: str) -> None:
+    result = quire(verb, *ports)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
 def test_settings_that_contradict_each_other_are_a_usage_error(quire: Quire) -> None:
     result = quire("decode", "--kv-memory", "64MiB", "--num-blocks", "10")
     assert result.exit_code == 2
@@ -238,7 +273,7 @@ def test_a_router_without_the_packages_says_what_to_install(
     monkeypatch.setattr(public_servers, "has_http", lambda: False)
     result = quire("router", "--port", "0", "--metrics-port", "0", "--http-port", "0")
     assert result.exit_code == 1
-    assert "pip install 'quire-llm[http]'" in result.stderr
+    assert "in quire's clone, run .venv/bin/pip install -e '.[http]'" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -291,3 +326,45 @@ def test_a_model_that_is_missing_is_told_in_a_line(command: list[str], tmp_path:
         done.stderr
         == f"error: cannot load the model {tmp_path / 'missing'}: there is no folder {tmp_path / 'missing'}\n"
     )
+
+
+def test_a_stack_says_that_it_waits_for_redis() -> None:
+    console = Console(file=io.StringIO())
+    local_stack._tell_of_redis("redis://:secret@127.0.0.1:1/0", console)
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert said.startswith("waiting for Redis, which does not answer at 127.0.0.1:1/0: ")
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "verb", "message"),
+    [
+        (
+            "model.safetensors",
+            "decode",
+            "error: cannot load the model {folder}: {folder}/model.safetensors has ",
+        ),
+        (
+            "tokenizer.json",
+            "serve",
+            "quire serve: router did not start: cannot load the tokenizer of {folder}: ",
+        ),
+    ],
+)
+def test_a_model_with_a_damaged_file_ends_the_command_with_one_sentence(
+    command: list[str], tmp_path: Path, name: str, verb: str, message: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model_path(), folder)
+    os.truncate(folder / name, 100)
+    ports = ["--port", "0"] if verb == "decode" else ["--port", "0", "--http-port", "0"]
+    done = subprocess.run(
+        [*command, verb, str(folder), "--num-blocks", "64", *ports],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith(message.format(folder=folder))
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -89,6 +89,6 @@ def test_what_cannot_be_compiled_is_refused_before_anything_runs(tiny: LLM) -> N
 
 def test_the_package_may_be_missing(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    remedy = re.escape("pip install 'quire-llm[structured]'")
+    remedy = re.escape("in quire's clone, run .venv/bin/pip install -e '.[structured]'")
     with pytest.raises(StructuredOutputUnavailableError, match=remedy):
         answers(tiny, StructuredOutputsParams(regex="a"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -44,6 +43,8 @@ from quire.services.server.log import get_logger
 
 CANCEL_SECONDS = 0.1
 """Time for handlers to end after they were cancelled at the server's stop."""
+BACKLOG = 1024
+"""Connections that may wait to be accepted; clients try to open more again after 1, 3 and 7 s."""
 CLIENT_GONE = 499
 """Status that is counted if the client left before the answer; nginx uses the same."""
 
@@ -113,11 +114,12 @@ async def http_server(
             port,
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,
+            backlog=BACKLOG,
             reuse_port=shares_port or None,
         )
     except OSError as error:
         await runner.cleanup()
-        raise cannot_listen(host, port, os.strerror(error.errno or 0)) from error
+        raise cannot_listen(host, port, error) from error
     server = HttpServer(listening, runner, host)
     try:
         yield server
@@ -136,7 +138,7 @@ def _application(
     open_paths = {route.path for route in table if route.is_open}
     app = web.Application(
         middlewares=[
-            _errors(count, sorted(f"{route.method} {route.path}" for route in table)),
+            _errors(count),
             _deadline(request_timeout_seconds),
             authorized(servicer, open_paths),
             _counted(servicer.calls),
@@ -173,19 +175,15 @@ async def _name_answer(request: web.Request, response: web.StreamResponse) -> No
         request.protocol.drop_rest()
 
 
-def _errors(count: Count, known: Sequence[str]) -> Middleware:
-    """Return middleware that turns errors into bodies that OpenAI's clients read, and counts all answers.
-
-    Args:
-        known: the existing routes, for the error message about an unknown route.
-    """
+def _errors(count: Count) -> Middleware:
+    """Return middleware that turns errors into bodies that OpenAI's clients read, and counts all answers."""
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = CLIENT_GONE
         request[REQUEST_ID] = first_request_id(request)
         try:
-            response = await _answered(request, handler, known)
+            response = await _answered(request, handler)
             status = response.status
             return response
         finally:
@@ -195,7 +193,7 @@ def _errors(count: Count, known: Sequence[str]) -> Middleware:
     return handle
 
 
-async def _answered(request: web.Request, handler: Handler, known: Sequence[str]) -> web.StreamResponse:
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         _check_framing(request)
         return await handler(request)
@@ -203,9 +201,7 @@ async def _answered(request: web.Request, handler: Handler, known: Sequence[str]
         return _error_response(request, from_service_error(error))
     except web.HTTPException as error:
         code = error.reason.lower().replace(" ", "_")
-        response = _error_response(
-            request, http_error(error.status, _message(request, error, known), code=code)
-        )
+        response = _error_response(request, http_error(error.status, _message(request, error), code=code))
         if isinstance(error, web.HTTPBadRequest):
             # A proxy may disagree about where this request ends.
             response.force_close()
@@ -231,13 +227,13 @@ def _check_framing(request: web.Request) -> None:
         raise web.HTTPBadRequest(text="Transfer-Encoding must be 'chunked' and nothing else, in HTTP/1.1")
 
 
-def _message(request: web.Request, error: web.HTTPException, known: Sequence[str]) -> str:
+def _message(request: web.Request, error: web.HTTPException) -> str:
     """Return the message for an error of aiohttp's."""
     path = shortened(request.path)
     if isinstance(error, web.HTTPNotFound):
         if _is_anthropic(request):
             return f"{path} is not served: quire has no Messages API, only OpenAI's; use /v1/chat/completions"
-        return f"there is no route {request.method} {path}; there are {', '.join(known)}"
+        return f"there is no route {shortened(request.method)} {path}; GET /openapi.json lists the routes"
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{path} takes {', '.join(sorted(error.allowed_methods))}, not {shortened(request.method)}"
     return error.text or error.reason

@@ -6,7 +6,9 @@ import asyncio
 import io
 import os
 import pickle
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -220,6 +222,22 @@ def test_a_log_outlives_the_stderr_of_its_start(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stderr", second)
     get_logger("test").info("done")
     assert second.getvalue().endswith("event=done\n")
+
+
+@pytest.mark.parametrize(
+    ("host", "remedy"),
+    [
+        ("127.0.0.1", "another process has this port"),
+        ("192.0.2.1", "this machine has no such address"),
+        ("no-such-host.invalid", "is it an address of this machine?"),
+    ],
+)
+async def test_an_address_that_cannot_be_bound_is_reported_with_its_remedy(host: str, remedy: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=re.escape(remedy)):
+            async with grpc_server([], host=host, port=port, registry=CollectorRegistry()):
+                pass
 
 
 @pytest.mark.parametrize(
