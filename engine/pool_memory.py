@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -33,9 +34,15 @@ def allocate_pool(
             that they cannot map it.
 
     Raises:
-        SettingError: the memory holds fewer than two blocks.
+        SettingError: the pool would hold fewer than two blocks, or more than the machine's memory; or
+            sequences may be longer than the model allows.
         OSError: the pool is to be shared, and the system has no such memory.
     """
+    if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
+        raise SettingError(
+            f"{config.name_of('max_model_len')} is {config.max_model_len}, and the model takes at most "
+            f"{model.max_position_embeddings} tokens: give at most these"
+        )
     shape = model.kv_shape(config.block_size, config.kv_cache_dtype)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
@@ -49,8 +56,18 @@ def allocate_pool(
             f"the pool must hold at least two blocks of {shape.block_bytes} bytes: "
             f"raise {config.name_of('kv_memory_bytes')}"
         )
-    shared = None if share is None or device.type != "cpu" else share(num_blocks * shape.block_bytes)
+    num_bytes = num_blocks * shape.block_bytes
+    if device.type == "cpu" and num_bytes > (available := _machine_bytes()):
+        raise SettingError(
+            f"{num_blocks} blocks take {num_bytes >> 20} MiB, and this machine has {available >> 20} MiB: "
+            f"lower {config.name_of('kv_memory_bytes')} or {config.name_of('num_blocks')}"
+        )
+    shared = None if share is None or device.type != "cpu" else share(num_bytes)
     return KvMemory(shape, num_blocks, device, shared=shared, own_heads=model.own_kv_heads)
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def allocate_swap_space(config: EngineConfig, memory: KvMemory) -> KvMemory | None:

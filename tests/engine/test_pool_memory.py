@@ -84,3 +84,15 @@ def test_the_swap_space_is_in_host_memory_and_may_be_absent() -> None:
     assert (swap_memory.num_blocks, swap_memory.device.type) == (5, "cpu")
     small = EngineConfig(swap_space_bytes=memory.shape.block_bytes - 1)
     assert allocate_swap_space(small, memory) is None
+
+
+def test_a_pool_larger_than_the_machine_is_refused_with_the_setting_to_lower() -> None:
+    config = EngineConfig(kv_memory_bytes=1 << 50)
+    with pytest.raises(SettingError, match=r"take \d+ MiB, and this machine has \d+ MiB: lower kv_"):
+        allocate_pool(config, model(1), None, torch.device("cpu"))
+
+
+def test_a_length_beyond_the_models_is_refused() -> None:
+    assert allocate_pool(EngineConfig(max_model_len=8192), model(1), None, META)
+    with pytest.raises(SettingError, match="max_model_len is 8193, and the model takes at most 8192 tokens"):
+        allocate_pool(EngineConfig(max_model_len=8193), model(1), None, META)
