@@ -113,7 +113,7 @@ class BlockPublisher:
                 await self._lease.evict(self._ledger.leftovers())
 
     async def _run(self) -> None:
-        backoff, jitter = MIN_BACKOFF_SECONDS, 0.0
+        backoff, jitter, problem = MIN_BACKOFF_SECONDS, 0.0, ""
         while True:
             pause = 0.0
             try:
@@ -121,13 +121,14 @@ class BlockPublisher:
                 self._ledger.restart()
                 self.has_joined.set()
                 logger.info("index_joined", extra={"fields": {"blocks": self._ledger.num_held}})
-                backoff = MIN_BACKOFF_SECONDS
+                backoff, problem = MIN_BACKOFF_SECONDS, ""
                 await self._follow(self._loop.time() + jitter)
                 logger.info("index_joining_again")
             except LeaseLostError:
                 logger.warning("index_lease_lost")
             except UNREACHABLE as error:
-                logger.warning("index_unreachable", extra={"fields": {"error": str(error)}})
+                if problem != (problem := str(error)):  # the same problem is logged once
+                    logger.warning("index_unreachable", extra={"fields": {"error": problem}})
                 pause, backoff = backoff, min(2 * backoff, MAX_BACKOFF_SECONDS)
             self._ledger.stop()
             await asyncio.sleep(pause)

@@ -43,7 +43,7 @@ from quire.services.router.worker_calls import Spawn
 from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
 from quire.services.server.cluster_proof import ClusterTrust
-from quire.services.server.errors import Unavailable
+from quire.services.server.errors import BadFileError, Unavailable
 from quire.services.server.grpc_server import (
     Draining,
     GrpcServer,
@@ -89,6 +89,8 @@ class RunningRouter(NamedTuple):
     metrics: RouterMetrics
     has_served: asyncio.Event
     """Set once requests can be served."""
+    failure: asyncio.Future[BadFileError]
+    """Resolves with the error of a damaged file of the model, with which no request can ever be served."""
     calls: OpenCalls
 
     async def finish(self) -> None:
@@ -119,14 +121,19 @@ async def run_router(
     Args:
         on_ready: called once requests can be served.
         on_drain: called repeatedly while the router stops and waits for running requests to end.
+
+    Raises:
+        BadFileError: a file of the model's tokenizer or chat template is missing or damaged.
     """
     end_on_signals()
     raise_open_file_limit()
-    async with router(config) as running, asyncio.TaskGroup() as tasks:
-        announcing = tasks.create_task(_announce(running, on_ready))
+    async with router(config) as running:
+        announcing = asyncio.create_task(_announce(running, on_ready))
         stop = Stop(running.finish, lambda: running.calls.number, on_drain)
-        await serve_until_signal(running.server, stop)
-        announcing.cancel()
+        try:
+            await serve_until_signal(running.server, stop, running.failure)
+        finally:
+            await cancel(announcing)
 
 
 async def _announce(running: RunningRouter, on_ready: Callable[[RunningRouter], None] | None) -> None:
@@ -176,18 +183,27 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         if config.http_port is not None:
             http = await stack.enter_async_context(public_http_server(config, servicer, metrics, memory))
         running = RunningRouter(
-            server, http, metrics_port, admin.address, workers, metrics, asyncio.Event(), servicer.calls
+            server,
+            http,
+            metrics_port,
+            admin.address,
+            workers,
+            metrics,
+            asyncio.Event(),
+            asyncio.get_running_loop().create_future(),
+            servicer.calls,
         )
 
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:
             cluster.set_result(await _cluster(config, info, workers, sources, metrics, spawn))
 
-        following = asyncio.create_task(_follow_workers(running, cluster, join, config.poll_seconds))
-        stack.push_async_callback(cancel, following)
-        asking = asyncio.create_task(_ask_busy_workers(workers, config.poll_seconds))
-        stack.push_async_callback(cancel, asking)
-        listening = asyncio.create_task(_listen_to_workers(workers))
-        stack.push_async_callback(cancel, listening)
+        for until_cancelled in (
+            _follow_workers(running, cluster, join, config.poll_seconds),
+            _ask_busy_workers(workers, config.poll_seconds),
+            _listen_to_workers(workers),
+            _report_readiness(running, cluster),
+        ):
+            stack.push_async_callback(cancel, asyncio.create_task(until_cancelled))
         if config.elastic_roles:
             deciding = asyncio.create_task(roles.decide_forever(cluster))
             stack.push_async_callback(cancel, deciding)
@@ -312,7 +328,7 @@ async def _follow_workers(
     poll_seconds: float,
 ) -> None:
     """Keep the workers and the model up to date until cancelled."""
-    workers = running.workers
+    workers, problem = running.workers, ""
     while True:
         try:
             await workers.refresh()
@@ -320,18 +336,33 @@ async def _follow_workers(
                 await join(workers.reference)
             elif workers.reference is not None:
                 cluster.result().model.cache_descriptor = workers.reference.cache_descriptor
-        except Exception:
-            _log.exception("refresh_failed")
+            problem = ""
+        except BadFileError as error:
+            running.failure.set_result(error)
+            return
+        except Exception as error:
+            if problem != (problem := repr(error)):  # the same problem is logged once
+                _log.exception("refresh_failed")
         for role in ("prefill", "decode"):
             running.metrics.workers.labels(role).set(len(workers.live(role)))
-        is_stopping, has_worker = running.calls.is_stopping, bool(workers.live("decode"))
-        is_ready = cluster.done() and has_worker and not is_stopping
+        is_complete = cluster.done() and workers.live("decode")
+        if running.calls.is_stopping and not workers.live("decode") and not workers.expects_workers:
+            _end_waits(cluster)
+        await asyncio.sleep(poll_seconds if is_complete else min(poll_seconds, STARTUP_POLL_SECONDS))
+
+
+async def _report_readiness(running: RunningRouter, cluster: asyncio.Future[Cluster]) -> None:
+    """Keep the health status up to date until cancelled.
+
+    This is a separate task, so that a slow membership or a silent worker does not delay the status.
+    """
+    while True:
+        can_serve = cluster.done() and bool(running.workers.serving("decode"))
+        is_ready = can_serve and not running.calls.is_stopping
         await (running.server.ready() if is_ready else running.server.not_ready())
         if is_ready:
             running.has_served.set()
-        if is_stopping and not has_worker and not workers.expects_workers:
-            _end_waits(cluster)
-        await asyncio.sleep(poll_seconds if is_ready else min(poll_seconds, STARTUP_POLL_SECONDS))
+        await asyncio.sleep(READINESS_SECONDS)
 
 
 def _end_waits(cluster: asyncio.Future[Cluster]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
@@ -82,7 +82,7 @@ def metrics_server(
     try:
         listening = make_server(host, port, app, _Server, handler_class=_QuietHandler)
     except OSError as error:
-        raise cannot_listen(host, port, error.strerror) from error
+        raise cannot_listen(host, port, error) from error
     with listening as server:
         thread = Thread(target=server.serve_forever, args=(STOP_POLL_SECONDS,), name="metrics", daemon=True)
         thread.start()

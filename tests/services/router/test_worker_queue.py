@@ -234,7 +234,7 @@ async def test_a_router_that_stops_does_not_wait_for_a_worker_that_nothing_annou
         # It ends, and its lease too: the list of workers is empty.
         membership = running.workers._membership
         monkeypatch.setattr(membership, "members", AsyncMock(return_value=[]))
-        await worker.server.not_ready()
+        await worker.begin_to_stop()
         while running.workers.all() or running.workers.expects_workers:
             await asyncio.sleep(0.01)
         async with grpc.aio.insecure_channel(running.address) as channel:

@@ -13,9 +13,6 @@ from contextlib import ExitStack
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client import CollectorRegistry
-
-from quire.services.server import metrics_server
 
 WAIT_SECONDS = 20.0
 NUM_CLIENTS = 3
@@ -114,12 +111,3 @@ def test_a_grpc_server_without_descriptors_serves_again(servers: Servers, name: 
             health_pb2.HealthCheckResponse.SERVING,
             health_pb2.HealthCheckResponse.NOT_SERVING,
         )
-
-
-def test_a_silent_connection_to_the_metrics_port_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server._QuietHandler, "timeout", 0.05)
-    with (
-        metrics_server.metrics_server(CollectorRegistry()) as port,
-        socket.create_connection(("127.0.0.1", port), WAIT_SECONDS) as silent,
-    ):
-        assert silent.recv(1) == b""

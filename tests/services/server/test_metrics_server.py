@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from quire.services.server import loop_lag
+from quire.services.server import metrics_server as metrics_server_module
 from quire.services.server.grpc_server import GrpcServer, grpc_server
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
@@ -78,6 +80,12 @@ async def test_metrics_are_served_from_the_given_registry(process: Process) -> N
     taken = pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{process.port}")
     with taken, metrics_server(CollectorRegistry(), Probes(process.server, process.lag), port=process.port):
         pass
+
+
+async def test_a_silent_connection_is_ended(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server_module._QuietHandler, "timeout", 0.05)
+    with socket.create_connection(("127.0.0.1", process.port), SECONDS) as silent:
+        assert await asyncio.to_thread(silent.recv, 1) == b""
 
 
 async def test_ready_follows_the_server_and_health_does_not(process: Process) -> None:
