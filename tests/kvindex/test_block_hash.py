@@ -48,7 +48,7 @@ def test_another_process_agrees(seed: str) -> None:
     program = (
         "from quire.kvindex.block_hash import *\n"
         "from quire.kvindex.kv_layout import KvLayout\n"
-        "d = KvLayout(4, 2, 16, 32, 'bfloat16', 'model', 'bfloat16', 'cpu').descriptor()\n"
+        "d = KvLayout(4, 2, 16, 32, 'bfloat16', 'model', 'bfloat16', 'cpu', 1).descriptor()\n"
         "root = root_hash(d, b'secret', CacheScope('tenant'))\n"
         "print(*(h.hex() for h in block_hashes(root, range(40), 16)))\n"
     )
