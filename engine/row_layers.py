@@ -162,7 +162,7 @@ def _use_kernel_functions(module: torch.nn.Module) -> None:
         with KernelFunctions():
             return forward(*args, **kwargs)
 
-    module.forward = with_kernels  # type: ignore[method-assign]
+    module.forward = with_kernels
 
 
 def make_batch_invariant(model: torch.nn.Module) -> None:

@@ -529,7 +529,8 @@ def _log_sum(logits: int, length: int, scratch: int) -> float:
         size = min(_BLOCK, length - start)
         _raise(logits + 4 * start, size, most, scratch)
         total += np.float64(sum_powers(scratch, np.int64(size), np.float32(0.0), 1))
-    return np.float64(most) + _log(total)
+    log_sum: float = np.float64(most) + _log(total)
+    return log_sum
 
 
 @exact

@@ -85,7 +85,7 @@ async def test_workers_of_two_arithmetic_versions_share_no_block_and_lose_no_req
                 assert answer.usage.retries == 0
                 return list(answer.token_ids)
 
-            answers = []
+            answers: list[tuple[list[int], list[int]]] = []
             old[0].terminate()
             while old[0].poll() is None:
                 answers += zip(prompts, await asyncio.gather(*map(ask, prompts)), strict=True)
