@@ -57,17 +57,14 @@ def allocate_pool(
             f"raise {config.name_of('kv_memory_bytes')}"
         )
     num_bytes = num_blocks * shape.block_bytes
-    if device.type == "cpu" and num_bytes > (available := _machine_bytes()):
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cpu" and num_bytes > available:
         raise SettingError(
             f"{num_blocks} blocks take {num_bytes >> 20} MiB, and this machine has {available >> 20} MiB: "
             f"lower {config.name_of('kv_memory_bytes')} or {config.name_of('num_blocks')}"
         )
     shared = None if share is None or device.type != "cpu" else share(num_bytes)
     return KvMemory(shape, num_blocks, device, shared=shared, own_heads=model.own_kv_heads)
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def allocate_swap_space(config: EngineConfig, memory: KvMemory) -> KvMemory | None:

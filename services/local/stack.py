@@ -180,9 +180,9 @@ def local_stack(
         redis = stack.enter_context(ExitStack())
         launcher = stack.enter_context(open_launcher(config, show))
         router_redis = worker_redis = config.redis_url
-        if config.redis_url is not None:
+        if config.redis_url is not None and console is not None:
             _tell_of_redis(config.redis_url, console)
-        else:
+        if config.redis_url is None:
             process = redis.enter_context(RedisProcess(host=launcher.host))
             router_redis, worker_redis = process.router_url, process.worker_url
         secret = os.environ.get("QUIRE_CLUSTER_SECRET", "").encode() or secrets.token_bytes(32)
@@ -320,17 +320,16 @@ def _progress(console: Console | None) -> Progress:
     )
 
 
-def _tell_of_redis(url: str, console: Console | None) -> None:
+def _tell_of_redis(url: str, console: Console) -> None:
     """Say that the stack waits for an operator's Redis, if that does not answer."""
-    client = Redis.from_url(url, socket_connect_timeout=REDIS_SECONDS, socket_timeout=REDIS_SECONDS)
     try:
-        client.ping()
+        with Redis.from_url(
+            url, socket_connect_timeout=REDIS_SECONDS, socket_timeout=REDIS_SECONDS
+        ) as client:
+            client.ping()
     except (RedisError, OSError) as error:
-        if console is not None:
-            where = url.rpartition("@")[2]
-            console.print(f"waiting for Redis, which does not answer at {where}: {error}", soft_wrap=True)
-    finally:
-        client.close()
+        where = url.rpartition("@")[2]
+        console.print(f"waiting for Redis, which does not answer at {where}: {error}", soft_wrap=True)
 
 
 def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStack) -> None:

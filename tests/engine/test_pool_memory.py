@@ -93,6 +93,6 @@ def test_a_pool_larger_than_the_machine_is_refused_with_the_setting_to_lower() -
 
 
 def test_a_length_beyond_the_models_is_refused() -> None:
-    assert allocate_pool(EngineConfig(max_model_len=8192), model(1), None, META)
+    assert allocate_pool(EngineConfig(max_model_len=8192, num_blocks=2), model(1), None, META)
     with pytest.raises(SettingError, match="max_model_len is 8193, and the model takes at most 8192 tokens"):
         allocate_pool(EngineConfig(max_model_len=8193), model(1), None, META)
