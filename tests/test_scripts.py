@@ -88,8 +88,8 @@ def test_ctrl_c_ends_the_tests_that_run_side_by_side(tmp_path: Path) -> None:
     endless = """#!/usr/bin/env python3
 import pathlib, sys, time
 name = pathlib.Path(sys.argv[0]).name
-pathlib.Path(f"{name}.began").touch()
 try:
+    pathlib.Path(f"{name}.began").touch()
     while True:
         time.sleep(60)
 except KeyboardInterrupt:

@@ -65,20 +65,37 @@ def results(folder: Path, dtype: str, weight_dtype: str = "auto") -> dict[str, A
     }
 
 
-def powers() -> str:
-    """Return a digest of the frequencies of many rotations."""
+def functions() -> dict[str, str]:
+    """Return digests of functions over many values, of which models as small as these tests' see few."""
+    import numpy as np
     import torch
     import xxhash
+    from transformers import Gemma2Config
 
     from quire.engine.row_layers import KernelFunctions
+    from quire.engine.sampler import rank_tokens
+    from quire.engine.step_recipe import _finish
 
-    digest = xxhash.xxh3_64()
+    integers = np.random.Generator(np.random.PCG64(0)).integers(-(1 << 20), 1 << 20, (16, 5000))
+    logits = torch.from_numpy(integers / 2.0**16).float()
+    finish = _finish(Gemma2Config(final_logit_softcapping=10.0))
+    assert finish is not None
+    exponents = torch.cat([torch.arange(0, size, 2).float() / size for size in (16, 64, 80, 96, 128, 256)])
     with KernelFunctions():
-        for base in (10000.0, 25600.0, 150000, 500000.0, 1e6, 1e7):
-            for size in (16, 64, 80, 96, 128, 256):
-                frequencies = 1.0 / (base ** (torch.arange(0, size, 2).float() / size))
-                digest.update(frequencies.numpy().tobytes())
-    return digest.hexdigest()
+        frequencies = torch.cat([1.0 / (base**exponents) for base in (10000.0, 150000, 500000.0, 1e7)])
+        angles = frequencies * torch.arange(1, 100_000, 997)[:, None]
+        found = {
+            "frequencies": frequencies,
+            "cosines": angles.cos(),
+            "sines": torch.sin(angles),
+            "soft cap": finish(logits),
+            "tanh": torch.tanh(logits / 8),
+        }
+    digests = {name: xxhash.xxh3_64_hexdigest(each.numpy().tobytes()) for name, each in found.items()}
+    logprobs = rank_tokens(logits, list(range(16)), 20)
+    return digests | {
+        "logprobs": xxhash.xxh3_64_hexdigest(json.dumps([_hex(each) for each in logprobs]).encode())
+    }
 
 
 def _hex(logprobs: Any) -> Any:
@@ -105,4 +122,4 @@ if __name__ == "__main__":
     if OLD in sys.argv:
         _forget_new_instructions()
     cases = [each.rsplit(":", 1) for each in sys.argv[1:] if each != OLD]
-    print(json.dumps([powers(), *(results(Path(folder), dtype) for folder, dtype in cases)]))
+    print(json.dumps([functions(), *(results(Path(folder), dtype) for folder, dtype in cases)]))
