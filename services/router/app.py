@@ -182,16 +182,10 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         http = None
         if config.http_port is not None:
             http = await stack.enter_async_context(public_http_server(config, servicer, metrics, memory))
+        served, failure = asyncio.Event(), asyncio.get_running_loop().create_future()
+        calls = servicer.calls
         running = RunningRouter(
-            server,
-            http,
-            metrics_port,
-            admin.address,
-            workers,
-            metrics,
-            asyncio.Event(),
-            asyncio.get_running_loop().create_future(),
-            servicer.calls,
+            server, http, metrics_port, admin.address, workers, metrics, served, failure, calls
         )
 
         async def join(info: worker_pb2.GetWorkerInfoResponse) -> None:

@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from quire.services.router.worker import Worker
+from typing import Generic, Protocol, TypeVar
 
 TICK_SECONDS = 0.1
 """Interval at which silences are measured."""
@@ -61,7 +58,16 @@ class Pulse:
         self.silence = 0.0
 
 
-class Pulses:
+class Watched(Protocol):
+    """A worker whose silences are measured."""
+
+    pulse: Pulse
+
+
+W = TypeVar("W", bound=Watched)
+
+
+class Pulses(Generic[W]):
     """Measures the silences of all workers.
 
     Args:
@@ -69,13 +75,13 @@ class Pulses:
         reach: returns once a new connection to a worker has been made.
     """
 
-    def __init__(self, clock: Callable[[], float], reach: Callable[[Worker], Awaitable[None]]) -> None:
+    def __init__(self, clock: Callable[[], float], reach: Callable[[W], Awaitable[None]]) -> None:
         self._clock = clock
         self._reach = reach
         self._ticked_at = clock()
-        self._reaching: dict[Worker, asyncio.Task[None]] = {}
+        self._reaching: dict[W, asyncio.Task[None]] = {}
 
-    def tick(self, workers: list[Worker]) -> list[Worker]:
+    def tick(self, workers: list[W]) -> list[W]:
         """Measure silences since the last tick; return the workers that have vanished.
 
         If this process itself was late, reports wait to be read, so only the time between two ticks counts.
@@ -96,7 +102,7 @@ class Pulses:
             task.cancel()
         await asyncio.gather(*self._reaching.values(), return_exceptions=True)
 
-    async def _hear_if_reached(self, worker: Worker) -> None:
+    async def _hear_if_reached(self, worker: W) -> None:
         try:
             await self._reach(worker)
             worker.pulse.hear()
