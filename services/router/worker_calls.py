@@ -60,7 +60,7 @@ class _RunningCall(NamedTuple):
 class WorkerCalls:
     """Runs the worker calls of one attempt; on exit, calls that have not ended are aborted.
 
-    Each generated token is charged when the router learns of it, whoever reads the events.
+    Each generated token is charged when the router learns of it, even if nothing reads the event.
 
     Its events are not limited in number, since a stream carries the outputs of many requests and must not
     wait for one of them. An answer's maximum length limits them, and so does the time within which a client

@@ -234,7 +234,7 @@ def to_json(body: BaseModel) -> bytes:
 
 
 def is_large(body: BaseModel) -> bool:
-    """Return whether a body has so many logprobs, as of a prompt, that writing it takes long."""
+    """Return whether a body takes long to write, since it has the logprobs of a long prompt."""
     for part in (body, *getattr(body, "choices", ())):
         logprobs = getattr(part, "logprobs", None)
         tokens = logprobs.tokens if isinstance(logprobs, CompletionLogprobs) else ()

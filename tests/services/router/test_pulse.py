@@ -12,10 +12,10 @@ from quire.services.router.background import background
 from quire.services.router.failures import WorkerCallFailed
 from quire.services.router.membership import StaticMembership
 from quire.services.router.pulse import LATE_SECONDS, LEAST_LIMIT_SECONDS, TICK_SECONDS, Pulse
-from quire.services.router.token_charge import AttemptCharge, RequestCharge
 from quire.services.router.worker import Worker
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.worker_set import WorkerSet
+from tests.services.router.free_charge import free_charge
 
 
 def silences(pulse: Pulse, *lengths: float) -> list[bool]:
@@ -87,8 +87,7 @@ def pass_silently(workers: WorkerSet, time: Time, seconds: float, *punctual: Wor
 async def test_the_calls_of_a_silent_worker_end_and_no_suspicion_is_left(cluster: Any) -> None:
     time, connect = Time(), Unreachable()
     workers, first, second = await two_workers(cluster, time, connect)
-    charge = AttemptCharge(RequestCharge(lambda num_tokens: None, 0))
-    async with asyncio.timeout(20), background() as spawn, WorkerCalls("r", 0, spawn, charge) as calls:
+    async with asyncio.timeout(20), background() as spawn, WorkerCalls("r", 0, spawn, free_charge()) as calls:
         sequence = worker_pb2.Sequence(sequence_id="r", token_ids=[5])
         calls.start(first, first.stub.Decode(worker_pb2.DecodeRequest(sequence=sequence)))
         assert (await calls.next()).message is not None

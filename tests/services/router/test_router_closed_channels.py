@@ -16,17 +16,12 @@ from quire.services.router.admin import AdminServicer
 from quire.services.router.background import background
 from quire.services.router.block_copies import FAILED, copy_blocks
 from quire.services.router.membership import StaticMembership
-from quire.services.router.token_charge import AttemptCharge, RequestCharge
 from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.worker_set import WorkerSet
 from quire.services.server.errors import Unavailable
 from quire.services.server.grpc_server import Service, grpc_server
-
-
-def free() -> AttemptCharge:
-    """Return a charge that no tenant pays."""
-    return AttemptCharge(RequestCharge(lambda num_tokens: None, 0))
+from tests.services.router.free_charge import free_charge
 
 
 class SilentWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -112,7 +107,7 @@ async def test_an_abort_whose_channel_is_closed_is_done(
     silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned, is_under_way: bool
 ) -> None:
     servicer, worker, _ = silent
-    async with WorkerCalls("r", 0, spawned.spawn, free()) as calls:
+    async with WorkerCalls("r", 0, spawned.spawn, free_charge()) as calls:
         calls.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
         await calls.next()
         await servicer.begun.wait()
@@ -129,7 +124,7 @@ async def test_a_leg_whose_channel_is_closed_ends(
     servicer, worker, _ = silent
     async with (
         asyncio.timeout(10),
-        WorkerCalls("r", 0, spawned.spawn, free()) as calls,
+        WorkerCalls("r", 0, spawned.spawn, free_charge()) as calls,
     ):
         calls.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
         await calls.next()

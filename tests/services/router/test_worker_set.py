@@ -23,16 +23,11 @@ from quire.protos import worker_pb2
 from quire.services.router.background import background
 from quire.services.router.membership import Member, MembershipLost, StaticMembership
 from quire.services.router.prefix_lookup import PrefixLookup
-from quire.services.router.token_charge import AttemptCharge, RequestCharge
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.worker_set import PENALTY_SECONDS, WorkerSet
+from tests.services.router.free_charge import free_charge
 
 DESCRIPTOR = b"tiny"
-
-
-def free() -> AttemptCharge:
-    """Return a charge that no tenant pays."""
-    return AttemptCharge(RequestCharge(lambda num_tokens: None, 0))
 
 
 class ScriptedMembership:
@@ -256,7 +251,7 @@ async def test_calls_of_a_worker_that_falls_silent_end(cluster: Any, make_set: A
     async with (
         asyncio.timeout(10),
         background() as spawn,
-        WorkerCalls("r", 0, spawn, free()) as calls,
+        WorkerCalls("r", 0, spawn, free_charge()) as calls,
     ):
         with workers.dispatched(live):
             await decoding(calls, live)
@@ -306,7 +301,7 @@ async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
     async with (
         asyncio.timeout(10),
         background() as spawn,
-        WorkerCalls("r", 0, spawn, free()) as calls,
+        WorkerCalls("r", 0, spawn, free_charge()) as calls,
     ):
         with workers.dispatched(live):
             await decoding(calls, live)
