@@ -110,6 +110,8 @@ class AsyncClient:
                 return
             except QuireError as error:
                 is_under_way = len(left) < len(generations)
+                if is_under_way and not left:
+                    return  # the router was lost after its last message
                 await asyncio.sleep(attempts.pause_after(error, is_under_way=is_under_way))
             finally:
                 call.cancel()
@@ -155,6 +157,8 @@ class AsyncClient:
                         yield stream.receive(response, attempts.num_moves)
                 return
             except QuireError as error:
+                if stream.is_complete:
+                    return  # the router was lost after its last message
                 pause = attempts.pause_after(error, is_under_way=stream.is_under_way)
                 request = stream.request(error)
                 await asyncio.sleep(pause)

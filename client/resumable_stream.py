@@ -21,6 +21,9 @@ class ResumableStream:
     The client draws the seed if the caller gave none, since the next router must use the same one. A
     conversation continues from the token ids that the first router made of it: a chat template may write the
     time of day into the prompt.
+
+    Attributes:
+        is_complete: whether all answers have been received; the last message of a stream has the usage.
     """
 
     def __init__(self, generation: pb.Generation) -> None:
@@ -29,6 +32,7 @@ class ResumableStream:
             generation.sampling.seed = secrets.randbits(64)
         if generation.WhichOneof("prompt") == "chat":
             generation.response.prompt_token_ids = True
+        self.is_complete = False
         self._answers: dict[int, pb.ReceivedAnswer] = {}
         self._origin = ""
         self._prompt_token_ids: list[int] = []
@@ -56,6 +60,7 @@ class ResumableStream:
             answer.token_ids.extend(response.token_ids)
             answer.num_characters += len(response.text)
             answer.is_finished = bool(response.finish_reason)
+        self.is_complete = response.HasField("usage")
         delta = conversion.to_delta(response)
         if delta.usage is None or not num_moves:
             return delta

@@ -109,6 +109,8 @@ class Client:
                 return
             except QuireError as error:
                 is_under_way = len(left) < len(generations)
+                if is_under_way and not left:
+                    return  # the router was lost after its last message
                 time.sleep(attempts.pause_after(error, is_under_way=is_under_way))
             finally:
                 call.cancel()
@@ -154,6 +156,8 @@ class Client:
                         yield stream.receive(response, attempts.num_moves)
                 return
             except QuireError as error:
+                if stream.is_complete:
+                    return  # the router was lost after its last message
                 pause = attempts.pause_after(error, is_under_way=stream.is_under_way)
                 request = stream.request(error)
                 time.sleep(pause)

@@ -47,7 +47,7 @@ class SeededRouter(GenerationServiceServicer):
         left = self.breaks_after.pop(0) if self.breaks_after else None
         messages = list(self._messages(generation))
         yield from messages[:left]
-        if left is not None and left < len(messages):
+        if left is not None and left <= len(messages):
             context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
@@ -67,6 +67,8 @@ class SeededRouter(GenerationServiceServicer):
             left = None if left is None else left - 1
             generation = pb.GenerateRequest(generation=request.generations[index])
             yield pb.GenerateBatchResponse(index=index, response=self.Generate(generation, context))
+        if left == 0:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
     def _messages(self, generation: pb.Generation) -> Iterator[pb.GenerateStreamResponse]:
         """Yield the messages of the answers in turn, without what was received."""
@@ -177,6 +179,39 @@ def test_one_address_continues_once_it_is_back(pair: list[SeededRouter], is_asyn
     assert first.sampling.seed == second.sampling.seed
     assert len(answers(broken)[0][1]) == NUM_TOKENS
     assert [len(each.token_ids) for each in second.received] == [4]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("options", [{}, {"n": 2}, {"n": 1, "best_of": 2}])
+def test_a_stream_whose_router_is_lost_after_the_last_message_is_complete(
+    pair: list[SeededRouter], is_async: bool, options: dict[str, int]
+) -> None:
+    addresses = [router.address for router in pair]
+    undisturbed = streamed(addresses, is_async, seed=7, **options)
+    for router in pair:
+        router.requests.clear()
+        router.breaks_after = [options.get("n", 1) * NUM_TOKENS]
+    assert answers(streamed(addresses, is_async, seed=7, **options)) == answers(undisturbed)
+    assert sum(len(router.requests) for router in pair) == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_batch_whose_router_is_lost_after_the_last_answer_is_complete(
+    pair: list[SeededRouter], is_async: bool
+) -> None:
+    pair[0].breaks_after = [3]
+    prompts = ["0", "1", "2"]
+
+    async def collect() -> list[Any]:
+        async with AsyncClient(pair[0].address, timeout=10) as client:
+            return [outcome async for outcome in client.batch(prompts)]
+
+    if is_async:
+        outcomes = asyncio.run(collect())
+    else:
+        with Client(pair[0].address, timeout=10) as client:
+            outcomes = list(client.batch(prompts))
+    assert [(index, outcome.text) for index, outcome in outcomes] == [(2, "2"), (1, "1"), (0, "0")]
 
 
 def test_a_conversation_continues_from_its_token_ids(pair: list[SeededRouter]) -> None:

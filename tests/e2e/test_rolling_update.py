@@ -98,7 +98,8 @@ async def test_workers_of_two_arithmetic_versions_share_no_block_and_lose_no_req
                 tokens = first + [token async for delta in stream for token in delta.token_ids]
                 assert len(tokens) == LONG
                 num_old = num_alike(tokens[:NUM_NEW], expected("llama", prompt))
-                assert num_old >= len(first)
+                # The reference has NUM_NEW tokens, and a fast worker may have sent more of them at once.
+                assert num_old >= min(len(first), NUM_NEW)
                 if num_old < NUM_NEW:
                     # What follows is the next version's, which computed all of the context itself.
                     again = await client.generate(
