@@ -60,6 +60,8 @@ class SeededRouter(GenerationServiceServicer):
     def GenerateBatch(
         self, request: pb.GenerateBatchRequest, context: Any
     ) -> Iterator[pb.GenerateBatchResponse]:
+        if not request.generations:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "generations: must not be empty")
         left = self.breaks_after.pop(0) if self.breaks_after else None
         for index in reversed(range(len(request.generations))):
             if left == 0:

@@ -54,7 +54,7 @@ class RouterProcess:
             "admin-port": 0,
             "redis-url": self.redis_url,
             "log-level": "error",
-            "grace-period": 0.1,
+            "grace-period": 0,
         }
         if self.api_keys is not None:
             options["api-keys"] = str(self.api_keys)
