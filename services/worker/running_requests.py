@@ -22,7 +22,7 @@ from quire.services.worker.request_loads import RequestLoads
 from quire.services.worker.updates import Updates
 
 TALLY_SECONDS = 10.0
-"""How long the tally of an attempt that was ended is kept for the ``abort`` that asks for it."""
+"""How long the tally of an attempt that has ended is kept for the ``abort`` that asks for it."""
 
 
 class Running(NamedTuple):
@@ -51,7 +51,11 @@ class RunningRequests:
         self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
         """The attempt that each task serves, by request."""
         self._tallies: dict[str, Tally] = {}
-        """Those of attempts that did not end by themselves, by their ids."""
+        """Those of attempts that have ended, by their ids.
+
+        A router may stop reading outputs before the last ones come, so it asks for attempts that ended by
+        themselves, too.
+        """
 
     def __len__(self) -> int:
         return sum(map(len, self._handlers.values()))
@@ -91,11 +95,9 @@ class RunningRequests:
                 updates = Updates()
                 self._engine.subscribe(attempt_id, updates.put)
                 yield Running(updates, RequestPhases(self._phases, span))
-        except BaseException:
+        finally:
             self._tallies[attempt_id] = sequence.tally
             task.get_loop().call_later(TALLY_SECONDS, self._tallies.pop, attempt_id, None)
-            raise
-        finally:
             self._engine.unsubscribe(attempt_id)
             with suppress(EngineStoppedError):
                 self._engine.post(lambda e: e.abort(attempt_id))
@@ -111,7 +113,7 @@ class RunningRequests:
         """End the requests' attempts up to this one, and wait until nothing of them is left.
 
         Returns:
-            The number of tokens that were generated in this attempt of them, if it did not end by itself.
+            The number of tokens that were generated in this attempt of them, if it runs or ended of late.
         """
         tasks = [
             task

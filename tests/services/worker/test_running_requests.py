@@ -149,6 +149,14 @@ async def test_an_abort_returns_what_its_attempt_had_generated_when_it_was_ended
     assert await setup.requests.abort(["unknown"], 0) == 0
 
 
+async def test_an_abort_returns_what_an_attempt_generated_that_ended_by_itself(setup: Setup) -> None:
+    sequence = Sequence("a#0", [5], 1, SamplingParams(), b"")
+    context = Mock(invocation_metadata=lambda: ())
+    with setup.requests.run("decode", worker_pb2.Sequence(sequence_id="a"), sequence, context):
+        sequence.tally.num_generated_tokens = 5
+    assert await setup.requests.abort(["a"], 0) == 5
+
+
 async def test_an_abort_counts_the_step_that_ends_meanwhile(setup: Setup) -> None:
     sequences: list[Sequence] = []
     task = asyncio.create_task(setup.serve("a", sequences=sequences))
