@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -37,28 +37,43 @@ class Stack(NamedTuple):
     admin_address: str
 
 
+class RayCluster(NamedTuple):
+    """A Ray cluster, whose nodes another process runs; see ``ray_nodes``."""
+
+    process: subprocess.Popen[str]
+    address: str
+    raylets: list[int]
+
+    def remove_node(self, raylet: int) -> None:
+        """End the node of a raylet, as if its machine had failed."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(raylet, file=self.process.stdin, flush=True)
+        assert self.process.stdout.readline() == "removed\n"
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster() -> Iterator[RayCluster]:
     """Run three nodes on this machine; the first has room for no worker, each other one for three."""
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")
+    with pytest.MonkeyPatch.context() as patch:
         # Ray then keeps to the loopback, here and in the processes that inherit this.
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         # By default Ray's processes give way to the other tests, and then take minutes.
         patch.setenv("RAY_worker_niceness", "0")
-        from ray.cluster_utils import Cluster
-
-        node: dict[str, Any] = {"object_store_memory": 80 << 20}
-        nodes = Cluster(
-            initialize_head=True, head_node_args={**node, "num_cpus": 0, "include_dashboard": False}
-        )
-        try:
-            for _ in range(2):
-                nodes.add_node(**node, num_cpus=3)
-            yield nodes
-        finally:
-            nodes.shutdown()
+        command = [sys.executable, "-m", "tests.e2e.ray_nodes"]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        ) as nodes:
+            assert nodes.stdin is not None
+            assert nodes.stdout is not None
+            try:
+                yield RayCluster(nodes, **json.loads(nodes.stdout.readline()))
+                nodes.stdin.close()
+                nodes.wait(WAIT_SECONDS)
+            finally:
+                nodes.kill()
 
 
 @contextmanager
@@ -87,7 +102,7 @@ def serving(ray: str, model: Path, *settings: str) -> Iterator[subprocess.Popen[
 
 
 @pytest.fixture(scope="module")
-def stack(cluster: Any, tiny_model: Callable[[str], Path]) -> Iterator[Stack]:
+def stack(cluster: RayCluster, tiny_model: Callable[[str], Path]) -> Iterator[Stack]:
     with serving(cluster.address, tiny_model("llama"), "--decode", "2") as process:
         assert process.stderr is not None
         banner = ""
@@ -121,10 +136,9 @@ async def answers(client: AsyncClient, prompts: list[list[int]]) -> list[asyncio
     return tasks
 
 
-def num_children(node: Any) -> int:
+def num_children(raylet: int) -> int:
     """Return how many processes the workers of a node are: each one's parent is its actor."""
-    [raylet] = node.all_processes["raylet"]
-    family = psutil.Process(raylet.process.pid).children(recursive=True)
+    family = psutil.Process(raylet).children(recursive=True)
     return sum("multiprocessing" in " ".join(each.cmdline()) for each in family)
 
 
@@ -142,7 +156,9 @@ def names(workers: list[WorkerStatus]) -> list[str]:
     return [each.worker_id for each in workers]
 
 
-async def test_scaling_and_the_end_of_a_node_change_no_token(stack: Stack, cluster: Any, e2e: Any) -> None:
+async def test_scaling_and_the_end_of_a_node_change_no_token(
+    stack: Stack, cluster: RayCluster, e2e: Any
+) -> None:
     prompts = [e2e.make_prompt(40, seed) for seed in range(NUM_ANSWERS)]
     async with AsyncClient(stack.address, timeout=WAIT_SECONDS) as client:
         with AdminClient(stack.admin_address, timeout=WAIT_SECONDS) as admin:
@@ -165,9 +181,9 @@ async def test_scaling_and_the_end_of_a_node_change_no_token(stack: Stack, clust
 
             await asyncio.to_thread(admin.scale, {"decode": 2})
             running = await answers(client, prompts)
-            node = max(cluster.worker_nodes, key=num_children)
-            assert num_children(node)
-            await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+            raylet = max(cluster.raylets, key=num_children)
+            assert num_children(raylet)
+            await asyncio.to_thread(cluster.remove_node, raylet)
             assert await asyncio.gather(*running) == expected
             everyone = ["decode-0", "decode-1", "prefill-0"]
             await until(admin, lambda workers: names(workers) == everyone and is_quiet(workers))

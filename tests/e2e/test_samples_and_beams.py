@@ -145,13 +145,14 @@ async def test_beams_equal_transformers(
 
 
 async def test_samples_survive_their_decode_worker(start_stack: StartStack, e2e: Any) -> None:
-    prompt = e2e.make_prompt(60, seed=34)
+    # Long enough that the worker dies before the answers end.
+    prompt, options = e2e.make_prompt(60, seed=34), {**SAMPLED, "max_tokens": 400}
     with start_stack("llama", num_decode=2) as stack:
         async with e2e.connected(stack) as (client, workers):
-            separate = [await client.generate(prompt, seed=5 + index, **SAMPLED) for index in range(4)]
+            separate = [await client.generate(prompt, seed=5 + index, **options) for index in range(4)]
             tokens: defaultdict[int, list[int]] = defaultdict(list)
             usage, has_killed = None, False
-            async for delta in client.stream(prompt, n=4, seed=5, **SAMPLED):
+            async for delta in client.stream(prompt, n=4, seed=5, **options):
                 tokens[delta.index] += delta.token_ids
                 usage = delta.usage or usage
                 if len(tokens) == 4 and not has_killed:
