@@ -1,12 +1,12 @@
 """The process that runs the nodes of a Ray cluster.
 
-The first node has room for no worker, each other one for three. Ray starts its processes with Python code that
-runs between fork and exec. In a process with other threads, such as those of gRPC in the tests, that code can
-wait for a lock whose owner the fork has not copied.
+The first node has room for no worker, each other one for three. Ray starts its processes with Python code
+that runs between fork and exec. In a process with other threads, such as those of gRPC in the tests, that
+code can wait for a lock whose owner the fork has not copied.
 
 The process writes a line of JSON with the address of the cluster and the process ids of the other nodes'
-raylets. Then it ends the node of each raylet whose process id it reads, and answers with a line. At the end of
-its input it ends all nodes.
+raylets. Then it ends the node of each raylet whose process id it reads, and answers with a line. At the end
+of its input it ends all nodes.
 """
 
 from __future__ import annotations
