@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from quire.services.local.stack import RunningStack
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
 WAIT_SECONDS = 30.0
 """Half of what gRPC would take to notice."""
+_seeds = count(1000)
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +51,14 @@ async def busy(workers: dict[str, Any]) -> str:
         await asyncio.sleep(0.005)
 
 
-async def rejoined(client: AsyncClient) -> None:
+async def rejoined(client: AsyncClient, e2e: Any) -> None:
+    """Wait until the router uses all workers again; at first it prefers those that it does not doubt."""
     while True:
         info = await client.model_info()
         if (info.num_prefill_workers, info.num_decode_workers) == (1, 2):
-            return
+            answer = await client.generate(e2e.make_prompt(60, next(_seeds)), max_tokens=2)
+            if answer.usage.blocks_shipped:
+                return
         await asyncio.sleep(0.02)
 
 
@@ -68,7 +73,7 @@ async def test_a_stream_goes_on_when_its_decode_worker_vanishes(
             async for delta in stream:
                 tokens += delta.token_ids
         assert tokens == expected("llama", prompt)
-        await rejoined(client)
+        await rejoined(client, e2e)
         await e2e.quiet(workers)
 
 
@@ -81,7 +86,7 @@ async def test_a_prompt_goes_elsewhere_when_its_prefill_worker_vanishes(
             answer = await client.generate(prompt, **GREEDY)
         assert list(answer.token_ids) == expected("llama", prompt)
         assert answer.usage.retries == 1
-        await rejoined(client)
+        await rejoined(client, e2e)
         await e2e.quiet(workers)
 
 
@@ -95,5 +100,5 @@ async def test_a_push_ends_when_its_receiver_vanishes(stack: RunningStack, expec
                 receiver.enter_context(vanished(stack, await busy(workers)))
             assert list((await asking).token_ids) == expected("llama", prompt)
             await e2e.quiet({"prefill-0": workers["prefill-0"]})
-        await rejoined(client)
+        await rejoined(client, e2e)
         await e2e.quiet(workers)

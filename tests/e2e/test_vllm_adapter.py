@@ -366,6 +366,13 @@ class Gateway(NamedTuple):
             pytest.fail(f"{error}: {error.read()!r}\n{self.log.read_text(errors='replace')[-4000:]}")
         return body
 
+    def stream(self, messages: Any, **fields: Any) -> list[str]:
+        """Ask, and return the parts of the streamed answer's text."""
+        *events, done, _ = self.chat(messages, stream=True, **fields).decode().split("\n\n")
+        assert done == "data: [DONE]"
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        return [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+
     def is_ready(self, num_workers: int) -> bool:
         """Return whether it would use this many workers and has loaded their tokenizer."""
         try:
@@ -443,12 +450,10 @@ def test_smg_drives_a_prefill_and_a_decode_worker(demo: RunningStack, tmp_path: 
         assert counted(demo, "decode-0", PULLED) - pulled == num_blocks
         assert counted(demo, "prefill-0", LENT) - lent == num_blocks
 
-        events = smg.chat(streamed.messages, stream=True).decode().split("\n\n")
-        assert events[-2] == "data: [DONE]"
-        parts = [json.loads(event.removeprefix("data: "))["choices"] for event in events[:-2]]
-        text = "".join(choice["delta"].get("content") or "" for part in parts for choice in part)
-        assert text == streamed.expected
-        assert len(parts) > 3
+        assert "".join(smg.stream(streamed.messages)) == streamed.expected
+        long = smg.stream(streamed.messages, max_tokens=300, ignore_eos=True)
+        assert "".join(long).startswith(streamed.expected)
+        assert len(long) > 3
 
         shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
         answer = json.loads(smg.chat(shaped.messages, response_format=shape))
