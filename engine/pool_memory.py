@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -57,14 +59,24 @@ def allocate_pool(
             f"raise {config.name_of('kv_memory_bytes')}"
         )
     num_bytes = num_blocks * shape.block_bytes
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = host_memory_bytes()
     if device.type == "cpu" and num_bytes > available:
         raise SettingError(
-            f"{num_blocks} blocks take {num_bytes >> 20} MiB, and this machine has {available >> 20} MiB: "
+            f"{num_blocks} blocks take {num_bytes >> 20} MiB, and there are {available >> 20} MiB here: "
             f"lower {config.name_of('kv_memory_bytes')} or {config.name_of('num_blocks')}"
         )
     shared = None if share is None or device.type != "cpu" else share(num_bytes)
     return KvMemory(shape, num_blocks, device, shared=shared, own_heads=model.own_kv_heads)
+
+
+def host_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory of this machine, or what its container may use if that is less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        # Without a limit, the file of version 2 says "max".
+        with suppress(OSError, ValueError):
+            return min(machine, int((cgroups / name).read_text()))
+    return machine
 
 
 def allocate_swap_space(config: EngineConfig, memory: KvMemory) -> KvMemory | None:

@@ -93,7 +93,11 @@ class SharedMemory:
         if descriptor is None:
             descriptor = _create(num_bytes)
         self.descriptor = descriptor
-        self._map = mmap.mmap(descriptor, num_bytes)
+        try:
+            self._map = mmap.mmap(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.address = self._bytes.ctypes.data
         slots, logits, message, end = sizes.offsets

@@ -15,8 +15,8 @@ from quire.protos import worker_pb2
 from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.block_copies import copy_blocks
 from quire.services.router.worker import Worker
-from quire.services.router.worker_calls import Spawn
 from quire.services.router.worker_set import WorkerSet
+from quire.services.server.background import Spawn
 
 INTERVAL_TOKENS = 256
 """New tokens of an answer after which it is copied again; shorter answers are never copied."""

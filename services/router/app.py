@@ -25,7 +25,6 @@ from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
 from quire.services.router.answer_copies import AnswerCopies, AnswerCopyMetrics
-from quire.services.router.background import background, cancel
 from quire.services.router.cluster import Cluster
 from quire.services.router.config import RouterConfig
 from quire.services.router.instruments import Instruments
@@ -39,9 +38,9 @@ from quire.services.router.roles import RoleMetrics, Roles
 from quire.services.router.servicer import GenerationServicer
 from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
-from quire.services.router.worker_calls import Spawn
 from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
+from quire.services.server.background import Spawn, background, in_background
 from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.errors import BadFileError, Unavailable
 from quire.services.server.grpc_server import (
@@ -128,12 +127,9 @@ async def run_router(
     end_on_signals()
     raise_open_file_limit()
     async with router(config) as running:
-        announcing = asyncio.create_task(_announce(running, on_ready))
         stop = Stop(running.finish, lambda: running.calls.number, on_drain)
-        try:
+        async with in_background(_announce(running, on_ready)):
             await serve_until_signal(running.server, stop, running.failure)
-        finally:
-            await cancel(announcing)
 
 
 async def _announce(running: RunningRouter, on_ready: Callable[[RunningRouter], None] | None) -> None:
@@ -197,10 +193,9 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             _listen_to_workers(workers),
             _report_readiness(running, cluster),
         ):
-            stack.push_async_callback(cancel, asyncio.create_task(until_cancelled))
+            await stack.enter_async_context(in_background(until_cancelled))
         if config.elastic_roles:
-            deciding = asyncio.create_task(roles.decide_forever(cluster))
-            stack.push_async_callback(cancel, deciding)
+            await stack.enter_async_context(in_background(roles.decide_forever(cluster)))
         _log_start(config, running)
         yield running
 
@@ -298,11 +293,8 @@ async def _authenticator(api_keys_file: Path | None) -> AsyncIterator[Authentica
         yield NoKeys()
         return
     keys = ApiKeys(api_keys_file)
-    following = asyncio.create_task(keys.follow())
-    try:
+    async with in_background(keys.follow()):
         yield keys
-    finally:
-        await cancel(following)
 
 
 def _open_sources(config: RouterConfig, metrics: RouterMetrics) -> AbstractAsyncContextManager[Sources]:

@@ -13,9 +13,9 @@ from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import Moves
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.suspects import Suspects
-from quire.services.router.worker_calls import Spawn
 from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
+from quire.services.server.background import Spawn
 
 
 @dataclass(frozen=True, slots=True)

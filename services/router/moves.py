@@ -23,8 +23,8 @@ from quire.services.router.answer_group import AnswerGroup, NextWorker
 from quire.services.router.block_copies import copy_blocks, num_sealed_blocks
 from quire.services.router.output import OutputAssembler
 from quire.services.router.worker import Worker
-from quire.services.router.worker_calls import Spawn
 from quire.services.router.worker_set import WorkerSet
+from quire.services.server.background import Spawn
 from quire.services.server.log import get_logger
 
 MAX_UNDER_WAY = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grpc
@@ -14,6 +14,7 @@ from quire.services.router.answer_part import AnswerPart, part_of_output
 from quire.services.router.output_stream import OutputStream
 from quire.services.router.token_charge import AttemptCharge
 from quire.services.router.worker import Worker
+from quire.services.server.background import Spawn
 from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.log import get_logger
 
@@ -23,7 +24,6 @@ ABORT_SECONDS = 10.0
 """Longest wait for a worker's count of the tokens of an ended call, which it knows after its present step."""
 
 _log = get_logger("router")
-Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 def connection_lost() -> grpc.aio.AioRpcError:

@@ -6,9 +6,11 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry, Histogram
+
+from quire.services.server.background import in_background
 
 INTERVAL_SECONDS = 0.25
 STUCK_SECONDS = 5.0
@@ -38,14 +40,11 @@ class LoopLagMetrics:
 @asynccontextmanager
 async def loop_lag_observed(metrics: LoopLagMetrics) -> AsyncIterator[LoopLagMetrics]:
     """Observe the running loop's lag every ``INTERVAL_SECONDS`` until the context ends."""
-    watching = asyncio.create_task(_watch(metrics))
     try:
-        yield metrics
+        async with in_background(_watch(metrics)):
+            yield metrics
     finally:
         metrics.due = math.inf
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
 
 
 async def _watch(metrics: LoopLagMetrics) -> None:

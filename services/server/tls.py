@@ -129,9 +129,12 @@ class _Renewal(Generic[T]):
                 version = self._files.version
                 if version == self._version:
                     return None
-                self._version = version
                 renewed = self._read(self._files)
+                self._version = version
             except BadFileError as error:
+                # A file that cannot be opened now, for want of descriptors for example, is read again.
+                if not isinstance(error.__cause__, OSError):
+                    self._version = version
                 _log.error("certificate_not_reloaded", error=error)
                 return None
             _log.info("certificate_reloaded", file=self._files.certificate)

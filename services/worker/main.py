@@ -15,6 +15,7 @@ from quire.engine.engine_thread import EngineStoppedError
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvtransfer.freed_buffers import keep_freed_buffers
 from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.services.server.background import in_background
 from quire.services.server.grpc_server import GrpcServer, Service, Stop, serve_until_signal, tell_log
 from quire.services.server.log import configure_logging, get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
@@ -62,7 +63,7 @@ async def serve(
         lag = await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(start.registry)))
         pulls = PullMetrics(start.registry)
         parts = await assemble_parts(start, engine, pulls)
-        services = [*await compose(config, parts), pull_service(parts, pulls, stack)]
+        services = [*await compose(config, parts), await pull_service(parts, pulls, stack)]
         server = await stack.enter_async_context(worker_server(start, services))
         server.call_before_end(parts.outputs.close)
         server.call_before_end(parts.reports.close)
@@ -70,11 +71,10 @@ async def serve(
         metrics_port = stack.enter_context(
             metrics_server(start.registry, Probes(server, lag), config.host, config.metrics_port)
         )
-        _join(start)
-        watching = asyncio.create_task(engine.watch())
-        stack.callback(watching.cancel)
-        reporting = asyncio.create_task(_report_readiness(server, parts.reports, start.publisher))
-        stack.callback(reporting.cancel)
+        await _join(start)
+        await stack.enter_async_context(in_background(engine.watch()))
+        readiness = _report_readiness(server, parts.reports, start.publisher)
+        await stack.enter_async_context(in_background(readiness))
         _log_ready(start)
         if on_ready is not None:
             on_ready(_running(identity, server, metrics_port))
@@ -84,14 +84,13 @@ async def serve(
         await serve_until_signal(server, Stop(drain, lambda: len(parts.requests), tell_log), start.failure)
 
 
-def _join(start: Start) -> None:
+async def _join(start: Start) -> None:
     """Publish the worker and its blocks, until it stops or its engine fails."""
     if start.publisher is None:
         return
     start.publisher.start(start.identity.record(start.address.result(), start.config.role))
     start.stack.push_async_callback(start.publisher.close)
-    leaving = asyncio.create_task(_leave_on_failure(start.publisher, start.failure))
-    start.stack.callback(leaving.cancel)
+    await start.stack.enter_async_context(in_background(_leave_on_failure(start.publisher, start.failure)))
 
 
 async def _report_readiness(

@@ -37,6 +37,7 @@ from quire.kvtransfer.pull_server import KvPullServicer
 from quire.kvtransfer.remedy import REMEDY
 from quire.kvtransfer.transports import Transport, Transports
 from quire.protos import kvtransfer_pb2_grpc
+from quire.services.server.background import in_background
 from quire.services.server.call_limits import READ_SECONDS
 from quire.services.server.cluster_proof import RequireProof
 from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
@@ -220,8 +221,7 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
     stack.push_async_callback(channels.close)
     transports = open_transports(config, identity.epoch, memory)
     stack.callback(transports.close)
-    closing_channels = asyncio.create_task(channels.close_unused_forever())
-    stack.callback(closing_channels.cancel)
+    await stack.enter_async_context(in_background(channels.close_unused_forever()))
     model = start.models.model
     grammars = GrammarCompiler(lambda: _read_tokenizer(model.folder), model.vocab_size, model.eos_token_ids)
     reader = SequenceReader(identity, grammars)
@@ -320,7 +320,7 @@ def _announce(start: Start, role: str, is_draining: bool) -> None:
         start.publisher.announce(replace(record, is_draining=is_draining))
 
 
-def pull_service(parts: WorkerParts, pulls: PullMetrics, stack: AsyncExitStack) -> Service:
+async def pull_service(parts: WorkerParts, pulls: PullMetrics, stack: AsyncExitStack) -> Service:
     """Return the service that lends this worker's blocks to others."""
     identity, memory = parts.identity, parts.memory
     leases = BlockLeases(
@@ -328,8 +328,7 @@ def pull_service(parts: WorkerParts, pulls: PullMetrics, stack: AsyncExitStack) 
         pulls,
         max_blocks=max(1, int(LENT_SHARE * memory.num_blocks)),
     )
-    sweeping = asyncio.create_task(leases.sweep_forever())
-    stack.callback(sweeping.cancel)
+    await stack.enter_async_context(in_background(leases.sweep_forever()))
     return Service(
         kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server,
         KvPullServicer(leases, pulls, parts.transports),

@@ -11,7 +11,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.device import CPU_KV_BYTES, GPU_KV_SHARE
 from quire.engine.model_check import AttentionCall, KvHeads
 from quire.engine.model_loader import LoadedModel
-from quire.engine.pool_memory import allocate_pool, allocate_swap_space
+from quire.engine.pool_memory import allocate_pool, allocate_swap_space, host_memory_bytes
 from quire.settings.setting import SettingError
 
 META = torch.device("meta")
@@ -88,7 +88,7 @@ def test_the_swap_space_is_in_host_memory_and_may_be_absent() -> None:
 
 def test_a_pool_larger_than_the_machine_is_refused_with_the_setting_to_lower() -> None:
     config = EngineConfig(kv_memory_bytes=1 << 50)
-    with pytest.raises(SettingError, match=r"take \d+ MiB, and this machine has \d+ MiB: lower kv_"):
+    with pytest.raises(SettingError, match=r"take \d+ MiB, and there are \d+ MiB here: lower kv_"):
         allocate_pool(config, model(1), None, torch.device("cpu"))
 
 
@@ -96,3 +96,12 @@ def test_a_length_beyond_the_models_is_refused() -> None:
     assert allocate_pool(EngineConfig(max_model_len=8192, num_blocks=2), model(1), None, META)
     with pytest.raises(SettingError, match="max_model_len is 8193, and the model takes at most 8192 tokens"):
         allocate_pool(EngineConfig(max_model_len=8193), model(1), None, META)
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_containers_limit_counts_if_it_is_less(tmp_path: Path, name: str) -> None:
+    machine = host_memory_bytes(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    for text, expected in (("1048576\n", 1 << 20), ("max\n", machine), (f"{2 * machine}\n", machine)):
+        (tmp_path / name).write_text(text)
+        assert host_memory_bytes(tmp_path) == expected

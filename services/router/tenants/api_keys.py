@@ -88,9 +88,12 @@ class ApiKeys:
             version = _version(self._path)
             if version == self._version:
                 return
-            self._version = version
             self._tenants = read_keys(self._path)
+            self._version = version
         except BadFileError as error:
+            # A file that cannot be opened now, for want of descriptors for example, is read again.
+            if not isinstance(error.__cause__, OSError):
+                self._version = version
             _log.error("api_keys_not_reloaded", error=error)
         else:
             _log.info("api_keys_reloaded", keys=len(self._tenants))

@@ -11,7 +11,8 @@ from itertools import count
 from quire.kvindex.redis_index import Client
 from quire.services.router.tenants.shared_places import SharedPlaces
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.router.tenants.usage_store import CALL_SECONDS, LEASE_SECONDS, UsageStore
+from quire.services.router.tenants.usage_store import LEASE_SECONDS, UsageStore
+from quire.services.server.background import in_background
 
 FLUSH_SECONDS = 0.1
 """Interval at which generated tokens are charged."""
@@ -65,11 +66,5 @@ class SharedUsage:
 async def shared_usage(client: Client) -> AsyncIterator[SharedUsage]:
     """Yield the usage that a Redis keeps, until the context ends."""
     usage = SharedUsage(UsageStore(client))
-    sending = asyncio.create_task(usage.send_until_cancelled())
-    try:
+    async with in_background(usage.send_until_cancelled()):
         yield usage
-    finally:
-        # redis-py may take a cancellation for a lost connection: then the task needs another one.
-        while not sending.done():
-            sending.cancel()
-            await asyncio.wait([sending], timeout=CALL_SECONDS)

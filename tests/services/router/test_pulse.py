@@ -8,13 +8,13 @@ from typing import Any
 import grpc
 
 from quire.protos import worker_pb2
-from quire.services.router.background import background
 from quire.services.router.failures import WorkerCallFailed
 from quire.services.router.membership import StaticMembership
 from quire.services.router.pulse import LATE_SECONDS, LEAST_LIMIT_SECONDS, TICK_SECONDS, Pulse
 from quire.services.router.worker import Worker
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.worker_set import WorkerSet
+from quire.services.server.background import background
 from tests.services.router.free_charge import free_charge
 
 

@@ -20,11 +20,11 @@ from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.router.background import background
 from quire.services.router.membership import Member, MembershipLost, StaticMembership
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.worker_set import PENALTY_SECONDS, WorkerSet
+from quire.services.server.background import background
 from tests.services.router.free_charge import free_charge
 
 DESCRIPTOR = b"tiny"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -118,6 +120,21 @@ def test_a_changed_file_counts_and_a_broken_one_does_not(tmp_path: Path) -> None
     assert logged.count("api_keys_reloaded") == 1
     assert logged.count("api_keys_not_reloaded") == 2
     assert first.key not in logged
+
+
+def test_a_file_that_could_not_be_opened_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = new_key(Tenant("acme")), new_key(Tenant("acme"))
+    path = write(tmp_path / "keys", first.line)
+    keys = ApiKeys(path)
+    write(path, second.line)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        keys.reload()
+    assert keys.authenticate(bearer(first.key)).name == "acme"
+    keys.reload()
+    assert keys.authenticate(bearer(second.key)).name == "acme"
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a\nb", "ä", "x" * 65])

@@ -1,0 +1,56 @@
+"""Tasks in the background: how they are started, how they end, and that a failure is logged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from quire.services.server.log import get_logger
+
+CANCEL_SECONDS = 0.1
+"""Time that a cancelled task may take to end before it is cancelled again."""
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+_log = get_logger("server")
+
+
+@asynccontextmanager
+async def background() -> AsyncIterator[Spawn]:
+    """Yield a function that runs short coroutines which may outlive their caller; await them at the end."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = _started(coroutine)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    yield spawn
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def in_background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a coroutine in the background until the context ends."""
+    task = _started(coroutine)
+    try:
+        yield
+    finally:
+        # redis-py may take a cancellation for a lost connection: then the task needs another one.
+        while not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=CANCEL_SECONDS)
+
+
+def _started(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task whose failure is logged, because no caller sees it."""
+    task = asyncio.create_task(coroutine)
+    task.add_done_callback(_log_failure)
+    return task
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("background_failed", task=task.get_coro().__qualname__, error=repr(error))
