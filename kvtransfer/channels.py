@@ -84,13 +84,16 @@ class ChannelPool:
             shared.used_at = self._clock()
 
     async def close_unused(self) -> None:
-        """Close each channel without a user that cannot connect or was unused for ``IDLE_SECONDS``."""
+        """Close each channel without a user that has no connection or was unused for ``IDLE_SECONDS``.
+
+        A channel whose worker has ended is idle until the next call, which would fail.
+        """
         now = self._clock()
         for key, shared in list(self._channels.items()):
             if shared.num_users:
                 continue
-            is_broken = shared.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
-            if is_broken or now - shared.used_at >= IDLE_SECONDS:
+            is_connected = shared.channel.get_state() is grpc.ChannelConnectivity.READY
+            if not is_connected or now - shared.used_at >= IDLE_SECONDS:
                 # Remove it from the pool first, so that no call takes it while it is being closed.
                 del self._channels[key]
                 await shared.channel.close(None)
