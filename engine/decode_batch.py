@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.engine.schedule import ScheduledSequence
+from quire.engine.sequence import ScheduledSequence
 from quire.engine.step_tables import Int32s, StepTables
 from quire.engine.step_tensors import StepTensors
 from quire.kernels.metadata import AttentionMetadata

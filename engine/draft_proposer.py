@@ -18,9 +18,8 @@ from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.model_runner import ModelRunner
 from quire.engine.sampler import sample
-from quire.engine.schedule import ScheduledSequence
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import HashBlock, Sequence
+from quire.engine.sequence import HashBlock, ScheduledSequence, Sequence
 from quire.engine.speculation import DraftRequest
 
 

@@ -25,9 +25,9 @@ from quire.engine.paged_eviction import PagedEviction
 from quire.engine.preemption import Preemption
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests
-from quire.engine.schedule import Schedule, ScheduledSequence
+from quire.engine.schedule import Schedule
 from quire.engine.scheduler import Scheduler, SchedulerConfig
-from quire.engine.sequence import HashBlock, Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.sequence import HashBlock, ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.speculation import Speculator, draft_requests
 from quire.engine.step_clock import StepClock, StepSeconds
@@ -128,7 +128,7 @@ class Engine:
         self.runner = parts.runner or ModelRunner(model, memory, parts.swap_memory)
         self.speculator = parts.speculator
         self._stop_rules = rules = StopRules(model.eos_token_ids, self.max_model_len)
-        checks = RequestChecks(model, tables, config.max_num_seqs, self.max_model_len)
+        checks = RequestChecks(model.has_windows, tables, config.max_num_seqs, self.max_model_len)
         self.requests = Requests(checks, rules, queues, tables, self.swap_space, parts.clock)
         eviction = parts.eviction or PagedEviction(memory)
         self.transfers = Transfers(self.requests, queues, tables, eviction, rules)

@@ -66,6 +66,11 @@ class LoadedModel:
         return self.heads.windows
 
     @property
+    def has_windows(self) -> bool:
+        """Whether some layer has a sliding window."""
+        return any(window is not None for window in self.windows)
+
+    @property
     def window(self) -> int | None:
         """Largest window of all layers, in tokens; None if some layer attends to all tokens."""
         windows = [window for window in self.windows if window is not None]

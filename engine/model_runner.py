@@ -13,7 +13,8 @@ from quire.engine.decode_batch import DecodeBatch
 from quire.engine.decode_graphs import Capture, DecodeGraphs
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
-from quire.engine.schedule import Schedule, ScheduledSequence
+from quire.engine.schedule import Schedule
+from quire.engine.sequence import ScheduledSequence
 from quire.engine.step_tables import Int32s, StepTables
 from quire.engine.step_tensors import StepTensors
 from quire.kernels import ops

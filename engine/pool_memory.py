@@ -10,11 +10,20 @@ from pathlib import Path
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.device import default_num_blocks
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_loader import LoadedModel
 from quire.engine.shared_memory import SharedMemory
+from quire.kvindex.kv_layout import KvShape
 from quire.settings.setting import SettingError
+
+CPU_KV_BYTES = 256 << 20
+"""Default size of a pool on the CPU, in bytes: 16k tokens of the largest model that one would run there."""
+
+GPU_KV_SHARE = 0.8
+"""Share of the free memory of a process's part of a GPU, once the model is loaded, that KV blocks take.
+
+The rest is for the forward pass.
+"""
 
 
 def allocate_pool(
@@ -67,6 +76,27 @@ def allocate_pool(
         )
     shared = None if share is None or device.type != "cpu" else share(num_bytes)
     return KvMemory(shape, num_blocks, device, shared=shared, own_heads=model.own_kv_heads)
+
+
+def default_num_blocks(
+    device: torch.device, shape: KvShape, draft_shape: KvShape | None, num_sharing_gpu: int = 1
+) -> int:
+    """Return the default size of the block pool, in blocks; call this after the models are loaded.
+
+    Args:
+        device: the device of the pool.
+        shape: the shape of the model's blocks.
+        draft_shape: the shape of a draft model's blocks, if there is one. It needs as many blocks as the
+            model, and on a GPU the result leaves room for them.
+        num_sharing_gpu: number of processes that share the GPU in equal parts.
+    """
+    if device.type == "cpu":
+        return CPU_KV_BYTES // shape.block_bytes
+    num_free, num_bytes = torch.cuda.mem_get_info(device)
+    # Another process that is starting now may take its part of the memory that is still free.
+    num_ours = num_bytes // num_sharing_gpu - torch.cuda.memory_reserved(device)
+    draft_bytes = 0 if draft_shape is None else draft_shape.block_bytes
+    return int(max(0, min(num_free, num_ours)) * GPU_KV_SHARE) // (shape.block_bytes + draft_bytes)
 
 
 def host_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:

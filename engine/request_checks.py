@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.engine.block_tables import BlockTables
-from quire.engine.model_loader import LoadedModel
 from quire.engine.request_errors import KvBudgetError, RequestTooLongError
 from quire.engine.sequence import Sequence
 from quire.sampling.params import MIN_BUDGET_BLOCKS
@@ -16,13 +15,13 @@ class RequestChecks:
     """Compares a request with the limits of the model and of the worker.
 
     Attributes:
-        model: the model.
+        has_windows: whether the model has layers with sliding windows.
         tables: the ledger of the blocks that a request may need.
         max_num_seqs: most sequences in one step.
         max_model_len: most tokens of a sequence, prompt and output.
     """
 
-    model: LoadedModel
+    has_windows: bool
     tables: BlockTables
     max_num_seqs: int
     max_model_len: int
@@ -46,7 +45,7 @@ class RequestChecks:
         least = MIN_BUDGET_BLOCKS * self.tables.block_size
         if num_tokens < least:
             raise KvBudgetError(f"must be at least {least}, {MIN_BUDGET_BLOCKS} blocks; got {num_tokens}")
-        if any(window is not None for window in self.model.windows):
+        if self.has_windows:
             raise KvBudgetError(
                 "must be absent: the model has layers with sliding windows, for which distances count, and "
                 "they are lost with blocks in between"

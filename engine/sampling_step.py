@@ -10,8 +10,14 @@ import torch
 
 from quire.engine.request_errors import RequestFailedError, RequestFailures
 from quire.engine.sampler import are_finite, not_finite, rank_tokens, sample
-from quire.engine.schedule import ScheduledSequence
-from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
+from quire.engine.sequence import (
+    GeneratedToken,
+    ScheduledSequence,
+    Sequence,
+    SequenceStatus,
+    SequenceUpdate,
+    TokenLogprobs,
+)
 from quire.engine.stop_rules import StopRules
 
 

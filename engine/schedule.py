@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from quire.engine.sequence import Sequence
-from quire.engine.step_watch import StepKind
-
-if TYPE_CHECKING:
-    from quire.engine.sequence_group import SequenceGroup
+from quire.engine.sequence import ScheduledSequence, Sequence
+from quire.engine.sequence_group import SequenceGroup
 
 
-class ScheduledSequence(NamedTuple):
-    """A sequence and how many of its tokens this step computes, including its draft tokens."""
+class StepKind(NamedTuple):
+    """The size of a step, in powers of two."""
 
-    sequence: Sequence
-    num_scheduled_tokens: int
+    token_bits: int
+    """Number of bits of the number of tokens that the step computes."""
+    read_bits: int
+    """Number of bits of the number of cached tokens that all its tokens together attend to."""
 
-    @property
-    def num_sampled_rows(self) -> int:
-        """Rows of logits to sample from: one after its last token and one after each draft token."""
-        return 1 + len(self.sequence.draft_token_ids)
+    @classmethod
+    def of(cls, num_tokens: int, num_read_tokens: int) -> StepKind:
+        """Return the kind of a step with these counts."""
+        return cls(num_tokens.bit_length(), num_read_tokens.bit_length())
+
+    def fits_in(self, other: StepKind) -> bool:
+        """Return whether the other kind is at least as large in both."""
+        return self.token_bits <= other.token_bits and self.read_bits <= other.read_bits
 
 
 @dataclass(slots=True)

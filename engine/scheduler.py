@@ -45,8 +45,8 @@ from quire.engine.fair_turns import FairTurns, Turns
 from quire.engine.first_blocks import FirstBlocks
 from quire.engine.group_queues import GroupQueues
 from quire.engine.preemption import Preemption
-from quire.engine.schedule import Schedule, ScheduledSequence
-from quire.engine.sequence import Sequence, SequenceStatus
+from quire.engine.schedule import Schedule
+from quire.engine.sequence import ScheduledSequence, Sequence, SequenceStatus
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.swapping import Swapping
 

@@ -241,3 +241,15 @@ class SequenceUpdate:
     score: float | None = None
     num_accepted_tokens: int = 0
     error: RequestFailedError | None = None
+
+
+class ScheduledSequence(NamedTuple):
+    """A sequence and how many of its tokens this step computes, including its draft tokens."""
+
+    sequence: Sequence
+    num_scheduled_tokens: int
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """Rows of logits to sample from: one after its last token and one after each draft token."""
+        return 1 + len(self.sequence.draft_token_ids)

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from quire.engine.beam_search import BeamExtension, BeamSearch
 from quire.engine.block_tables import BlockTables
 from quire.engine.cache_tiers import Prefetch
-from quire.engine.schedule import ScheduledSequence
-from quire.engine.sequence import NO_BLOCK, Sequence, SequenceStatus
+from quire.engine.sequence import NO_BLOCK, ScheduledSequence, Sequence, SequenceStatus
 from quire.sampling.params import SamplingParams
 
 

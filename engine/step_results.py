@@ -16,8 +16,7 @@ from quire.engine.sampling_step import (
     sample_tokens,
     score_prompts,
 )
-from quire.engine.schedule import ScheduledSequence
-from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.sequence import ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.speculation import Speculator
 from quire.engine.stop_rules import StopRules

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+
+from quire.engine.schedule import StepKind
 
 TICK_SECONDS = 0.1
 """Seconds between two observations."""
@@ -27,24 +28,6 @@ It allows for long steps on a CPU, and for a machine that is suddenly busy.
 """
 KEPT_SHARE = 0.98
 """Factor by which each step lowers the longest time, so that one slow step does not count indefinitely."""
-
-
-class StepKind(NamedTuple):
-    """The size of a step, in powers of two."""
-
-    token_bits: int
-    """Number of bits of the number of tokens that the step computes."""
-    read_bits: int
-    """Number of bits of the number of cached tokens that all its tokens together attend to."""
-
-    @classmethod
-    def of(cls, num_tokens: int, num_read_tokens: int) -> StepKind:
-        """Return the kind of a step with these counts."""
-        return cls(num_tokens.bit_length(), num_read_tokens.bit_length())
-
-    def fits_in(self, other: StepKind) -> bool:
-        """Return whether the other kind is at least as large in both."""
-        return self.token_bits <= other.token_bits and self.read_bits <= other.read_bits
 
 
 class StepWatch:

@@ -21,9 +21,9 @@ from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, MAX_LENGTH, SHAREGPT, Request
 from quire.engine.engine import Engine
 from quire.engine.kv_memory import KvMemory
-from quire.engine.schedule import Schedule, ScheduledSequence
+from quire.engine.schedule import Schedule
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import ScheduledSequence, Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import SamplingParams

@@ -49,7 +49,11 @@ def make_constant_engine(
 ) -> Engine:
     """Return an engine with the given optional parts; groups are preempted to host memory if it has any."""
     model: Any = SimpleNamespace(
-        max_position_embeddings=max_model_len, eos_token_ids=frozenset({EOS}), window=None, recipe=None
+        max_position_embeddings=max_model_len,
+        eos_token_ids=frozenset({EOS}),
+        window=None,
+        has_windows=False,
+        recipe=None,
     )
     shape = KvShape(1, 1, block_size, 1, "float32")
     memory = KvMemory(shape, num_blocks, CPU)

@@ -6,8 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from quire.engine.decode_batch import DecodeBatch
-from quire.engine.schedule import ScheduledSequence
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import ScheduledSequence, Sequence
 from quire.engine.step_tables import StepTables
 from quire.sampling.params import SamplingParams
 

@@ -30,9 +30,8 @@ from quire.engine.engine import Engine, EngineParts
 from quire.engine.host_cache import HostCache
 from quire.engine.kv_memory import KvMemory
 from quire.engine.model_runner import ModelRunner
-from quire.engine.schedule import ScheduledSequence
 from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import NO_BLOCK, Sequence
+from quire.engine.sequence import NO_BLOCK, ScheduledSequence, Sequence
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.speculation import DraftRequest, Speculator
 from quire.engine.step_tensors import StepTensors
@@ -167,7 +166,7 @@ def make_engine(
         max_position_embeddings=128,
         eos_token_ids=frozenset({EOS}),
         window=window,
-        windows=(),
+        has_windows=False,
         recipe=None,
         collectives=None,
     )

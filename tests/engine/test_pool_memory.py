@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.device import CPU_KV_BYTES, GPU_KV_SHARE
 from quire.engine.model_check import AttentionCall, KvHeads
 from quire.engine.model_loader import LoadedModel
-from quire.engine.pool_memory import allocate_pool, allocate_swap_space, host_memory_bytes
+from quire.engine.pool_memory import (
+    CPU_KV_BYTES,
+    GPU_KV_SHARE,
+    allocate_pool,
+    allocate_swap_space,
+    host_memory_bytes,
+)
 from quire.settings.setting import SettingError
 
 META = torch.device("meta")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,10 +14,9 @@ from quire.kvindex.block_hash import block_hash
 from tests.engine.tiny_engine import BLOCK_SIZE, make_prompt, make_request
 
 
-def make_checks(num_blocks: int = 10, max_model_len: int = 1000, window: int | None = None) -> RequestChecks:
-    model: Any = SimpleNamespace(windows=(None, window), collectives=None)
+def make_checks(num_blocks: int = 10, max_model_len: int = 1000, has_windows: bool = False) -> RequestChecks:
     tables = BlockTables(BlockPool(num_blocks), BLOCK_SIZE, block_hash)
-    return RequestChecks(model, tables, max_num_seqs=4, max_model_len=max_model_len)
+    return RequestChecks(has_windows, tables, max_num_seqs=4, max_model_len=max_model_len)
 
 
 def test_a_prompt_leaves_room_for_one_token() -> None:
@@ -65,6 +61,6 @@ def test_a_budget_holds_three_blocks_at_least_and_needs_full_attention() -> None
     request = make_request("r", make_prompt(20), kv_budget_tokens=48)
     make_checks().check(request)
     with pytest.raises(KvBudgetError, match="sliding windows"):
-        make_checks(window=24).check(request)
+        make_checks(has_windows=True).check(request)
     with pytest.raises(KvBudgetError, match="must be at least 48, 3 blocks; got 47"):
         make_checks().check(make_request("r", make_prompt(20), kv_budget_tokens=47))

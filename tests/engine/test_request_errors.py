@@ -18,8 +18,7 @@ from quire.engine.logits_rules import LogitsRules, Mask
 from quire.engine.model_loader import LoadedModel, load_model
 from quire.engine.model_runner import ModelRunner
 from quire.engine.request_errors import NoTokenLeftError, RequestFailedError
-from quire.engine.schedule import ScheduledSequence
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import ScheduledSequence, Sequence
 from quire.engine.step_tensors import StepTensors
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.engine.tiny_engine import CPU, Outputs, make_engine

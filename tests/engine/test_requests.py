@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
@@ -31,8 +28,7 @@ class Ledger:
         self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash)
         self.queues = GroupQueues(self.pool)
         self.swap_space = SwapSpace(4)
-        model: Any = SimpleNamespace(windows=(), collectives=None)
-        checks = RequestChecks(model, self.tables, max_num_seqs=4, max_model_len=100)
+        checks = RequestChecks(False, self.tables, max_num_seqs=4, max_model_len=100)
         rules = StopRules(frozenset({1}), 100)
         self.requests = Requests(
             checks, rules, self.queues, self.tables, self.swap_space, clock=lambda: self.now

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.schedule import Schedule, ScheduledSequence
+from quire.engine.schedule import Schedule
+from quire.engine.sequence import ScheduledSequence
 from tests.engine.tiny_engine import make_request
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from quire.engine.group_queues import GroupQueues
 from quire.engine.paged_eviction import PagedEviction
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests
-from quire.engine.schedule import ScheduledSequence
-from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.sequence import ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate
 from quire.engine.speculation import DraftRequest, Speculator
 from quire.engine.step_results import StepResults
 from quire.engine.stop_rules import StopRules
@@ -43,8 +41,7 @@ class Step:
         self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash)
         self.queues = GroupQueues(self.pool)
         rules = StopRules(frozenset({EOS}), max_model_len=100)
-        model: Any = SimpleNamespace(windows=(), collectives=None)
-        checks = RequestChecks(model, self.tables, max_num_seqs=8, max_model_len=100)
+        checks = RequestChecks(False, self.tables, max_num_seqs=8, max_model_len=100)
         self.requests = Requests(checks, rules, self.queues, self.tables, SwapSpace(0), clock=lambda: 0.0)
         self.speculator = Speculator(NoDrafts(), 4, clock=lambda: 0.0)
         no_memory: Any = None

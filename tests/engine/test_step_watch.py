@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.step_watch import (
-    STALL_SECONDS,
-    STALL_STEPS,
-    TICK_SECONDS,
-    UNKNOWN_STALL_SECONDS,
-    StepKind,
-    StepWatch,
-)
+from quire.engine.schedule import StepKind
+from quire.engine.step_watch import STALL_SECONDS, STALL_STEPS, TICK_SECONDS, UNKNOWN_STALL_SECONDS, StepWatch
 
 FULL, SINGLE = StepKind.of(512, 512 * 512), StepKind.of(1, 100)
 
