@@ -46,11 +46,11 @@ async def in_background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[N
 
 def _started(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """Start a task whose failure is logged, because no caller sees it."""
-    task = asyncio.create_task(coroutine)
+    task = asyncio.create_task(coroutine, name=getattr(coroutine, "__qualname__", None))
     task.add_done_callback(_log_failure)
     return task
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("background_failed", task=task.get_coro().__qualname__, error=repr(error))
+        _log.error("background_failed", task=task.get_name(), error=repr(error))

@@ -26,11 +26,11 @@ from quire.engine.parallel.collectives import RanksError
 from quire.engine.parallel.parallel_runner import ParallelRunner
 from quire.engine.parallel.ranks import Ranks, start_ranks
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
+from quire.engine.schedule import StepKind
 from quire.engine.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence
 from quire.engine.shared_memory import allocate_shared
 from quire.engine.speculators import DraftModelError, load_draft_model, make_speculator
-from quire.engine.step_watch import StepKind
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvLayout
 from quire.models.source import pin_revision
