@@ -57,6 +57,12 @@ def test_the_router_has_no_torch() -> None:
     assert "FROM router-requirements AS router" in DOCKERFILE
 
 
+def test_every_file_that_an_image_copies_is_sent_to_the_builder() -> None:
+    copied = re.findall(r"^COPY (?:--(?!from)\S+ )*(?!--from)(\S+) \S+$", DOCKERFILE, re.MULTILINE)
+    assert "deploy/ready.sh" in copied
+    assert [path for path in copied if path != "." and is_ignored(path)] == []
+
+
 @pytest.mark.parametrize("file", ["Dockerfile", "compose.yaml", "compose.gpu.yaml"])
 def test_the_torch_that_is_installed_is_the_locked_one(file: str) -> None:
     (locked,) = re.findall(r"^torch==(\S+)", (ROOT / "requirements/torch.txt").read_text(), re.MULTILINE)
