@@ -23,8 +23,8 @@ from quire.engine.parallel.plan import ParallelPlan, read_plan
 from quire.engine.parallel.sliced_weights import digest_of_whole, load_slices
 from quire.engine.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.step_recipe import StepRecipe
+from quire.engine.weight_files import check_weights_and_configuration
 from quire.kvindex.kv_layout import KvShape
-from quire.models.file_checks import check_weights_and_configuration
 from quire.models.source import find_model
 from quire.settings.setting import SettingError
 

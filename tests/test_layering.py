@@ -67,7 +67,14 @@ BANNED: Mapping[str, set[str]] = {
     "quire.routing": {"torch", "transformers", "numba", "grpc", "redis", "asyncio"},
     "quire.sampling": {"torch", "transformers", "numba", "numpy", "grpc"},
     "quire.simulator": {"torch", "transformers", "numba", "quire.engine", "quire.kernels"},
-    "quire.services.router": {"torch", "transformers", "numba", "quire.engine", "quire.kernels"},
+    "quire.services.router": {
+        "torch",
+        "transformers",
+        "safetensors",
+        "numba",
+        "quire.engine",
+        "quire.kernels",
+    },
 }
 Graph = Mapping[str, set[str]]
 

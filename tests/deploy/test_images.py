@@ -70,6 +70,35 @@ def test_the_torch_that_is_installed_is_the_locked_one(file: str) -> None:
     assert set(named) == {locked}
 
 
+IMPORT_ALL = """
+import importlib, pkgutil, re, sys
+from importlib.metadata import packages_distributions
+
+installed = set(sys.argv[1:])
+owners = packages_distributions()
+
+class OnlyInstalled:
+    def find_spec(self, name, path=None, target=None):
+        found = {re.sub("[-_.]+", "-", owner).lower() for owner in owners.get(name.partition(".")[0], ())}
+        if found and not found & installed:
+            raise ModuleNotFoundError(f"the image has no {name}")
+
+sys.meta_path.insert(0, OnlyInstalled())
+importlib.import_module("quire.cli.main")
+router = importlib.import_module("quire.services.router")
+for module in pkgutil.walk_packages(router.__path__, "quire.services.router."):
+    importlib.import_module(module.name)
+"""
+
+
+def test_a_router_imports_only_what_its_image_has() -> None:
+    pins = requirements(*argument("ROUTER_EXTRAS").split())
+    names = [re.sub("[-_.]+", "-", pin.partition("==")[0].partition("[")[0]).lower() for pin in pins]
+    command = [sys.executable, "-c", IMPORT_ALL, "quire-llm", *names]
+    imported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert imported.returncode == 0, imported.stderr
+
+
 def test_the_default_torch_is_the_one_for_the_cpu() -> None:
     assert argument("TORCH").endswith("+cpu")
 

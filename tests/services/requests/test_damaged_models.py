@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.weight_files import check_weights_and_configuration
 from quire.models.bundled import demo_model_path
-from quire.models.file_checks import ModelFileError, check_weights_and_configuration
+from quire.models.file_checks import ModelFileError
 from quire.protos import worker_pb2
 from quire.services.requests.served_model import load_served_model
 from quire.services.server.errors import BadFileError
