@@ -5,10 +5,10 @@
 
 There are three kinds of text. ``answers`` are the demo model's answers to questions, which repeat a note of
 the prompt. In ``recital`` it continues a text that states a few notes repeatedly. In ``random`` any model
-continues random tokens, the demo model at temperature 1, others greedily. There are five ways: none, n-grams,
-n-grams that always use all draft tokens, a draft model, and an oracle that knows the answer. The oracle is
-the ceiling, since all its draft tokens are right and cost nothing. Each way must give the same tokens. ``none
-again`` shows how far two measurements of the same way differ. The last line is JSON.
+continues random tokens, the demo model at temperature 1, others greedily. There are four ways: none, n-grams,
+a draft model, and an oracle that knows the answer. The oracle is the ceiling, since all its draft tokens are
+right and cost nothing. Each way must give the same tokens. ``none again`` shows how far two measurements of
+the same way differ. The last line is JSON.
 
 The draft model consists of the model's own first layers, since there is no smaller model to download.
 ``random-100m`` has random weights, whose first layers would not predict the later ones. The contribution of
@@ -16,8 +16,8 @@ the later layers is therefore scaled down until the first layers predict the mod
 models usually do. Its acceptance is thus artificial, and its times are measured.
 
 The prompts are in the prefix cache, but not in the draft model's. Times are sums over rounds with different
-prompts, in which the ways take turns; a round before them measures the costs and the acceptance of draft
-tokens. On a shared machine, ``--clock cpu`` with one thread counts processor time instead.
+prompts, in which the ways take turns; a round before them compiles kernels. On a shared machine,
+``--clock cpu`` with one thread counts processor time instead.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 2048
 LIMITS = SchedulerConfig(BLOCK_SIZE, 64, 512)
 CPU = torch.device("cpu")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-WAYS = ("none", "none again", "ngram", "ngram, always", "draft", "oracle")
+WAYS = ("none", "none again", "ngram", "draft", "oracle")
 
 Clock = Callable[[], float]
 Outputs = list[list[int]]
@@ -104,13 +104,6 @@ class Oracle:
             self.outputs[int(sequence.attempt_id)][sequence.num_output_tokens :][:num_tokens]
             for sequence, num_tokens in requests
         ]
-
-
-class Always(Speculator):
-    """A speculator that always uses all draft tokens."""
-
-    def record_step(self, num_tokens: int, num_sampled: int, forward_seconds: float, seconds: float) -> None:
-        """Learn nothing from what steps cost."""
 
 
 def make_texts(folder: str, vocab_size: int, num_tokens: int, *, is_demo: bool) -> dict[str, Text]:
@@ -204,9 +197,7 @@ class Bench:
             proposer = DraftProposer(self._draft, self._draft_memory, LIMITS, block_hash, eos_token_ids)
         elif way == "oracle":
             proposer = oracle
-        if way in ("ngram", "draft"):
-            return Speculator(proposer, self._num_guesses, self._clock)
-        return Always(proposer, self._num_guesses)
+        return Speculator(proposer, self._num_guesses)
 
     def _run(self, text: Text, prompts: list[list[int]], speculator: Speculator | None) -> RunOutcome:
         parts = EngineParts(speculator=speculator, clock=self._clock)

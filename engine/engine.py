@@ -297,7 +297,6 @@ class Engine:
     def _process(self, scheduled: list[ScheduledSequence], logits: StepLogits) -> list[SequenceUpdate]:
         """Sample tokens, advance beam searches, and end what has ended or failed."""
         results = self._results
-        num_rows = logits.to_sample.shape[0]
         updates = results.record_computed_tokens(scheduled, logits.of_prompts)
         sampled = results.sample(logits.to_sample)
         self.step_seconds.sample = self._step_clock.lap()
@@ -305,16 +304,7 @@ class Engine:
         updates += results.end_sampled(sampled)
         updates = results.end_failed_requests(updates)
         self.step_seconds.process = self._step_clock.lap()
-        if self.num_step_tokens == num_rows:  # every sequence decoded
-            self._record_decode_step(sampled)
         return updates
-
-    def _record_decode_step(self, sampled: list[SequenceUpdate]) -> None:
-        """Tell the speculator what a step cost in which every sequence decoded."""
-        if self.speculator is not None:
-            num_sampled = sum(len(each.tokens) for each in sampled)
-            seconds = self.step_seconds.forward, self._step_clock.total
-            self.speculator.record_step(self.num_step_tokens, num_sampled, *seconds)
 
     def check_conservation(self) -> None:
         """Raise AssertionError unless each used block, in the pool and on the host, has a group or pin."""

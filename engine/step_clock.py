@@ -30,18 +30,13 @@ class StepClock:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._began_at = self.lap_began_at = 0.0
+        self.lap_began_at = 0.0
 
     def start(self) -> None:
         """Begin a step and its first lap."""
-        self._began_at = self.lap_began_at = self._clock()
+        self.lap_began_at = self._clock()
 
     def lap(self) -> float:
         """End the current lap and begin the next; return the seconds of the one that ended."""
         before, self.lap_began_at = self.lap_began_at, self._clock()
         return self.lap_began_at - before
-
-    @property
-    def total(self) -> float:
-        """Seconds of all laps of the step that have ended."""
-        return self.lap_began_at - self._began_at

@@ -179,7 +179,7 @@ def make_engine(
         host_cache=tiers and tiers.host,
         disk_cache=tiers and tiers.disk,
         # A clock that stands still makes every draft token worth its time.
-        speculator=Speculator(OracleProposer(window), 6, clock=lambda: 0.0) if has_drafts else None,
+        speculator=Speculator(OracleProposer(window), 6) if has_drafts else None,
         runner=runner,
         clock=lambda: 0.0,
     )

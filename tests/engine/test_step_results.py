@@ -43,7 +43,7 @@ class Step:
         rules = StopRules(frozenset({EOS}), max_model_len=100)
         checks = RequestChecks(False, self.tables, max_num_seqs=8, max_model_len=100)
         self.requests = Requests(checks, rules, self.queues, self.tables, SwapSpace(0), clock=lambda: 0.0)
-        self.speculator = Speculator(NoDrafts(), 4, clock=lambda: 0.0)
+        self.speculator = Speculator(NoDrafts(), 4)
         no_memory: Any = None
         eviction = PagedEviction(no_memory)
         self.results = StepResults(self.requests, self.tables, eviction, rules, self.speculator)
