@@ -1,6 +1,6 @@
-"""The time of a decode step, by how it is launched: kernel by kernel, as a CUDA graph, compiled, and both.
+"""The time of a decode step, by how it is launched: kernel by kernel or as a CUDA graph.
 
-    python -m quire.benchmarks.decode_steps [--compiled] [--batches 1,8,64,256] [--context 1024]
+    python -m quire.benchmarks.decode_steps [--batches 1,8,64,256] [--context 1024]
 
 The model is a random Llama of 1.2 billion parameters in bfloat16. A step reads every weight and every key and
 value once: ``floor`` is the time that a device copy takes for as many bytes. The last line is JSON.
@@ -13,7 +13,7 @@ import gc
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -50,22 +50,6 @@ ONE_BILLION: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-
-
-class Way(NamedTuple):
-    """How a decode step is launched."""
-
-    name: str
-    is_compiled: bool
-    has_graphs: bool
-
-
-WAYS = (
-    Way("eager", False, False),
-    Way("graphs", False, True),
-    Way("compiled", True, False),
-    Way("compiled + graphs", True, True),
-)
 
 
 class StepTime(NamedTuple):
@@ -132,37 +116,33 @@ def measure(
     context: int,
     bandwidth: float,
     capture: Callable[[], Capture],
-    ways: Iterable[Way] = WAYS,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each way to launch and each batch; print the same."""
-    module = engine.model.module
-    eager = module.forward
-    for way in ways:
-        module.forward = torch.compile(eager, dynamic=True) if way.is_compiled else eager
+    for way in ("eager", "graphs"):
         engine.runner = ModelRunner(engine.model, engine.memory)
         try:
-            if way.has_graphs:
+            if way == "graphs":
                 engine.runner.capture_decode_steps(capture(), max(batches), engine.max_model_len)
             for batch in batches:
                 time_steps(engine, batch, context)  # compiles what this batch needs
                 forward, step = time_steps(engine, batch, context)
                 floor = floor_seconds(engine, batch, context, bandwidth)
                 print(
-                    f"decode step {batch:4} x {context}  {way.name:18} forward {forward * 1e3:8.3f} ms  "
+                    f"decode step {batch:4} x {context}  {way:6} forward {forward * 1e3:8.3f} ms  "
                     f"whole {step * 1e3:8.3f} ms  floor {floor * 1e3:8.3f} ms  {batch / step:9.0f} tokens/s",
                     flush=True,
                 )
                 yield {
                     "batch": batch,
                     "context": context,
-                    "name": way.name,
+                    "name": way,
                     "forward_ms": round(forward * 1e3, 4),
                     "step_ms": round(step * 1e3, 4),
                     "floor_ms": round(floor * 1e3, 4),
                 }
         except RuntimeError as error:
             # A failure of one way must not end the table.
-            print(f"  {way.name} cannot: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"  {way} cannot: {str(error).splitlines()[0]}", file=sys.stderr)
             for attempt_id in list(engine.groups):
                 engine.abort(attempt_id)
 
@@ -173,7 +153,6 @@ def main() -> None:
     )
     parser.add_argument("--batches", default="1,8,64,256")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--compiled", action="store_true", help="only the ways with torch.compile")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs a CUDA device, and torch sees none: run it on a machine with a GPU.")
@@ -186,8 +165,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         device = torch.device("cuda")
         engine = make_engine(save_model(Path(folder)), device, max(batches), arguments.context)
-    ways = [way for way in WAYS if way.is_compiled == arguments.compiled]
-    rows = list(measure(engine, batches, arguments.context, bandwidth, CudaCapture, ways))
+    rows = list(measure(engine, batches, arguments.context, bandwidth, CudaCapture))
     result = {"benchmark": "decode_steps", "device": torch.cuda.get_device_name(), "rows": rows}
     print(json.dumps({**result, "copy_bytes_per_second": bandwidth}))
 

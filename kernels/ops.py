@@ -2,8 +2,7 @@
 
 KV memory is one tensor ``kv[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; a layer's view
 is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers, 2, num_kv_heads]``. The
-operations are ``torch.library`` operators: ``torch.compile`` does not look inside them, but fuses the code
-around them.
+operations are ``torch.library`` operators.
 """
 
 from __future__ import annotations
@@ -63,36 +62,27 @@ def _on_cpu(name: str) -> Callable[..., Any]:
     return lambda *arguments, **options: _find_on_cpu(name)(*arguments, **options)
 
 
-def _register(schema: str, shape: Callable[..., Any]) -> None:
-    """Define an operator, its implementations, and its fake implementation, which only returns shapes."""
+def _register(schema: str) -> None:
+    """Define an operator and its implementations."""
     name = _library.define(schema)
     _library.impl(name, _on_cpu(name), "CPU")
     if torch.cuda.is_available():
         _library.impl(name, _ON_CUDA[name], "CUDA")
-    torch.library.register_fake(f"quire::{name}", shape, lib=_library)
 
 
 _register(
     "paged_attention(Tensor query, Tensor kv_layer, Tensor block_tables, Tensor query_starts, "
     "Tensor seq_lens, *, float scale, int? sliding_window=None, float? logit_softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, SymInt? max_new_tokens=None) "
-    "-> Tensor",
-    lambda query, *_, **__: query.new_empty(query.shape),
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, int? max_new_tokens=None) "
+    "-> Tensor"
 )
 _register(
     "write_kv(Tensor key, Tensor value, Tensor(a!) kv_layer, Tensor slot_mapping, Tensor(b!)? kv_scales=None)"
-    " -> ()",
-    lambda *_: None,
+    " -> ()"
 )
-_register("copy_blocks(Tensor(a!) blocks, Tensor pairs) -> ()", lambda *_: None)
-_register(
-    "gather_blocks(Tensor blocks, Tensor ids, Tensor(a!) out) -> ()",
-    lambda *_: None,
-)
-_register(
-    "scatter_blocks(Tensor staging, Tensor ids, Tensor(a!) blocks) -> ()",
-    lambda *_: None,
-)
+_register("copy_blocks(Tensor(a!) blocks, Tensor pairs) -> ()")
+_register("gather_blocks(Tensor blocks, Tensor ids, Tensor(a!) out) -> ()")
+_register("scatter_blocks(Tensor staging, Tensor ids, Tensor(a!) blocks) -> ()")
 
 
 def paged_attention(

@@ -74,7 +74,7 @@ def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         gpu.main(["kernel"])
     assert raised.value.code == 2
-    assert "there are tests, kernels, steps, compiled, stack" in capsys.readouterr().err
+    assert "there are tests, kernels, steps, stack" in capsys.readouterr().err
 
 
 def test_a_part_leaves_its_numbers(
@@ -104,8 +104,7 @@ def test_a_part_that_fails_is_not_met(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_decode_steps_of_a_tiny_model(tmp_path: Path) -> None:
     folder = decode_steps.save_model(tmp_path, torch.float32, **TINY)
     engine = decode_steps.make_engine(folder, torch.device("cpu"), max_num_seqs=3, context=40)
-    ways = decode_steps.WAYS[:2]
-    rows = list(decode_steps.measure(engine, [1, 3], 40, 1e9, lambda: lambda function: function, ways))
+    rows = list(decode_steps.measure(engine, [1, 3], 40, 1e9, lambda: lambda function: function))
     names = [(row["name"], row["batch"]) for row in rows]
     assert names == [("eager", 1), ("eager", 3), ("graphs", 1), ("graphs", 3)]
     assert all({"forward_ms", "step_ms"} <= row.keys() for row in rows)

