@@ -95,12 +95,6 @@ class EngineConfig:
         minimum=0,
         is_size=True,
     )
-    preemption: Literal["auto", "swap", "recompute"] = setting(
-        "auto",
-        "--preemption",
-        "Bring preempted requests back from host memory or compute them again; auto takes the faster way.",
-        Panel.CACHE,
-    )
     max_num_seqs: int = setting(64, "--max-num-seqs", "Most sequences in a step.", Panel.LIMITS, minimum=1)
     max_num_batched_tokens: int = setting(
         512, "--max-num-batched-tokens", "Most tokens in a step.", Panel.LIMITS, minimum=1

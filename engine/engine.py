@@ -122,7 +122,7 @@ class Engine:
         self._swap_cost = SwapCost(memory.shape.block_bytes)
         swapping = Swapping(queues, tables, self.swap_space)
         prefers_swap = self._swap_cost.prefers_swap
-        self.preemption = Preemption(config.preemption, queues, tables, swapping, prefers_swap)
+        self.preemption = Preemption(queues, tables, swapping, prefers_swap)
         first_blocks = FirstBlocks(queues, tables, self.tiers)
         self.scheduler = Scheduler(config, queues, tables, self.preemption, swapping, first_blocks)
         self.runner = parts.runner or ModelRunner(model, memory, parts.swap_memory)

@@ -17,8 +17,6 @@ from quire.engine.sequence import SequenceStatus
 from quire.engine.sequence_group import SequenceGroup
 from quire.engine.swapping import Swapping
 
-PREEMPTION_MODES = ("auto", "swap", "recompute")
-
 
 class PreemptionCounts(NamedTuple):
     """How often groups were preempted, by the way in which they get their blocks back."""
@@ -31,8 +29,6 @@ class Preemption:
     """Takes the blocks of groups, and chooses how each group gets them back.
 
     Args:
-        mode: "swap" copies blocks to host memory if there is room, "recompute" computes them again, "auto"
-            chooses the faster way.
         queues: the groups; a preempted group waits again.
         tables: the ledger of their blocks.
         swapping: copies blocks to host memory.
@@ -42,7 +38,6 @@ class Preemption:
 
     def __init__(
         self,
-        mode: str,
         queues: GroupQueues,
         tables: BlockTables,
         swapping: Swapping,
@@ -50,7 +45,6 @@ class Preemption:
     ) -> None:
         self.counts = PreemptionCounts(0, 0)
         self.prefers_swap = prefers_swap
-        self._mode = mode
         self._queues = queues
         self._tables = tables
         self._swapping = swapping
@@ -87,7 +81,7 @@ class Preemption:
     def _is_swapped(self, victim: SequenceGroup) -> bool:
         """Return whether to swap a group out: if host memory has room, and recomputing is not cheaper."""
         num_blocks = self._swapping.num_blocks(victim)
-        if self._mode == "recompute" or num_blocks > self._swapping.num_free:
+        if num_blocks > self._swapping.num_free:
             return False
         num_tokens = sum(sequence.num_computed_tokens for sequence in victim.sequences)
-        return self._mode == "swap" or self.prefers_swap(num_tokens, num_blocks)
+        return self.prefers_swap(num_tokens, num_blocks)

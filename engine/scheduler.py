@@ -57,25 +57,22 @@ vocabulary, so that a chunk of the usual size would hold up all other sequences 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one step, and how preempted groups get their blocks back; ``EngineConfig`` checks them.
+    """Limits of one step; ``EngineConfig`` checks them.
 
     Attributes:
         block_size: tokens per block.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens that one step computes.
-        preemption: "swap" copies a preempted group's blocks to host memory if there is room, "recompute"
-            computes them again, "auto" chooses the faster way.
     """
 
     block_size: int = EngineConfig.block_size
     max_num_seqs: int = EngineConfig.max_num_seqs
     max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens
-    preemption: str = EngineConfig.preemption
 
     @classmethod
     def of(cls, config: EngineConfig) -> SchedulerConfig:
         """Return the part of an engine's settings that the scheduler needs."""
-        return cls(config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.preemption)
+        return cls(config.block_size, config.max_num_seqs, config.max_num_batched_tokens)
 
 
 @dataclass(slots=True)

@@ -58,8 +58,10 @@ def make_constant_engine(
     shape = KvShape(1, 1, block_size, 1, "float32")
     memory = KvMemory(shape, num_blocks, CPU)
     swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
-    limits = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens, preemption="swap")
+    limits = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
     runner = ConstantRunner(model, memory, swap_memory)
-    return Engine(
+    engine = Engine(
         model, memory, limits, block_hash, parts=EngineParts(swap_memory=swap_memory, runner=runner, **parts)
     )
+    engine.preemption.prefers_swap = lambda num_tokens, num_blocks: True
+    return engine

@@ -156,7 +156,6 @@ class OracleProposer:
 def make_engine(
     num_blocks: int,
     num_swap_blocks: int,
-    mode: str,
     window: int | None,
     tiers: Tiers | None = None,
     *,
@@ -173,12 +172,11 @@ def make_engine(
     memory = KvMemory(SHAPE, num_blocks, CPU)
     swap_memory = KvMemory(SHAPE, num_swap_blocks, CPU) if num_swap_blocks else None
     runner = FakeRunner(model, memory, swap_memory)
-    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=10, max_num_batched_tokens=16, preemption=mode)
+    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=10, max_num_batched_tokens=16)
     parts = EngineParts(
         swap_memory=swap_memory,
         host_cache=tiers and tiers.host,
         disk_cache=tiers and tiers.disk,
-        # A clock that stands still makes every draft token worth its time.
         speculator=Speculator(OracleProposer(window), 6) if has_drafts else None,
         runner=runner,
         clock=lambda: 0.0,
@@ -200,7 +198,7 @@ def collect(engine: Engine, outputs: Outputs) -> None:
 @cache
 def undisturbed(prompt: tuple[int, ...], params: SamplingParams, window: int | None) -> dict[int, list[int]]:
     """Return the tokens of each sequence of a request that has the engine to itself."""
-    engine = make_engine(512, 0, "recompute", window)
+    engine = make_engine(512, 0, window)
     engine.add_request(Sequence("r", list(prompt), len(prompt), params, b"root"))
     outputs: Outputs = {}
     while not engine.is_idle:
@@ -258,7 +256,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, has_drafts=True)
+        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, self.window, has_drafts=True)
         self.wanted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.transfers: dict[str, Transfer] = {}
         self.aborted: set[str] = set()
@@ -497,9 +495,7 @@ class TieredEngineMachine(EngineMachine):
         self.host = HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU))
         self.pinned: tuple[list[int], list[int]] = [], []
         tiers = Tiers(self.host, self.disk)
-        self.engine = make_engine(
-            self.num_blocks, NUM_SWAP_BLOCKS, "auto", self.window, tiers, has_drafts=True
-        )
+        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, self.window, tiers, has_drafts=True)
         self.num_advanced = 0
 
     @rule(prompt=prompts)
@@ -581,7 +577,7 @@ def test_a_working_set_larger_than_the_pool_comes_back_from_every_tier(tmp_path:
     """Requests one after the other, with the disk's own threads."""
     disk = open_small_disk(tmp_path)
     tiers = Tiers(HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU)), disk)
-    engine = make_engine(8, 0, "recompute", None, tiers)
+    engine = make_engine(8, 0, None, tiers)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     prompts = [random.Random(seed).choices(range(2, VOCAB_SIZE), k=21) for seed in range(6)]
     for number, index in enumerate([0, 0, 1, 0, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]):
@@ -601,7 +597,7 @@ def test_a_working_set_larger_than_the_pool_comes_back_from_every_tier(tmp_path:
 
 def test_blocks_from_host_memory_do_not_push_out_what_they_follow() -> None:
     """What a window drops of a cached prefix would be evicted for the blocks that go on after it."""
-    engine = make_engine(8, 0, "recompute", 6, Tiers(HostCache(KvMemory(SHAPE, 16, CPU)), None))
+    engine = make_engine(8, 0, 6, Tiers(HostCache(KvMemory(SHAPE, 16, CPU)), None))
     params = SamplingParams(temperature=0.0, max_tokens=1)
     beginning = random.Random(0).choices(range(2, VOCAB_SIZE), k=32)
     for prompt in ([*beginning[:8], 2], [*beginning, 3], [*beginning, 4]):

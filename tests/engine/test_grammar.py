@@ -107,7 +107,7 @@ def test_preempted_samples_are_those_of_single_requests(
         for name, seed in (("a", 0), ("b", 10))
         for index in range(2)
     }
-    crowded = make_engine(model, num_blocks=20, preemption="recompute")
+    crowded = make_engine(model, num_blocks=20)
     requests = [make_request(compiler, LONG, name, seed=seed, n=2) for name, seed in (("a", 0), ("b", 10))]
     assert run(crowded, *requests) == expected
     assert crowded.preemption.num_preempted > 0

@@ -243,7 +243,7 @@ def test_preempted_and_forked_sequences_keep_their_counts(model: LoadedModel) ->
         for index in range(2)
     }
     requests = [make_request(name, make_prompt(30, seed), n=2, **rules) for seed, name in enumerate("abc")]
-    crowded = make_engine(model, num_blocks=14, preemption="recompute")
+    crowded = make_engine(model, num_blocks=14)
     together = run(crowded, *requests)
     assert crowded.preemption.num_preempted > 0
     assert together == {(name, index): tokens[name, 0] for (name, index), tokens in expected.items()}
@@ -317,7 +317,7 @@ def test_a_preempted_prompt_is_scored_once(model: LoadedModel) -> None:
         make_request(str(seed), prompt, num_prompt_logprobs=1, max_tokens=60)
         for seed, prompt in enumerate(prompts)
     ]
-    crowded = make_engine(model, num_blocks=12, max_num_batched_tokens=16, preemption="recompute")
+    crowded = make_engine(model, num_blocks=12, max_num_batched_tokens=16)
     run(crowded, *crowd)
     assert crowded.preemption.num_preempted > 0
     for one, among in zip(singles, crowd, strict=True):

@@ -103,14 +103,14 @@ def test_only_the_prompt_is_shared(model: LoadedModel) -> None:
     assert run_in_order(engine, make_request("again")) == [tokens]
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_preempted_requests_go_on_as_before(model: LoadedModel, preemption: str) -> None:
+@pytest.mark.parametrize("is_swapped", [True, False])
+def test_preempted_requests_go_on_as_before(model: LoadedModel, is_swapped: bool) -> None:
     lengths = [100, 120, 140]
     expected = [run_in_order(make_engine(model), make_request("r", length, n=3))[0] for length in lengths]
-    engine = make_engine(model, num_blocks=22, num_swap_blocks=64, preemption=preemption)
+    engine = make_engine(model, num_blocks=22, num_swap_blocks=64, prefers_swap=is_swapped)
     requests = [make_request(str(length), length, n=3) for length in lengths]
     assert run_in_order(engine, *requests) == expected
-    assert engine.preemption.counts[preemption == "recompute"] > 0
+    assert engine.preemption.counts[not is_swapped] > 0
 
 
 def test_a_request_is_cut_again_though_its_whole_prompt_is_cached(model: LoadedModel) -> None:

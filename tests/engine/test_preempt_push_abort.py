@@ -84,9 +84,9 @@ def reference(load: Callable[[str], LoadedModel]) -> Reference:
 class Worker:
     """A worker with few blocks that generates two answers and takes part in a push."""
 
-    def __init__(self, model: LoadedModel, mode: str, reference: Reference) -> None:
+    def __init__(self, model: LoadedModel, is_swapped: bool, reference: Reference) -> None:
         self.engine = make_engine(
-            model, num_blocks=13, num_swap_blocks=16, max_num_batched_tokens=6, preemption=mode
+            model, num_blocks=13, num_swap_blocks=16, max_num_batched_tokens=6, prefers_swap=is_swapped
         )
         self.reference = reference
         self.requests = {name: request(name) for name in LENGTHS}
@@ -211,18 +211,18 @@ class Worker:
 
 @pytest.mark.parametrize("aborted", LENGTHS)
 @pytest.mark.parametrize("side", PUSH_OF)
-@pytest.mark.parametrize(("mode", "num_steps"), [("swap", 0), ("swap", 1), ("recompute", 1)])
+@pytest.mark.parametrize(("is_swapped", "num_steps"), [(True, 0), (True, 1), (False, 1)])
 def test_preemption_push_and_abort_in_every_order_leave_the_blocks_of_the_others_unchanged(
     load: Callable[[str], LoadedModel],
     reference: Reference,
-    mode: str,
+    is_swapped: bool,
     aborted: str,
     side: str,
     num_steps: int,
 ) -> None:
     num_preempted = 0
     for order in orders(PUSH_OF[side]):
-        worker = Worker(load("llama"), mode, reference)
+        worker = Worker(load("llama"), is_swapped, reference)
         for part in order:
             getattr(worker, part)(aborted)
             for _ in range(num_steps):
@@ -233,5 +233,5 @@ def test_preemption_push_and_abort_in_every_order_leave_the_blocks_of_the_others
         assert not worker.engine.groups, order
         assert worker.engine.pool.counts.used == 0
         assert worker.engine.swap_space.num_free == 16
-        num_preempted += worker.engine.preemption.counts[mode == "recompute"]
+        num_preempted += worker.engine.preemption.counts[not is_swapped]
     assert num_preempted > 10

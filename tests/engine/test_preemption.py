@@ -22,8 +22,10 @@ from quire.sampling.params import BeamParams
 from tests.engine.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, make_request, run
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
-def test_preempted_groups_give_the_same_tokens(load: Callable[[str], LoadedModel], mode: str) -> None:
+@pytest.mark.parametrize("is_swapped", [True, False, None])
+def test_preempted_groups_give_the_same_tokens(
+    load: Callable[[str], LoadedModel], is_swapped: bool | None
+) -> None:
     requests: list[tuple[str, dict[str, Any]]] = [
         ("samples", {"n": 4, "seed": 5}),
         ("greedy", {"temperature": 0.0}),
@@ -38,15 +40,15 @@ def test_preempted_groups_give_the_same_tokens(load: Callable[[str], LoadedModel
         ]
 
     expected = run(make_engine(load("llama")), *make())
-    engine = make_engine(load("llama"), num_blocks=26, num_swap_blocks=40, preemption=mode)
+    engine = make_engine(load("llama"), num_blocks=26, num_swap_blocks=40, prefers_swap=is_swapped)
     assert run(engine, *make()) == expected
     assert engine.preemption.num_preempted > 0
-    if mode != "auto":
-        assert engine.preemption.counts[mode == "recompute"] == engine.preemption.num_preempted
+    if is_swapped is not None:
+        assert engine.preemption.counts[not is_swapped] == engine.preemption.num_preempted
 
 
 def test_an_aborted_group_leaves_nothing(load: Callable[[str], LoadedModel]) -> None:
-    engine = make_engine(load("llama"), num_blocks=30, num_swap_blocks=30, preemption="swap")
+    engine = make_engine(load("llama"), num_blocks=30, num_swap_blocks=30, prefers_swap=True)
     for index in range(4):
         engine.add_request(make_request(str(index), make_prompt(60, index), n=3))
     while not engine.preemption.counts.swapped:
@@ -65,14 +67,14 @@ def test_an_aborted_group_leaves_nothing(load: Callable[[str], LoadedModel]) -> 
 class Ledger:
     """Queues and tables of a pool of eight blocks, with preemption."""
 
-    def __init__(self, mode: str = "swap", num_host_blocks: int = 8, *, prefers_swap: bool = True) -> None:
+    def __init__(self, num_host_blocks: int = 8, *, prefers_swap: bool = True) -> None:
         self.pool = BlockPool(8)
         self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash)
         self.queues = GroupQueues(self.pool)
         self.swap_space = SwapSpace(num_host_blocks)
         self.swapping = Swapping(self.queues, self.tables, self.swap_space)
         self.preemption = Preemption(
-            mode, self.queues, self.tables, self.swapping, lambda num_tokens, num_blocks: prefers_swap
+            self.queues, self.tables, self.swapping, lambda num_tokens, num_blocks: prefers_swap
         )
         self.schedule = Schedule()
 
@@ -136,19 +138,11 @@ def test_a_group_stays_in_host_memory_until_its_next_tokens_fit_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_host_blocks", "prefers_swap", "is_swapped"),
-    [
-        ("swap", 8, False, True),
-        ("swap", 1, True, False),
-        ("auto", 8, True, True),
-        ("auto", 8, False, False),
-        ("recompute", 8, True, False),
-    ],
+    ("num_host_blocks", "prefers_swap", "is_swapped"),
+    [(8, True, True), (8, False, False), (1, True, False)],
 )
-def test_blocks_are_swapped_or_recomputed(
-    mode: str, num_host_blocks: int, prefers_swap: bool, is_swapped: bool
-) -> None:
-    ledger = Ledger(mode, num_host_blocks, prefers_swap=prefers_swap)
+def test_blocks_are_swapped_or_recomputed(num_host_blocks: int, prefers_swap: bool, is_swapped: bool) -> None:
+    ledger = Ledger(num_host_blocks, prefers_swap=prefers_swap)
     group = ledger.run_group("r", 2)
     group.prompt.draft_token_ids = [5]
     ledger.preemption.preempt(group, ledger.schedule)

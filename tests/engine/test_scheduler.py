@@ -30,14 +30,12 @@ class Bench:
     """A scheduler, and the parts that it works with."""
 
     def __init__(self, num_blocks: int = 32, max_num_seqs: int = 4, budget: int = 16) -> None:
-        config = SchedulerConfig(BLOCK_SIZE, max_num_seqs, budget, "recompute")
+        config = SchedulerConfig(BLOCK_SIZE, max_num_seqs, budget)
         self.pool = BlockPool(num_blocks)
         self.tables = BlockTables(self.pool, BLOCK_SIZE, hash_block)
         self.queues = GroupQueues(self.pool)
         swapping = Swapping(self.queues, self.tables, SwapSpace(0))
-        self.preemption = Preemption(
-            "recompute", self.queues, self.tables, swapping, lambda num_tokens, num_blocks: False
-        )
+        self.preemption = Preemption(self.queues, self.tables, swapping, lambda num_tokens, num_blocks: False)
         first_blocks = FirstBlocks(self.queues, self.tables, None)
         self.scheduler = Scheduler(config, self.queues, self.tables, self.preemption, swapping, first_blocks)
 

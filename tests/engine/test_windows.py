@@ -100,15 +100,15 @@ def test_a_decode_holds_only_its_window(model: LoadedModel) -> None:
     engine.abort("r")
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_preempted_windows_come_back(model: LoadedModel, expected: Expected, preemption: str) -> None:
+@pytest.mark.parametrize("is_swapped", [True, False])
+def test_preempted_windows_come_back(model: LoadedModel, expected: Expected, is_swapped: bool) -> None:
     """Three equal samples of each prompt: they share its blocks, and write blocks of their own."""
-    engine = make_windowed_engine(model, num_blocks=16, num_swap_blocks=24, preemption=preemption)
+    engine = make_windowed_engine(model, num_blocks=16, num_swap_blocks=24, prefers_swap=is_swapped)
     requests = [make_request(str(index), 50 + 20 * index, index, n=3) for index in range(4)]
     for request in requests:
         engine.add_request(request)
     finish(engine)
-    assert engine.preemption.counts[preemption == "recompute"] > 0
+    assert engine.preemption.counts[not is_swapped] > 0
     for request in requests:
         assert output(request) == expected(request.token_ids[: request.num_prompt_tokens])
 

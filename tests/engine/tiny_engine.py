@@ -45,12 +45,16 @@ def make_engine(
     num_swap_blocks: int = 0,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 128,
-    preemption: str = "auto",
+    prefers_swap: bool | None = None,
     speculator: Speculator | None = None,
     score: Score = importance,
     make_runner: Callable[[LoadedModel, KvMemory, KvMemory | None], ModelRunner] = ModelRunner,
 ) -> Engine:
-    """Return an engine whose blocks are on the device of the model."""
+    """Return an engine whose blocks are on the device of the model.
+
+    Args:
+        prefers_swap: whether preempted groups are swapped out if there is room; None: where that is faster.
+    """
     shape, device = model.kv_shape(BLOCK_SIZE), model.module.device
     memory = KvMemory(shape, num_blocks, device)
     swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
@@ -60,8 +64,11 @@ def make_engine(
         eviction=PagedEviction(memory, score),
         runner=make_runner(model, memory, swap_memory),
     )
-    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs, max_num_batched_tokens, preemption)
-    return Engine(model, memory, limits, block_hash, parts=parts)
+    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs, max_num_batched_tokens)
+    engine = Engine(model, memory, limits, block_hash, parts=parts)
+    if prefers_swap is not None:
+        engine.preemption.prefers_swap = lambda num_tokens, num_blocks: prefers_swap
+    return engine
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:

@@ -22,6 +22,7 @@ from quire.engine.parallel import ranks as ranks_module
 from quire.engine.parallel.collectives import RanksError
 from quire.engine.parallel.messages import Header, Kind
 from quire.engine.parallel.settings import check_device
+from quire.engine.swap_cost import SwapCost
 from quire.kernels.cpu import exchange
 from quire.llm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.llm.config import LLMConfig
@@ -113,19 +114,19 @@ def test_any_number_of_ranks_gives_the_same_bits(
         assert not any(map(is_running, others))
 
 
-def test_blocks_are_moved_for_all_ranks(model: Callable[..., Path]) -> None:
+def test_blocks_are_moved_for_all_ranks(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that share a partial block copy it, and preempted requests are swapped out and in."""
     folder = model("llama")
     params = SamplingParams(n=3, max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
     prompts = [list(range(5, 5 + length)) for length in (27, 42, 61)]
     results = []
+    monkeypatch.setattr(SwapCost, "prefers_swap", lambda *_, **__: True)
     for num_ranks in (1, 2):
         with LLM(
             str(folder),
             dtype="float32",
             num_blocks=24,
             threads=1,
-            preemption="swap",
             tensor_parallel_size=num_ranks,
         ) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
