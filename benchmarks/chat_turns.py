@@ -38,15 +38,15 @@ PAUSE_SECONDS = 0.2
 
 
 def main() -> None:
-    """Measure the turns with pulls always, by measured speed, and never."""
+    """Measure the turns with and without pulls."""
     parser = argparse.ArgumentParser(prog="python -m quire.benchmarks.chat_turns", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--chats", type=int, default=20)
     num_chats = parser.parse_args().chats
     results = {}
     console = Console()
-    for pulls in (Pulls.ALWAYS, Pulls.MEASURED, Pulls.NEVER):
-        placing = PolicyConfig(policy=Policy.RANDOM, pulls=pulls, local_prefill_tokens=0)
+    for pulls in (Pulls.MEASURED, Pulls.NEVER):
+        placing = PolicyConfig(policy=Policy.LOAD, pulls=pulls, local_prefill_tokens=0)
         config = LocalStackConfig(
             num_prefill=2, num_decode=2, router=RouterConfig(port=0, placing=placing), log_level="error"
         )

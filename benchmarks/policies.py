@@ -53,9 +53,7 @@ class Contender(NamedTuple):
 
 
 CONTENDERS = (
-    Contender("random", PolicyConfig(policy=Policy.RANDOM, pulls=Pulls.NEVER)),
     Contender("load", PolicyConfig(policy=Policy.LOAD, pulls=Pulls.NEVER)),
-    Contender("approx", PolicyConfig(policy=Policy.APPROX, pulls=Pulls.NEVER)),
     Contender("precise", PolicyConfig(policy=Policy.PRECISE, pulls=Pulls.NEVER)),
     Contender("precise + pulls", PolicyConfig()),
 )

@@ -40,7 +40,7 @@ RESULTS = Path("benchmarks/results")
 CASES = (
     (Workload.SHARED, Policy.PRECISE, 2.0),
     (Workload.SHARED, Policy.PRECISE, 8.0),
-    (Workload.SHARED, Policy.RANDOM, 8.0),
+    (Workload.SHARED, Policy.LOAD, 8.0),
     (Workload.CHAT, Policy.PRECISE, 6.0),
     (Workload.UNIQUE, Policy.PRECISE, 6.0),
 )

@@ -47,13 +47,13 @@ class PolicyConfig:
     policy: Policy = setting(
         Policy.PRECISE,
         "--policy",
-        "Place requests at random, by load, by the router's own history of prefixes, or by the index.",
+        "Place requests by load alone, or also by the prefixes that workers have cached.",
         Panel.ROUTING,
     )
     pulls: Pulls = setting(
         Pulls.MEASURED,
         "--pulls",
-        "Copy blocks from peers: never, where measured to be sooner, or always.",
+        "Copy blocks from peers where that is measured to be sooner, or never.",
         Panel.ROUTING,
     )
     local_prefill_tokens: int = setting(

@@ -9,8 +9,8 @@ The cost of a prefill worker is the time until it can sample the first token, co
 The cost of a decode worker is the share of its blocks that are taken once it has the request and an answer of
 average length. Blocks that it has already cached save a transfer, but no memory: they count half.
 
-``random`` and ``load`` ignore prefixes. ``approx`` uses only the prompts that this router has sent to each
-worker. ``precise`` uses the index and, for the last seconds, the prompts sent. All policies share the rest.
+``load`` ignores prefixes. ``precise`` uses the index and, for the last seconds, the prompts that this router
+has sent to each worker. Both share the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AFFINITY_BLOCKS = 16
 """Number of leading blocks that decide which worker a prompt prefers when costs are equal."""
 
 MIN_PULLED_BLOCKS = 4
-"""Minimum number of blocks for a measured pull; fewer are computed, because a pull has a fixed cost."""
+"""Minimum number of blocks for a pull; fewer are computed, because a pull has a fixed cost."""
 PULL_ROUND_TRIP_SECONDS = 0.005
 """Fixed time of a pull, in addition to the time for its bytes."""
 MAX_PEERS = 4
@@ -51,26 +51,18 @@ OVERLAP_SHARE = 0.5
 class Policy(StrEnum):
     """A policy for the choice of the workers; the module's docstring describes each."""
 
-    RANDOM = "random"
     LOAD = "load"
-    APPROX = "approx"
     PRECISE = "precise"
-
-    @property
-    def knows_prefixes(self) -> bool:
-        """Whether the policy takes cached prefixes into account."""
-        return self in (Policy.APPROX, Policy.PRECISE)
 
 
 class Pulls(StrEnum):
     """The condition for copying blocks that a peer has cached, instead of computing them.
 
-    ``measured`` copies only where that is expected to be sooner; ``always`` copies whenever a peer has more.
+    ``measured`` copies where that is expected to be sooner.
     """
 
     NEVER = "never"
     MEASURED = "measured"
-    ALWAYS = "always"
 
 
 class CandidateWorker(NamedTuple):
@@ -141,7 +133,7 @@ class PrefillChoice(NamedTuple):
     reason: str
     """``only``: there was no other candidate; ``prefix``: it has more of the prompt cached; ``pull``: it is
     soonest because it can copy blocks; ``load``: it has the least load; ``tie``: the key's order decided;
-    ``imbalance``: the queue of the soonest worker was too long; ``random``: the policy chooses at random."""
+    ``imbalance``: the queue of the soonest worker was too long."""
 
     @property
     def worker_id(self) -> str:
@@ -166,15 +158,12 @@ def choose_pull(
 ) -> PullChoice | None:
     """Return the pull that saves the most time over computing the same tokens, or None if none saves time.
 
-    With ``Pulls.ALWAYS``, return the pull that brings the most blocks.
-
     Args:
         own_tokens: prompt tokens that the worker itself has cached.
         tokens_per_second: rate at which the worker computes a prompt.
     """
     if pulls is Pulls.NEVER:
         return None
-    min_blocks = 1 if pulls is Pulls.ALWAYS else MIN_PULLED_BLOCKS
     own_blocks = own_tokens // blocks.tokens
     choices = []
     for peer in peers:
@@ -182,10 +171,8 @@ def choose_pull(
         num_missing = num_blocks - own_blocks
         pull_seconds = PULL_ROUND_TRIP_SECONDS + num_missing * blocks.bytes / peer.bytes_per_second
         compute_seconds = num_missing * blocks.tokens / tokens_per_second
-        if num_missing >= min_blocks and (pulls is Pulls.ALWAYS or pull_seconds < compute_seconds):
+        if num_missing >= MIN_PULLED_BLOCKS and pull_seconds < compute_seconds:
             choices.append(PullChoice(peer.worker_id, num_blocks, pull_seconds, compute_seconds))
-    if pulls is Pulls.ALWAYS:
-        return max(choices, key=lambda pull: (pull.num_blocks, -pull.pull_seconds), default=None)
     return max(choices, key=lambda pull: pull.compute_seconds - pull.pull_seconds, default=None)
 
 
@@ -219,8 +206,6 @@ def choose_prefill(
         return None
     if len(healthy) == 1:
         return PrefillChoice(healthy[0], "only")
-    if policy is Policy.RANDOM:
-        return PrefillChoice(rng.choice(healthy), "random")
     if policy is Policy.LOAD:
         least = min(each.queue_seconds for each in healthy)
         equal = [each for each in healthy if each.queue_seconds <= _tied(least)]
@@ -255,23 +240,22 @@ def choose_decode(
         return None
     if len(with_room) == 1:
         return DecodeChoice(with_room[0], "only")
-    if policy is Policy.RANDOM:
-        return DecodeChoice(rng.choice(with_room), "random")
+    knows_prefixes = policy is Policy.PRECISE
 
     def taken(candidate: CandidateWorker) -> float:
         """Return the share of the pool's blocks that are taken once the worker has the request."""
-        own = candidate.cached_tokens if policy.knows_prefixes else 0
+        own = candidate.cached_tokens if knows_prefixes else 0
         return (candidate.resident_tokens + num_tokens - own * OVERLAP_SHARE) / candidate.capacity_tokens
 
     best, equal = _cheapest(
         with_room,
         taken,
         lambda least: least * (1 + TIE_SHARE),
-        lambda c: c.cached_tokens if policy.knows_prefixes else 0,
+        lambda c: c.cached_tokens if knows_prefixes else 0,
         lambda c: c.worker_id,
-        key if policy.knows_prefixes else rng.randbytes(8),
+        key if knows_prefixes else rng.randbytes(8),
     )
-    if policy.knows_prefixes and best.cached_tokens > min(c.cached_tokens for c in with_room):
+    if knows_prefixes and best.cached_tokens > min(c.cached_tokens for c in with_room):
         return DecodeChoice(best, "prefix")
     return DecodeChoice(best, "load" if len(equal) < len(with_room) else "tie")
 

@@ -14,7 +14,7 @@ from quire.kvindex.memory_index import MemoryIndex, MemoryStore
 from quire.routing.demand import RoleState, Totals
 from quire.routing.elastic import ElasticRoles
 from quire.routing.planner import PlannedPrompt, Planner, PolicyConfig, PullOutcome, WorkerState
-from quire.routing.policy import Blocks, Policy, Pulls
+from quire.routing.policy import Blocks, Pulls
 from quire.routing.pressure import Targets
 from quire.simulator.block_cache import BlockCache, now
 from quire.simulator.calibration import Calibration
@@ -151,10 +151,8 @@ class Simulation:
         block_tokens = self._calibration.block_tokens
         full = request.block_ids[: request.input_tokens // block_tokens]
         hashes = [block_id.to_bytes(8, "big") for block_id in full]
-        cached = None
-        if self._config.placing.policy is not Policy.APPROX:
-            holdings = now(self._index.look_up(hashes))
-            cached = {holding.worker.worker_id: holding.num_blocks * block_tokens for holding in holdings}
+        holdings = now(self._index.look_up(hashes))
+        cached = {holding.worker.worker_id: holding.num_blocks * block_tokens for holding in holdings}
         placement = self._planner.place(
             # A trace does not contain the limit on the length of the answer.
             PlannedPrompt(request.input_tokens, hashes, cached, max_output_tokens=sys.maxsize),

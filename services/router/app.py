@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from quire.kvtransfer.layout import layout_from_proto
 from quire.protos import worker_pb2
 from quire.routing.elastic import ElasticRoles
 from quire.routing.planner import Planner
-from quire.routing.policy import Blocks, Policy
+from quire.routing.policy import Blocks
 from quire.routing.pressure import Targets
 from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
@@ -152,7 +152,9 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         metrics = instruments.metrics
         lag = await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(metrics.registry)))
         authenticator = await stack.enter_async_context(_authenticator(config.api_keys_file))
-        sources = await stack.enter_async_context(_open_sources(config, metrics))
+        sources = await stack.enter_async_context(
+            open_sources(config.redis_url, config.worker_addresses, config.cluster_secret, metrics.registry)
+        )
         servicer = GenerationServicer(
             cluster,
             instruments,
@@ -295,16 +297,6 @@ async def _authenticator(api_keys_file: Path | None) -> AsyncIterator[Authentica
     keys = ApiKeys(api_keys_file)
     async with in_background(keys.follow()):
         yield keys
-
-
-def _open_sources(config: RouterConfig, metrics: RouterMetrics) -> AbstractAsyncContextManager[Sources]:
-    return open_sources(
-        config.redis_url,
-        config.worker_addresses,
-        config.cluster_secret,
-        metrics.registry,
-        asks_index=config.placing.policy is not Policy.APPROX,
-    )
 
 
 async def _follow_workers(

@@ -28,7 +28,7 @@ TOKEN_BUCKETS = (
     *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000),
     *(10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000),
 )
-REASONS = ("only", "prefix", "pull", "load", "tie", "imbalance", "random")
+REASONS = ("only", "prefix", "pull", "load", "tie", "imbalance")
 FINISHED_REASONS = ("stop", "length")
 RETRY_CAUSES = tuple(
     code.name.lower()

@@ -58,14 +58,11 @@ async def open_sources(
     worker_addresses: Sequence[str],
     cluster_secret: bytes,
     registry: CollectorRegistry,
-    *,
-    asks_index: bool = True,
 ) -> AsyncIterator[Sources]:
     """Open the sources until the context ends; a Redis that does not answer is not an error.
 
     Args:
         redis_url: None: use ``worker_addresses`` and no index.
-        asks_index: whether prefixes are looked up in the index; if not, they are only hashed.
     """
 
     def expected_fingerprint(descriptor: bytes) -> str:
@@ -85,7 +82,7 @@ async def open_sources(
     breaker = CircuitBreaker()
     metrics = IndexMetrics(registry, breaker)
     guarded = GuardedIndex(InstrumentedIndex(index, metrics), breaker, metrics.fallback)
-    prefixes = partial(lookup, guarded if asks_index else None)
+    prefixes = partial(lookup, guarded)
     membership = RedisMembership(RedisIndex(membership_reader))
     try:
         async with shared_usage(client) as usage:

@@ -81,14 +81,14 @@ def test_a_worker_listed_twice_is_a_usage_error(quire: Quire, router_configs: li
 def test_how_requests_are_placed_is_a_setting(
     quire: Quire, router_configs: list[RouterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("QUIRE_POLICY", "approx")
+    monkeypatch.setenv("QUIRE_POLICY", "load")
     quire("router", "--pulls", "never", "--local-prefill-tokens", "5")
     (config,) = router_configs
-    assert config.placing == PolicyConfig(policy=Policy.APPROX, pulls=Pulls.NEVER, local_prefill_tokens=5)
+    assert config.placing == PolicyConfig(policy=Policy.LOAD, pulls=Pulls.NEVER, local_prefill_tokens=5)
     served: list[LocalStackConfig] = []
     monkeypatch.setattr(local_stack, "run", lambda config, on_ready: served.append(config))
-    quire("serve", "--policy", "random")
-    assert served[0].router.placing == PolicyConfig(policy=Policy.RANDOM)
+    quire("serve", "--policy", "load")
+    assert served[0].router.placing == PolicyConfig(policy=Policy.LOAD)
 
 
 def test_serve_asks_an_example_once_ready(

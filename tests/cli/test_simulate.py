@@ -26,10 +26,10 @@ def results(*arguments: object) -> Any:
 
 def test_policies_are_compared_and_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "plots" / "policies.png"
-    line = results(*SMALL, "--pulls", "never", "--policy", "random", "--policy", "precise", "--plot", picture)
+    line = results(*SMALL, "--pulls", "never", "--policy", "load", "--policy", "precise", "--plot", picture)
     assert line["num_requests"] == 60
-    assert line["results"].keys() == {"random", "precise"}
-    assert line["results"]["precise"]["cached_share"] > line["results"]["random"]["cached_share"]
+    assert line["results"].keys() == {"load", "precise"}
+    assert line["results"]["precise"]["cached_share"] > line["results"]["load"]["cached_share"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from random import Random
@@ -16,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.kvindex import guarded_index
 from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
 from quire.protos import worker_pb2
+from quire.routing import policy
 from quire.routing.planner import PolicyConfig
-from quire.routing.policy import Policy, Pulls
+from quire.routing.policy import Blocks, Peer, Policy, PullChoice
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack, local_stack
@@ -32,8 +33,17 @@ ROLES = ("prefill", "decode")
 WAIT_SECONDS = 20.0
 
 
-PLACING = PolicyConfig(policy=Policy.RANDOM, pulls=Pulls.ALWAYS, local_prefill_tokens=0)
+PLACING = PolicyConfig(policy=Policy.LOAD, local_prefill_tokens=0)
+"""Idle workers have the same load, so chance decides between them."""
 SECRET = "secret"
+
+
+def pull_most(own_tokens: int, peers: Sequence[Peer], blocks: Blocks, *_: object) -> PullChoice | None:
+    """Return the pull that brings the most blocks, however long it takes."""
+    best = max(peers, key=lambda peer: peer.cached_tokens, default=None)
+    if best is None or best.cached_tokens // blocks.tokens <= own_tokens // blocks.tokens:
+        return None
+    return PullChoice(best.worker_id, best.cached_tokens // blocks.tokens, 0.0, 0.0)
 
 
 @pytest.fixture(params=[2, 0], ids=["2P2D", "2D"])
@@ -45,6 +55,7 @@ async def stack(
     # A busy machine gives up late look-ups and pulls and reuses nothing: right, but not the subject here.
     monkeypatch.setattr(guarded_index, "BUDGET_SECONDS", WAIT_SECONDS)
     monkeypatch.setattr(pulls, "MIN_TIMEOUT_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(policy, "choose_pull", pull_most)
     with RedisProcess() as redis:
         config = LocalStackConfig(
             num_prefill=request.param,

@@ -19,7 +19,7 @@ from quire.routing.planner import (
     TooLateError,
     WorkerState,
 )
-from quire.routing.policy import Blocks, Policy
+from quire.routing.policy import Blocks
 from quire.routing.rates import HALF_LIFE_SECONDS, Rates
 
 BLOCKS = Blocks(16, 1 << 20)
@@ -155,14 +155,6 @@ def test_the_next_prompt_with_the_same_beginning_follows_before_the_index_knows(
     assert again.prefill.reason == "prefix"
     cluster.clock.now += IN_FLIGHT_SECONDS + 1
     assert cluster.place(prompt()).estimate.cached_tokens == 0
-
-
-def test_the_approximate_policy_remembers_what_it_sent_and_nothing_else(clock: Clock) -> None:
-    cluster = Cluster(clock, policy=Policy.APPROX)
-    first = cluster.place(prompt(is_indexed=False))
-    cluster.clock.now += 1000.0
-    assert cluster.place(prompt(is_indexed=False)).computing == first.computing
-    assert cluster.place(prompt(1, is_indexed=False)).estimate.cached_tokens == 0
 
 
 def test_without_an_answer_of_the_index_the_history_stands_in(cluster: Cluster) -> None:

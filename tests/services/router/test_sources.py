@@ -78,11 +78,3 @@ async def test_a_redis_that_does_not_answer_is_told_by_what_needs_it(
         registry.get_sample_value("quire_index_fallback_total", {"reason": each}) or 0 for each in reasons
     ]
     assert sum(counts) == 1
-
-
-async def test_a_policy_that_needs_no_index_does_not_ask_it(model: ServedModel, closed_url: str) -> None:
-    registry = CollectorRegistry()
-    async with open_sources(closed_url, [], SECRET, registry, asks_index=False) as sources:
-        known = await sources.prefixes(model).look_up(PROMPT, SCOPE)
-    assert (list(known.block_hashes), known.cached_by_worker) == (hashes(model), None)
-    assert registry.get_sample_value("quire_index_lookup_blocks_count") == 0
