@@ -132,7 +132,8 @@ class Engine:
         self.requests = Requests(checks, rules, queues, tables, self.swap_space, parts.clock)
         eviction = parts.eviction or PagedEviction(memory)
         self.transfers = Transfers(self.requests, queues, tables, eviction, rules)
-        self._results = StepResults(self.requests, tables, eviction, rules, self.speculator)
+        record_drafts = None if self.speculator is None else self.speculator.record_verification
+        self._results = StepResults(self.requests, tables, eviction, rules, record_drafts)
         self._on_schedule: Callable[[Schedule], None] | None = None
         self.step_seconds = StepSeconds()
         self.num_stepped = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quire.engine.beam_search import BeamExtension, answers, choose_extensions
@@ -18,7 +20,6 @@ from quire.engine.sampling_step import (
 )
 from quire.engine.sequence import ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate
 from quire.engine.sequence_group import SequenceGroup
-from quire.engine.speculation import Speculator
 from quire.engine.stop_rules import StopRules
 
 
@@ -32,7 +33,7 @@ class StepResults:
         tables: the ledger of their blocks.
         eviction: chooses the blocks that requests with a KV budget free.
         stop_rules: decide when a sequence ends.
-        speculator: learns how many draft tokens were right; None means that there are none.
+        record_drafts: learns of a sequence's draft tokens, and how many of them were right.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class StepResults:
         tables: BlockTables,
         eviction: PagedEviction,
         stop_rules: StopRules,
-        speculator: Speculator | None,
+        record_drafts: Callable[[Sequence, int, int], None] | None,
     ) -> None:
         self._requests = requests
         self._tables = tables
         self._eviction = eviction
         self._stop_rules = stop_rules
-        self._speculator = speculator
+        self._record_drafts = record_drafts
         # Of the current step:
         self._failures = RequestFailures()
         self._to_sample = SampledRows([], [])
@@ -165,19 +166,21 @@ class StepResults:
         """Free the sequences that ended with their tokens; return the updates, except of failed requests."""
         if self._failures.errors:
             sampled = [each for each in sampled if each.sequence.attempt_id not in self._failures]
-        if self._speculator is not None:
+        if self._record_drafts is not None:
             for each in sampled:
                 if each.sequence.draft_token_ids:
-                    self._keep_accepted(each, self._speculator)
+                    self._keep_accepted(each, self._record_drafts)
         for ended in [each for each in sampled if each.status is not SequenceStatus.DECODING]:
             self._requests.finish_sequence(ended.sequence, ended.status)
         return sampled
 
-    def _keep_accepted(self, update: SequenceUpdate, speculator: Speculator) -> None:
+    def _keep_accepted(
+        self, update: SequenceUpdate, record_drafts: Callable[[Sequence, int, int], None]
+    ) -> None:
         """Keep the blocks of a sequence's accepted draft tokens, drop the rest, and complete its update."""
         sequence = update.sequence
         update.status, update.num_accepted_tokens = sequence.status, num_accepted_tokens(update)
-        speculator.record_verification(sequence, len(sequence.draft_token_ids), update.num_accepted_tokens)
+        record_drafts(sequence, len(sequence.draft_token_ids), update.num_accepted_tokens)
         sequence.num_computed_tokens += update.num_accepted_tokens
         sequence.draft_token_ids = []
         self._tables.seal(sequence)

@@ -46,7 +46,9 @@ class Step:
         self.speculator = Speculator(NoDrafts(), 4)
         no_memory: Any = None
         eviction = PagedEviction(no_memory)
-        self.results = StepResults(self.requests, self.tables, eviction, rules, self.speculator)
+        self.results = StepResults(
+            self.requests, self.tables, eviction, rules, self.speculator.record_verification
+        )
 
     def start(self, name: str, num_tokens: int = 6, is_handed_over: bool = False, **params: Any) -> Sequence:
         """Return a request that runs and whose prompt has its blocks."""
