@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from quire.engine.decode_graphs import Capture, CudaCapture
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import load_model
-from quire.engine.model_runner import ModelRunner
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.decode_graphs import Capture, CudaCapture
+from quire.engine.runner.model_runner import ModelRunner
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import load_model
 from quire.models.random_model import byte_tokenizer
 from quire.sampling.params import SamplingParams
 

@@ -31,10 +31,10 @@ from transformers import (
 )
 
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import load_model
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import block_hash
 from quire.llm import LLM
 from quire.llm import SamplingParams as LLMSamplingParams

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quire.engine.decode_graphs import CudaCapture, Replay
+from quire.engine.model.decode_graphs import CudaCapture, Replay
 from quire.kernels.metadata import AttentionMetadata
 
 DEVICE = torch.device("cuda")

@@ -19,11 +19,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_check import UnsupportedModelError
-from quire.engine.model_loader import load_model
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 

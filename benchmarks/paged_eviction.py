@@ -25,10 +25,10 @@ from rich.console import Console
 from quire.benchmarks.paper.demo import CPU, as_sequence, load_demo
 from quire.benchmarks.paper.report import Result, progress, save, show
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel
-from quire.engine.paged_eviction import PagedEviction, Score, importance
-from quire.engine.scheduler import SchedulerConfig
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.paged_eviction import PagedEviction, Score, importance
+from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out

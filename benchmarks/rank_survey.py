@@ -20,7 +20,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.benchmarks.model_survey import SIZES, make_tiny_model
-from quire.engine.model_check import UnsupportedModelError
+from quire.engine.model.check import UnsupportedModelError
 from quire.llm import LLM, SamplingParams
 from quire.models.random_model import byte_tokenizer
 from quire.settings.setting import SettingError

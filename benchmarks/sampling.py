@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from quire.engine import sampler
-from quire.engine.sequence import Sequence
+from quire.engine.sequences import sampler
+from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
 
 SECONDS = 0.3

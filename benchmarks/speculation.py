@@ -39,14 +39,14 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from quire.benchmarks.engine_against_transformers import make_100m_model
-from quire.engine.draft_proposer import DraftProposer
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.ngram_proposer import NgramProposer
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
-from quire.engine.speculation import DraftRequest, Proposer, SpeculationCounts, Speculator
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.speculation.draft_proposer import DraftProposer
+from quire.engine.speculation.ngram_proposer import NgramProposer
+from quire.engine.speculation.speculator import DraftRequest, Proposer, SpeculationCounts, Speculator
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from quire.models import notes
 from quire.models.bundled import demo_model_path

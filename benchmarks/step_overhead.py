@@ -27,14 +27,15 @@ from unittest.mock import patch
 
 import torch
 
-from quire.engine import sampler, sampling_step
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel
-from quire.engine.model_runner import ModelRunner
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
-from quire.engine.step_tensors import StepTensors
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.step_tensors import StepTensors
+from quire.engine.runner import sampling_step
+from quire.engine.runner.model_runner import ModelRunner
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences import sampler
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import LoadedModel
 from quire.kernels.cpu import threads
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape

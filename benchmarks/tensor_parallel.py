@@ -29,7 +29,7 @@ from quire.benchmarks.kernels_cpu import read_bytes_per_second
 from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
 from quire.benchmarks.weight_dtypes import weight_bytes
 from quire.engine.engine import Engine
-from quire.engine.sequence import Sequence
+from quire.engine.sequences.sequence import Sequence
 from quire.llm import LLM
 from quire.sampling.params import SamplingParams
 

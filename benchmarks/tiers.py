@@ -30,13 +30,13 @@ from typing import NamedTuple
 
 import torch
 
-from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
+from quire.engine.kv_cache.disk_cache import DiskCache
+from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from quire.models.random_model import make_random_model

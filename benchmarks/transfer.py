@@ -235,7 +235,7 @@ class SenderPool:
 
     def __init__(self, num_bytes: int) -> None:
         # It loads torch, which the receiving process does without.
-        from quire.engine.shared_memory import allocate_shared
+        from quire.engine.kv_cache.shared_memory import allocate_shared
 
         memory = allocate_shared(num_bytes)
         self.descriptor = memory.descriptor

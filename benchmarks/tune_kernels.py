@@ -23,7 +23,7 @@ import torch
 
 from quire.benchmarks.kernel_resources import attention_resources, describe
 from quire.benchmarks.kernels_gpu import Model, Step, make_step, seconds
-from quire.engine.decode_graphs import CudaCapture
+from quire.engine.model.decode_graphs import CudaCapture
 from quire.kernels.triton import configs
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.blocks import write_kv

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from quire.benchmarks.decode_steps import StepTime, time_steps
 from quire.engine.config import Dtype, WeightDtype
-from quire.engine.packed_linear import PackedLinear
+from quire.engine.model.packed_linear import PackedLinear
 from quire.llm import LLM, SamplingParams
 from quire.models.notes import held_out
 

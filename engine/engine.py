@@ -10,33 +10,39 @@ from typing import NamedTuple
 
 import torch
 
-from quire.engine.block_pins import BlockPins
-from quire.engine.block_pool import BlockListener, BlockPool
-from quire.engine.block_tables import BlockTables
-from quire.engine.cache_tiers import CacheTiers
-from quire.engine.disk_cache import DiskCache
-from quire.engine.first_blocks import FirstBlocks
-from quire.engine.group_queues import GroupQueues
-from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import UNLIMITED, LoadedModel
-from quire.engine.model_runner import ModelRunner
-from quire.engine.paged_eviction import PagedEviction
-from quire.engine.preemption import Preemption
-from quire.engine.request_checks import RequestChecks
-from quire.engine.requests import Requests
-from quire.engine.schedule import Schedule
-from quire.engine.scheduler import Scheduler, SchedulerConfig
-from quire.engine.sequence import HashBlock, ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate
-from quire.engine.sequence_group import SequenceGroup
-from quire.engine.speculation import Speculator, draft_requests
-from quire.engine.step_clock import StepClock, StepSeconds
-from quire.engine.step_results import StepResults
-from quire.engine.stop_rules import StopRules
-from quire.engine.swap_cost import SwapCost
-from quire.engine.swap_space import SwapSpace
-from quire.engine.swapping import Swapping
-from quire.engine.transfers import Transfers
+from quire.engine.kv_cache.block_pins import BlockPins
+from quire.engine.kv_cache.block_pool import BlockListener, BlockPool
+from quire.engine.kv_cache.disk_cache import DiskCache
+from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.swap_cost import SwapCost
+from quire.engine.kv_cache.swap_space import SwapSpace
+from quire.engine.kv_cache.tiers import CacheTiers
+from quire.engine.runner.model_runner import ModelRunner
+from quire.engine.runner.step_clock import StepClock, StepSeconds
+from quire.engine.runner.step_results import StepResults
+from quire.engine.scheduling.first_blocks import FirstBlocks
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.preemption import Preemption
+from quire.engine.scheduling.request_checks import RequestChecks
+from quire.engine.scheduling.requests import Requests
+from quire.engine.scheduling.schedule import Schedule
+from quire.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.scheduling.swapping import Swapping
+from quire.engine.scheduling.transfers import Transfers
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.paged_eviction import PagedEviction
+from quire.engine.sequences.sequence import (
+    HashBlock,
+    ScheduledSequence,
+    Sequence,
+    SequenceStatus,
+    SequenceUpdate,
+)
+from quire.engine.sequences.stop_rules import StopRules
+from quire.engine.speculation.speculator import Speculator, draft_requests
+from quire.engine.weights.loader import UNLIMITED, LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

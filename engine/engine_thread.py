@@ -17,10 +17,10 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from quire.engine.engine import Engine
-from quire.engine.schedule import Schedule
-from quire.engine.sequence import SequenceUpdate
-from quire.engine.step_clock import StepSeconds
-from quire.engine.step_watch import TICK_SECONDS, StepWatch
+from quire.engine.runner.step_clock import StepSeconds
+from quire.engine.runner.step_watch import TICK_SECONDS, StepWatch
+from quire.engine.scheduling.schedule import Schedule
+from quire.engine.sequences.sequence import SequenceUpdate
 
 T = TypeVar("T")
 Receive = Callable[[SequenceUpdate | Exception], None]

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel
-from quire.engine.shared_memory import SharedMemory
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.shared_memory import SharedMemory
+from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.kv_layout import KvShape
 from quire.settings.setting import SettingError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.request_errors import RequestFailedError
+from quire.engine.errors import RequestFailedError
 from quire.llm.errors import RequestsFailedError
 from quire.llm.llm import LLM
 from quire.llm.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput

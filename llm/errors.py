@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine.request_errors import RequestFailedError
+from quire.engine.errors import RequestFailedError
 from quire.llm.outputs import RequestOutput
 
 

@@ -8,21 +8,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from quire.engine import sequence as engine_types
-from quire.engine.dead_ends import dead_end
 from quire.engine.device import choose_device
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.grammar import GrammarCompiler, GrammarMatcher
-from quire.engine.grammar_compile import BadFormatError
-from quire.engine.logits_rules import LogitsRules
-from quire.engine.model_loader import load_model
-from quire.engine.parallel.parallel_runner import ParallelRunner
-from quire.engine.parallel.ranks import Ranks, start_ranks
+from quire.engine.errors import KvBudgetError, RequestTooLongError
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
-from quire.engine.request_errors import KvBudgetError, RequestTooLongError
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.speculation import SpeculationCounts
-from quire.engine.speculators import load_draft_model, make_speculator
+from quire.engine.ranks.parallel_runner import ParallelRunner
+from quire.engine.ranks.ranks import Ranks, start_ranks
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences import sequence as engine_types
+from quire.engine.speculation.speculator import SpeculationCounts
+from quire.engine.speculation.speculators import load_draft_model, make_speculator
+from quire.engine.structured_output.dead_ends import dead_end
+from quire.engine.structured_output.grammar import GrammarCompiler, GrammarMatcher
+from quire.engine.structured_output.grammar_compile import BadFormatError
+from quire.engine.structured_output.logits_rules import LogitsRules
+from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import block_hash
 from quire.llm.config import LLMConfig, takes_fields_of
 from quire.llm.errors import RequestsFailedError

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from quire.engine.request_errors import RequestFailedError
-from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
+from quire.engine.errors import RequestFailedError
+from quire.engine.sequences.sequence import (
+    GeneratedToken,
+    Sequence,
+    SequenceStatus,
+    SequenceUpdate,
+    TokenLogprobs,
+)
 from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
-from quire.engine.block_pool import BlockCounts
-from quire.engine.preemption import PreemptionCounts
-from quire.engine.speculation import SpeculationCounts
+from quire.engine.kv_cache.block_pool import BlockCounts
+from quire.engine.scheduling.preemption import PreemptionCounts
+from quire.engine.speculation.speculator import SpeculationCounts
 from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.instrumented_index import IndexMetrics, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from graphlib import TopologicalSorter
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -40,19 +41,38 @@ ALLOWED: Mapping[str, set[str]] = {
     "simulator": {"client", "kvindex", "routing"},
     "cli": {"client", "models", "routing", "sampling", "services", "settings", "simulator"},
 }
-# Each room of the services, and the rooms that it may import; a file that lies in no room counts as one.
-ROOMS: Mapping[str, set[str]] = {
-    "server": set(),
-    "requests": {"server"},
-    "worker": {"server"},
-    "prefill": {"worker", "server"},
-    "decode": {"worker", "server"},
-    "vllm_adapter": {"requests", "server", "worker"},
-    "worker_process": {"decode", "prefill", "server", "vllm_adapter", "worker"},
-    "router": {"requests", "server"},
-    "launch": {"worker"},
-    "local": {"launch", "router", "server", "worker", "worker_process"},
-    "ray_cluster": {"launch", "local", "server", "worker", "worker_process"},
+# Each folder or file inside a large room, from the ground up, and what it may import inside that room.
+INSIDE: Mapping[str, Mapping[str, set[str]]] = {
+    "quire.services": {
+        "server": set(),
+        "requests": {"server"},
+        "worker": {"server"},
+        "prefill": {"worker", "server"},
+        "decode": {"worker", "server"},
+        "vllm_adapter": {"requests", "server", "worker"},
+        "worker_process": {"decode", "prefill", "server", "vllm_adapter", "worker"},
+        "router": {"requests", "server"},
+        "launch": {"worker"},
+        "local": {"launch", "router", "server", "worker", "worker_process"},
+        "ray_cluster": {"launch", "local", "server", "worker", "worker_process"},
+    },
+    "quire.engine": {
+        "config": set(),
+        "device": set(),
+        "errors": set(),
+        "kv_cache": set(),
+        "model": {"kv_cache"},
+        "weights": {"kv_cache", "model"},
+        "pool_memory": {"config", "kv_cache", "weights"},
+        "structured_output": {"errors"},
+        "sequences": {"errors", "kv_cache", "structured_output"},
+        "scheduling": {"config", "errors", "kv_cache", "sequences"},
+        "runner": {"errors", "kv_cache", "model", "scheduling", "sequences", "weights"},
+        "speculation": {"config", "kv_cache", "runner", "scheduling", "sequences", "weights"},
+        "ranks": {"config", "kv_cache", "model", "runner", "weights"},
+        "engine": {"kv_cache", "runner", "scheduling", "sequences", "speculation", "weights"},
+        "engine_thread": {"engine", "runner", "scheduling", "sequences"},
+    },
 }
 SERVICES = "quire.services"
 # Modules, and what nothing that they reach may import.
@@ -89,6 +109,7 @@ def imports_of(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def read_graph() -> Graph:
     """Return what each module of ours imports."""
     graph: dict[str, set[str]] = {}
@@ -117,15 +138,29 @@ def forbidden_edges(graph: Graph) -> list[str]:
     ]
 
 
-def forbidden_rooms(graph: Graph) -> list[str]:
-    """Return the imports that cross the rooms of the services where they may not."""
-    rooms = {name: name.split(".")[2] for name in graph if name.startswith(SERVICES + ".")}
+def forbidden_inside(graph: Graph, package: str, allowed: Mapping[str, set[str]]) -> list[str]:
+    """Return the imports that cross the rooms inside a package where they may not."""
+    depth = package.count(".") + 1
+    rooms = {name: name.split(".")[depth] for name in graph if name.startswith(package + ".")}
     return [
         f"{name} imports {target}"
         for name, room in sorted(rooms.items())
         for target in sorted(graph[name])
-        if target.startswith(SERVICES + ".") and target.split(".")[2] not in {room, *ROOMS[room]}
+        if target.startswith(package + ".") and target.split(".")[depth] not in {room, *allowed[room]}
     ]
+
+
+def module_graph(graph: Graph) -> Graph:
+    """Return which modules of ours each module imports; ``from a import b`` may import a module or a name."""
+    return {
+        name: {
+            target if target in graph else target.rpartition(".")[0]
+            for target in targets
+            if target in graph or target.rpartition(".")[0] in graph
+        }
+        - {name}
+        for name, targets in graph.items()
+    }
 
 
 def banned_imports(graph: Graph, start: str, banned: set[str]) -> list[str]:
@@ -149,12 +184,19 @@ def test_folders_import_downwards_only() -> None:
     assert forbidden_edges(read_graph()) == []
 
 
-def test_rooms_of_the_services_import_downwards_only() -> None:
-    assert forbidden_rooms(read_graph()) == []
+@pytest.mark.parametrize("package", INSIDE)
+def test_rooms_inside_import_downwards_only(package: str) -> None:
+    assert forbidden_inside(read_graph(), package, INSIDE[package]) == []
 
 
-def test_no_room_imports_itself_through_others() -> None:
-    assert list(TopologicalSorter(ROOMS).static_order())
+@pytest.mark.parametrize("package", INSIDE)
+def test_no_room_imports_itself_through_others(package: str) -> None:
+    assert list(TopologicalSorter(INSIDE[package]).static_order())
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports for type checkers count, too."""
+    assert list(TopologicalSorter(module_graph(read_graph())).static_order())
 
 
 @pytest.mark.parametrize("start", BANNED)
@@ -178,12 +220,25 @@ def test_the_rules_can_fail() -> None:
 def test_the_rule_of_the_rooms_can_fail(target: str) -> None:
     late = f"def late():\n    from {SERVICES}.{target} import name\n    from {SERVICES}.server import log"
     graph = {"quire.services.worker.main": set(imports_of(late)), "quire.services": set()}
-    assert forbidden_rooms(graph) == [f"quire.services.worker.main imports quire.services.{target}.name"]
+    found = forbidden_inside(graph, SERVICES, INSIDE[SERVICES])
+    assert found == [f"quire.services.worker.main imports quire.services.{target}.name"]
 
 
-def test_every_room_of_the_services_has_a_rule() -> None:
-    rooms = {path.stem for path in (ROOT / "services").iterdir() if path.is_dir() or path.suffix == ".py"}
-    assert set(ROOMS) == rooms - {"__init__", "__pycache__"}
+def test_the_rule_of_the_modules_can_fail() -> None:
+    hidden = "if TYPE_CHECKING:\n    from quire.engine.a import A"
+    graph = {
+        "quire.engine.a": set(imports_of("from quire.engine import b")),
+        "quire.engine.b": set(imports_of(hidden)),
+    }
+    with pytest.raises(CycleError):
+        list(TopologicalSorter(module_graph(graph)).static_order())
+
+
+@pytest.mark.parametrize("package", INSIDE)
+def test_every_room_inside_has_a_rule(package: str) -> None:
+    folder = ROOT.joinpath(*package.split(".")[1:])
+    rooms = {path.stem for path in folder.iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert set(INSIDE[package]) == rooms - {"__init__", "__pycache__"}
 
 
 def test_every_folder_of_the_package_has_a_rule() -> None:

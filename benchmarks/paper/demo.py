@@ -9,10 +9,10 @@ import torch
 from tokenizers import Tokenizer
 
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from quire.models.bundled import demo_model_path
 from quire.models.notes import ITEMS, sample_notes, text

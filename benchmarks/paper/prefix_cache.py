@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts, run_to_end
 from quire.benchmarks.paper.report import Result, progress
-from quire.engine.model_loader import LoadedModel
+from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16

@@ -27,7 +27,7 @@ from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_en
 from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import SHAREGPT, Request, poisson_arrivals
 from quire.engine.engine import Engine
-from quire.engine.model_loader import LoadedModel
+from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16

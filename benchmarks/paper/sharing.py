@@ -16,9 +16,9 @@ from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_en
 from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, SHAREGPT, Request
 from quire.engine.engine import Engine
-from quire.engine.model_loader import LoadedModel
-from quire.engine.model_runner import ModelRunner
-from quire.engine.step_tensors import StepTensors
+from quire.engine.model.step_tensors import StepTensors
+from quire.engine.runner.model_runner import ModelRunner
+from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
 
 BLOCK_SIZE = 16

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from quire.engine.engine import Engine
-from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.sequences.sequence import Sequence, SequenceStatus, SequenceUpdate
 from quire.protos import kvtransfer_pb2, worker_pb2
 from quire.services.decode.tickets import Promise, Tickets
 from quire.services.server.phases import Phase, RequestPhases

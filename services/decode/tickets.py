@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
-from quire.engine.kv_memory import KvMemory
-from quire.engine.sequence import Sequence
-from quire.engine.transfers import num_transferred_tokens
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.transfers import num_transferred_tokens
+from quire.engine.sequences.sequence import Sequence
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import (
     BadBlockError,

@@ -26,8 +26,8 @@ from quire.services.worker_process import run_worker
 
 WORKER_MODULES = (
     "quire.engine.engine_thread",
-    "quire.engine.decode_graphs",
-    "quire.engine.speculators",
+    "quire.engine.model.decode_graphs",
+    "quire.engine.speculation.speculators",
     "quire.kvindex.redis_index",
     "quire.tokenization.tokenizer",
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from quire.engine.sequence import NO_BLOCK, Sequence, SequenceUpdate
+from quire.engine.sequences.sequence import NO_BLOCK, Sequence, SequenceUpdate
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import worker_pb2

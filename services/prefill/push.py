@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import NamedTuple
 
-from quire.engine.sequence import NO_BLOCK, Sequence, SequenceUpdate
+from quire.engine.sequences.sequence import NO_BLOCK, Sequence, SequenceUpdate
 from quire.kvtransfer.errors import ProtocolError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.push_sender import BlockPush, PushSummary

@@ -6,7 +6,7 @@ import asyncio
 
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
-from quire.engine.sequence import Sequence
+from quire.engine.sequences.sequence import Sequence
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
 from quire.services.worker.prefix_pull import PrefixPuller

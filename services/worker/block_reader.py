@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.kv_memory import KvMemory
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.memory import KvMemory
 from quire.kvtransfer.frame import Frame, digest
 
 

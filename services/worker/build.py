@@ -13,24 +13,24 @@ from typing import NamedTuple
 
 import torch
 
-from quire.engine.block_pool import BlockListener
-from quire.engine.decode_graphs import CudaCapture
 from quire.engine.device import choose_device
-from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, EngineParts, longest_sequence
-from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory, dtype_name
-from quire.engine.model_check import UnsupportedModelError
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.parallel.collectives import RanksError
-from quire.engine.parallel.parallel_runner import ParallelRunner
-from quire.engine.parallel.ranks import Ranks, start_ranks
+from quire.engine.kv_cache.block_pool import BlockListener
+from quire.engine.kv_cache.disk_cache import DiskCache
+from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.kv_cache.memory import KvMemory, dtype_name
+from quire.engine.kv_cache.shared_memory import allocate_shared
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.collectives import RanksError
+from quire.engine.model.decode_graphs import CudaCapture
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
-from quire.engine.schedule import StepKind
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
-from quire.engine.shared_memory import allocate_shared
-from quire.engine.speculators import DraftModelError, load_draft_model, make_speculator
+from quire.engine.ranks.parallel_runner import ParallelRunner
+from quire.engine.ranks.ranks import Ranks, start_ranks
+from quire.engine.scheduling.schedule import StepKind
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.speculation.speculators import DraftModelError, load_draft_model, make_speculator
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvLayout
 from quire.models.source import pin_revision

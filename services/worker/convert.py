@@ -7,10 +7,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from quire.engine.grammar import GrammarMatcher
-from quire.engine.logits_rules import LogitsRules
-from quire.engine.request_errors import NoTokenLeftError, request_error
-from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
+from quire.engine.errors import NoTokenLeftError, request_error
+from quire.engine.sequences.sequence import (
+    GeneratedToken,
+    Sequence,
+    SequenceStatus,
+    SequenceUpdate,
+    TokenLogprobs,
+)
+from quire.engine.structured_output.grammar import GrammarMatcher
+from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.protos import inference_pb2, worker_pb2
 from quire.sampling.constraints import check_vocabulary
 from quire.sampling.messages import from_proto

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire.engine.engine_thread import EngineFailedError, EngineStoppedError
-from quire.engine.grammar import FormatFailedError
-from quire.engine.request_errors import (
+from quire.engine.errors import (
     KvBudgetError,
     NoTokenLeftError,
     RequestFailedError,
     RequestTooLongError,
 )
-from quire.engine.sequence import Sequence
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.structured_output.grammar import FormatFailedError
 from quire.kvtransfer.errors import PushFailedError
 from quire.services.server.errors import (
     ENGINE_FAILED,

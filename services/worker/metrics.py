@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from quire.engine.block_pool import BlockCounts
-from quire.engine.cache_tiers import CacheTiers
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.preemption import PreemptionCounts
-from quire.engine.sequence import Sequence, SequenceStatus
-from quire.engine.speculation import SpeculationCounts
+from quire.engine.kv_cache.block_pool import BlockCounts
+from quire.engine.kv_cache.tiers import CacheTiers
+from quire.engine.scheduling.preemption import PreemptionCounts
+from quire.engine.sequences.sequence import Sequence, SequenceStatus
+from quire.engine.speculation.speculator import SpeculationCounts
 from quire.kvindex.membership import ROLES
 from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 
-from quire.engine.sequence import SequenceUpdate
+from quire.engine.sequences.sequence import SequenceUpdate
 from quire.protos import worker_pb2
 from quire.services.server.errors import DRAINING, Aborted, AlreadyExists, InvalidArgument, Unavailable
 from quire.services.worker.convert import converting, outputs_to_proto

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.engine.engine_thread import EngineThread
-from quire.engine.kv_memory import KvMemory
+from quire.engine.kv_cache.memory import KvMemory
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports import Transports

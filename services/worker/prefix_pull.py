@@ -12,11 +12,11 @@ from collections.abc import Sequence as Items
 from contextlib import suppress
 from time import perf_counter
 
-from quire.engine.block_pool import NoFreeBlocksError
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.kv_memory import KvMemory
-from quire.engine.sequence import HashBlock, Sequence
+from quire.engine.kv_cache.block_pool import NoFreeBlocksError
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.sequences.sequence import HashBlock, Sequence
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import BadBlockError, PullFailedError, TransferError

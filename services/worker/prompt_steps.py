@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from time import perf_counter
 
-from quire.engine.sequence import Sequence
+from quire.engine.sequences.sequence import Sequence
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.server.phases import Phase, RequestPhases
 from quire.services.worker.convert import logprobs_to_proto

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.sequence import Sequence, Tally
+from quire.engine.sequences.sequence import Sequence, Tally
 from quire.protos import worker_pb2
 from quire.services.server.ended_calls import end_calls
 from quire.services.server.errors import Aborted, AlreadyExists

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from quire.engine.dead_ends import dead_end
-from quire.engine.grammar import GrammarCompiler, GrammarMatcher, StructuredOutputUnavailableError
-from quire.engine.grammar_compile import BadFormatError
-from quire.engine.logits_rules import LogitsRules
-from quire.engine.sequence import Sequence
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.structured_output.dead_ends import dead_end
+from quire.engine.structured_output.grammar import (
+    GrammarCompiler,
+    GrammarMatcher,
+    StructuredOutputUnavailableError,
+)
+from quire.engine.structured_output.grammar_compile import BadFormatError
+from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.kvindex.block_hash import CacheScope, block_hash
 from quire.protos import worker_pb2
 from quire.sampling.messages import format_from_proto

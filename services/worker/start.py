@@ -17,10 +17,10 @@ import grpc.aio
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from quire.engine.engine_thread import EngineFailedError, EngineStoppedError, EngineThread
-from quire.engine.grammar import GrammarCompiler
-from quire.engine.kv_memory import KvMemory
-from quire.engine.parallel.ranks import Ranks
-from quire.engine.step_watch import StepWatch
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.ranks.ranks import Ranks
+from quire.engine.runner.step_watch import StepWatch
+from quire.engine.structured_output.grammar import GrammarCompiler
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger

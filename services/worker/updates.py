@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from quire.engine.sequence import SequenceUpdate
+from quire.engine.sequences.sequence import SequenceUpdate
 
 MAX_BATCH = 1024
 """Most updates of one message: with 20 logprobs each they take 0.2 MB."""

@@ -24,7 +24,7 @@ SECONDS = 120.0
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 WORKER = """
 import json, os, signal, sys
-from quire.engine.model_runner import ModelRunner
+from quire.engine.runner.model_runner import ModelRunner
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker_process import run_worker
 

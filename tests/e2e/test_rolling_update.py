@@ -23,7 +23,7 @@ MAIN = "from quire.cli.main import main; main()"
 # The next version: every greedy token is one larger, and the layout says that the arithmetic differs.
 NEXT = f"""
 from functools import partial
-from quire.engine.model_runner import ModelRunner
+from quire.engine.runner.model_runner import ModelRunner
 from quire.kvindex.kv_layout import ARITHMETIC_VERSION
 from quire.services.worker import build
 

@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens":
 LONG_PROMPT = 400
 WORKER = """
 import json, signal, sys, threading, time
-from quire.engine.model_runner import ModelRunner
+from quire.engine.runner.model_runner import ModelRunner
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker_process import run_worker
 

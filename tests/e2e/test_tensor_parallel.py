@@ -121,9 +121,7 @@ def ranks_of(stack: RunningStack, name: str) -> list[int]:
     assert worker is not None
     children = Path(f"/proc/{worker}/task").glob("*/children")
     found = [int(pid) for path in children for pid in path.read_text().split()]
-    return [
-        pid for pid in found if b"quire.engine.parallel.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    return [pid for pid in found if b"quire.engine.ranks.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def is_running(process_id: int) -> bool:

@@ -15,10 +15,10 @@ import torch
 
 from quire.client import InvalidRequest
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import load_model
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import block_hash
 from quire.protos import inference_pb2, worker_pb2
 from quire.sampling.params import SamplingParams

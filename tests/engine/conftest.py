@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 import torch
 
-from quire.engine.grammar import GrammarCompiler
-from quire.engine.model_loader import LoadedModel, load_model
+from quire.engine.structured_output.grammar import GrammarCompiler
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.models.random_model import make_random_model
 
 # Threads that spin beside the workers' would slow both down many times over.

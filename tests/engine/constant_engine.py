@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel
-from quire.engine.model_runner import ModelRunner
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.step_tensors import StepTensors
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.step_tensors import StepTensors
+from quire.engine.runner.model_runner import ModelRunner
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 

@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
-from quire.engine.disk_cache import DiskCache
+from quire.engine.kv_cache.disk_cache import DiskCache
 
 HEADER_BYTES = 32
 """Bytes of a file before its block."""

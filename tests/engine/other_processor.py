@@ -32,8 +32,8 @@ def results(folder: Path, dtype: str, weight_dtype: str = "auto") -> dict[str, A
     import xxhash
     from torch import Tensor, device
 
-    from quire.engine.model_loader import load_model
-    from quire.engine.step_tensors import StepTensors
+    from quire.engine.model.step_tensors import StepTensors
+    from quire.engine.weights.loader import load_model
     from tests.engine.tiny_engine import make_engine, make_prompt, make_request
 
     model = load_model(str(folder), dtype, device("cpu"), weight_dtype)
@@ -72,9 +72,9 @@ def functions() -> dict[str, str]:
     import xxhash
     from transformers import Gemma2Config
 
-    from quire.engine.row_layers import KernelFunctions
-    from quire.engine.sampler import rank_tokens
-    from quire.engine.step_recipe import _finish
+    from quire.engine.model.row_layers import KernelFunctions
+    from quire.engine.model.step_recipe import _finish
+    from quire.engine.sequences.sampler import rank_tokens
 
     integers = np.random.Generator(np.random.PCG64(0)).integers(-(1 << 20), 1 << 20, (16, 5000))
     logits = torch.from_numpy(integers / 2.0**16).float()

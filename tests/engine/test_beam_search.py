@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.engine.beam_search import BeamSearch, answers, choose_extensions
-from quire.engine.model_loader import LoadedModel
-from quire.engine.request_errors import RequestFailedError
-from quire.engine.sequence import SequenceStatus
+from quire.engine.errors import RequestFailedError
+from quire.engine.sequences.beam_search import BeamSearch, answers, choose_extensions
+from quire.engine.sequences.sequence import SequenceStatus
+from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, EarlyStopping
 from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run
 

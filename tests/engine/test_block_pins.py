@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.block_pins import BlockPins
-from quire.engine.block_pool import BlockPool, NoFreeBlocksError
+from quire.engine.kv_cache.block_pins import BlockPins
+from quire.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 
 NUM_BLOCKS = 8
 

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.engine.block_pool import BlockPool, NoFreeBlocksError
-from quire.engine.sequence import NO_BLOCK
+from quire.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
+from quire.engine.sequences.sequence import NO_BLOCK
 
 NUM_BLOCKS = 12
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.block_pool import BlockPool, NoFreeBlocksError
-from quire.engine.block_tables import BlockTables
-from quire.engine.sequence import NO_BLOCK, Sequence
+from quire.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.sequence import NO_BLOCK, Sequence
 from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.block_tokens import MAX_SIBLINGS, BlockTokens
-from quire.engine.sequence import Sequence
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.sequences.block_tokens import MAX_SIBLINGS, BlockTokens
+from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
 
 

@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.engine.block_pool import BlockPool, NoFreeBlocksError
-from quire.engine.cache_tiers import MAX_LOADING_SHARE, CacheTiers
-from quire.engine.disk_cache import DiskCache
-from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory
+from quire.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
+from quire.engine.kv_cache.disk_cache import DiskCache
+from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.tiers import MAX_LOADING_SHARE, CacheTiers
 from quire.kvindex.kv_layout import KvShape
 from tests.engine.manual_disk import ManualExecutor, open_disk
 

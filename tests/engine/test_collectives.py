@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.parallel.collectives import Collectives, RanksError, SharedMemory, SharedSizes, pieces
-from quire.engine.parallel.shares import Shares
+from quire.engine.model.collectives import Collectives, RanksError, SharedMemory, SharedSizes, pieces
+from quire.engine.model.parallel_shares import Shares
 from quire.kernels.cpu import exchange
 
 _FORK = multiprocessing.get_context("fork")

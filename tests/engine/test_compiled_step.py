@@ -11,13 +11,13 @@ from random import Random
 import pytest
 import torch
 
-from quire.engine.compiled_step import find_recipe
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
-from quire.engine.step_recipe import NoRecipeError, read_recipe
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.compiled_step import find_recipe
+from quire.engine.model.step_recipe import NoRecipeError, read_recipe
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from quire.models.random_model import make_random_model
 from quire.sampling.params import SamplingParams

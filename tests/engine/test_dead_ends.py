@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.dead_ends import dead_end
-from quire.engine.grammar import GrammarCompiler
-from quire.engine.logits_rules import LogitsRules
+from quire.engine.structured_output.dead_ends import dead_end
+from quire.engine.structured_output.grammar import GrammarCompiler
+from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.sampling.output_format import OutputFormat
 from quire.sampling.params import SamplingParams
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from quire.engine.decode_batch import DecodeBatch
-from quire.engine.sequence import ScheduledSequence, Sequence
-from quire.engine.step_tables import StepTables
+from quire.engine.runner.decode_batch import DecodeBatch
+from quire.engine.runner.step_tables import StepTables
+from quire.engine.sequences.sequence import ScheduledSequence, Sequence
 from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, NUM_STEPS = 4, 40

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from quire.engine.decode_graphs import DecodeGraphs
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import load_model
-from quire.engine.model_runner import ModelRunner
-from quire.engine.step_tensors import StepTensors
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.decode_graphs import DecodeGraphs
+from quire.engine.model.step_tensors import StepTensors
+from quire.engine.runner.model_runner import ModelRunner
+from quire.engine.weights.loader import load_model
 from quire.kernels.metadata import AttentionMetadata
 
 VOCAB_SIZE = 11

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine import disk_cache
-from quire.engine.disk_cache import FAILED_SECONDS, DiskCache, DiskCacheError
+from quire.engine.kv_cache import disk_cache
+from quire.engine.kv_cache.disk_cache import FAILED_SECONDS, DiskCache, DiskCacheError
 from tests.engine.manual_disk import ManualExecutor, open_disk
 
 BLOCK_BYTES = 64
@@ -96,7 +96,7 @@ def test_the_least_recently_used_block_is_removed_first(tmp_path: Path, later: M
 def test_writes_that_wait_are_bounded(
     tmp_path: Path, later: ManualExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.disk_cache.MAX_PENDING_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("quire.engine.kv_cache.disk_cache.MAX_PENDING_BYTES", 2 * BLOCK_BYTES)
     disk = open_disk(tmp_path, later)
     store(disk, "a", "b")
     assert not disk.can_store

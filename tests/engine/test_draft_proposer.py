@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.engine.draft_proposer import DraftProposer
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import SequenceStatus
-from quire.engine.speculation import DraftRequest, Speculator
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import SequenceStatus
+from quire.engine.speculation.draft_proposer import DraftProposer
+from quire.engine.speculation.speculator import DraftRequest, Speculator
+from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from tests.engine.tiny_engine import (
     BLOCK_SIZE,

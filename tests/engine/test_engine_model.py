@@ -25,17 +25,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_runner import ModelRunner
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import NO_BLOCK, ScheduledSequence, Sequence
-from quire.engine.sequence_group import SequenceGroup
-from quire.engine.speculation import DraftRequest, Speculator
-from quire.engine.step_tensors import StepTensors
-from quire.engine.transfers import num_transferred_tokens
+from quire.engine.kv_cache.disk_cache import DiskCache
+from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.step_tensors import StepTensors
+from quire.engine.runner.model_runner import ModelRunner
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.scheduling.transfers import num_transferred_tokens
+from quire.engine.sequences.sequence import NO_BLOCK, ScheduledSequence, Sequence
+from quire.engine.speculation.speculator import DraftRequest, Speculator
 from quire.kernels import ops
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import BeamParams, SamplingParams

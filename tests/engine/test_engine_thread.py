@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from quire.engine import engine_thread
-from quire.engine.disk_cache import DiskCache
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
-from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory
-from quire.engine.sequence import Sequence, SequenceUpdate
-from quire.engine.step_watch import StepWatch
+from quire.engine.kv_cache.disk_cache import DiskCache
+from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.runner.step_watch import StepWatch
+from quire.engine.sequences.sequence import Sequence, SequenceUpdate
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import SamplingParams
 from tests.engine.constant_engine import ConstantRunner, make_constant_engine
@@ -231,7 +231,7 @@ async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(
 async def test_an_engine_that_moves_again_says_so(
     engine: Engine, runner: ConstantRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.step_watch.UNKNOWN_STALL_SECONDS", 0.2)
+    monkeypatch.setattr("quire.engine.runner.step_watch.UNKNOWN_STALL_SECONDS", 0.2)
     stalls: asyncio.Queue[bool] = asyncio.Queue()
     thread = EngineThread(engine, on_stall=stalls.put_nowait, watch=StepWatch(SECONDS))
     thread.start()

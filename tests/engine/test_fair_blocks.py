@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.engine import Engine
-from quire.engine.sequence import Sequence
+from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
 from tests.engine.constant_engine import TOKEN, make_constant_engine
 

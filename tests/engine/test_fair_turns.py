@@ -8,12 +8,12 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.beam_search import BeamSearch
 from quire.engine.engine import Engine
-from quire.engine.fair_turns import divided, fair_shares, may_start
-from quire.engine.model_loader import LoadedModel
-from quire.engine.sequence import Sequence
-from quire.engine.sequence_group import SequenceGroup
+from quire.engine.scheduling.fair_turns import divided, fair_shares, may_start
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.sequences.beam_search import BeamSearch
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.engine.constant_engine import make_constant_engine
 from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run

@@ -7,16 +7,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.block_tables import BlockTables
-from quire.engine.cache_tiers import CacheTiers
-from quire.engine.first_blocks import FirstBlocks
-from quire.engine.group_queues import GroupQueues
-from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory
-from quire.engine.schedule import Schedule
-from quire.engine.sequence import Sequence
-from quire.engine.sequence_group import SequenceGroup
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.tiers import CacheTiers
+from quire.engine.scheduling.first_blocks import FirstBlocks
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.schedule import Schedule
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from tests.engine.tiny_engine import make_request

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import tokenizers
 
-from quire.engine.grammar import GrammarCompiler, StructuredOutputUnavailableError
-from quire.engine.grammar_compile import BadFormatError
-from quire.engine.logits_rules import LogitsRules
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.request_errors import NoTokenLeftError
-from quire.engine.sequence import Sequence
+from quire.engine.errors import NoTokenLeftError
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.structured_output.grammar import GrammarCompiler, StructuredOutputUnavailableError
+from quire.engine.structured_output.grammar_compile import BadFormatError
+from quire.engine.structured_output.logits_rules import LogitsRules
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.sampling.output_format import OutputFormat
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.engine.tiny_engine import CPU, make_engine, run

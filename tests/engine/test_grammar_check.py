@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.engine import grammar, grammar_compile
-from quire.engine.grammar import (
+from quire.engine.structured_output import grammar, grammar_compile
+from quire.engine.structured_output.grammar import (
     CompiledFormat,
     FormatFailedError,
     GrammarCompiler,
     StructuredOutputUnavailableError,
 )
-from quire.engine.grammar_check import FormatChecker
-from quire.engine.grammar_compile import BadFormatError
+from quire.engine.structured_output.grammar_check import FormatChecker
+from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.models.bundled import demo_model_path
 from quire.sampling.output_format import OutputFormat
 

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.group_queues import GroupQueues
-from quire.engine.sequence_group import SequenceGroup
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.sequence_group import SequenceGroup
 from tests.engine.tiny_engine import make_request
 
 

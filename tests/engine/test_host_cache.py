@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.host_cache import HostCache
-from quire.engine.kv_memory import KvMemory
+from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.kv_cache.memory import KvMemory
 from quire.kvindex.kv_layout import KvShape
 
 SHAPE = KvShape(1, 1, 4, 4, "float32")

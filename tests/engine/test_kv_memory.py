@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.kv_memory import KvMemory, dtype_name
+from quire.engine.kv_cache.memory import KvMemory, dtype_name
 from quire.kvindex.kv_layout import KvShape
 
 CPU = torch.device("cpu")

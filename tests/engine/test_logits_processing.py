@@ -20,11 +20,11 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from quire.engine.logits_processing import process_logits
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.sampler import sample
-from quire.engine.scheduler import MAX_SCORED_TOKENS
-from quire.engine.sequence import Sequence
+from quire.engine.scheduling.scheduler import MAX_SCORED_TOKENS
+from quire.engine.sequences.logits_processing import process_logits
+from quire.engine.sequences.sampler import sample
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.engine.tiny_engine import CPU, make_engine, make_prompt, run
 from tests.engine.tiny_engine import make_request as make_any_request

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.logits_rules import LogitsRules, Mask, TokenCounts
-from quire.engine.request_errors import NoTokenLeftError
+from quire.engine.errors import NoTokenLeftError
+from quire.engine.structured_output.logits_rules import LogitsRules, Mask, TokenCounts
 from quire.sampling.params import SamplingParams
 
 VOCAB_SIZE, EOS = 8, 0

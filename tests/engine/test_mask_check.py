@@ -14,9 +14,9 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from quire.engine.mask_check import MaskFunction, MaskObserver, OwnMaskError, mask_problem
-from quire.engine.model_check import UnsupportedModelError
-from quire.engine.model_loader import load_model
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.mask_check import MaskFunction, MaskObserver, OwnMaskError, mask_problem
+from quire.engine.weights.loader import load_model
 
 NO_PADDING = torch.zeros(1, dtype=torch.long)
 
@@ -66,7 +66,7 @@ def test_a_model_that_keeps_its_window_in_the_mask_is_refused(
     window: int, names_its_layers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not names_its_layers:
-        monkeypatch.setattr("quire.engine.mask_check._WINDOWED_LAYERS", set())
+        monkeypatch.setattr("quire.engine.model.mask_check._WINDOWED_LAYERS", set())
     config = Qwen2MoeConfig(
         vocab_size=320,
         hidden_size=64,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from quire.benchmarks.model_survey import make_tiny_model
-from quire.engine import model_loader
-from quire.engine.model_check import UnsupportedModelError
-from quire.engine.model_loader import load_model
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.weights import loader as model_loader
+from quire.engine.weights.loader import load_model
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.engine.model_loader import load_model
+from quire.engine.weights.loader import load_model
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.ngram_proposer import NgramProposer, continue_repetition
-from quire.engine.sequence import Sequence
-from quire.engine.speculation import DraftRequest
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.speculation.ngram_proposer import NgramProposer, continue_repetition
+from quire.engine.speculation.speculator import DraftRequest
 from quire.sampling.params import SamplingParams
 
 

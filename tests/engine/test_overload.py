@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from quire.engine.block_tables import BlockTables
 from quire.engine.engine import Engine
-from quire.engine.sequence import Sequence
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
 from tests.engine.constant_engine import TOKEN, make_constant_engine
 

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from quire.engine.kv_memory import KvMemory
-from quire.engine.parallel.shares import Shares
-from quire.engine.shared_memory import SharedMemory
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.shared_memory import SharedMemory
+from quire.engine.model.parallel_shares import Shares
 from quire.kvindex.kv_layout import KvShape
 
 CPU = torch.device("cpu")

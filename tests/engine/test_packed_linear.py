@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.engine.packed_linear import pack_linear_layers
+from quire.engine.model.packed_linear import pack_linear_layers
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.paged_eviction import importance
-from quire.engine.request_errors import KvBudgetError, RequestTooLongError
-from quire.engine.schedule import Schedule
-from quire.engine.sequence import NO_BLOCK, Sequence
+from quire.engine.errors import KvBudgetError, RequestTooLongError
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.schedule import Schedule
+from quire.engine.sequences.paged_eviction import importance
+from quire.engine.sequences.sequence import NO_BLOCK, Sequence
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import BeamParams, SamplingParams

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from quire.engine.parallel.plan import Division, ParallelPlan, read_plan
-from quire.engine.parallel.shares import Shares
+from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
+from quire.engine.model.parallel_shares import Shares
 from quire.models.random_model import ARCHITECTURES
 from quire.settings.setting import SettingError
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.model_check import AttentionCall, KvHeads
-from quire.engine.model_loader import LoadedModel
+from quire.engine.model.check import AttentionCall, KvHeads
 from quire.engine.pool_memory import (
     CPU_KV_BYTES,
     GPU_KV_SHARE,
@@ -17,6 +16,7 @@ from quire.engine.pool_memory import (
     allocate_swap_space,
     host_memory_bytes,
 )
+from quire.engine.weights.loader import LoadedModel
 from quire.settings.setting import SettingError
 
 META = torch.device("meta")

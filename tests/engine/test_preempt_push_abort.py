@@ -11,8 +11,8 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from quire.engine.engine import Engine
-from quire.engine.model_loader import LoadedModel
-from quire.engine.sequence import Sequence
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import LoadedModel
 from tests.engine.tiny_engine import make_engine, make_prompt, make_request, output
 
 LENGTHS = {"old": 28, "new": 40, "pushed": 40}

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.block_tables import BlockTables
-from quire.engine.group_queues import GroupQueues
-from quire.engine.model_loader import LoadedModel
-from quire.engine.preemption import Preemption
-from quire.engine.schedule import Schedule
-from quire.engine.sequence import Sequence, SequenceStatus
-from quire.engine.sequence_group import SequenceGroup
-from quire.engine.swap_space import SwapSpace
-from quire.engine.swapping import Swapping
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.swap_space import SwapSpace
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.preemption import Preemption
+from quire.engine.scheduling.schedule import Schedule
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.scheduling.swapping import Swapping
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.sequence import Sequence, SequenceStatus
+from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
 from tests.engine.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, make_request, run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.prefix_tree import PrefixTree
+from quire.engine.kv_cache.prefix_tree import PrefixTree
 
 words = st.text("ab", min_size=1, max_size=4)
 events = st.lists(st.tuples(st.booleans(), words), max_size=40)

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from quire.engine.model_loader import load_model
-from quire.engine.packed_linear import PackedEmbedding, PackedLinear
+from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear
+from quire.engine.weights.loader import load_model
 from quire.kernels.cpu.quantized_weight import quantize
 from quire.models.random_model import make_random_model
 from quire.settings.setting import SettingError

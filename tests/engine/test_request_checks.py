@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.block_tables import BlockTables
-from quire.engine.request_checks import RequestChecks
-from quire.engine.request_errors import KvBudgetError, RequestTooLongError
+from quire.engine.errors import KvBudgetError, RequestTooLongError
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.scheduling.request_checks import RequestChecks
+from quire.engine.sequences.block_tables import BlockTables
 from quire.kvindex.block_hash import block_hash
 from tests.engine.tiny_engine import BLOCK_SIZE, make_prompt, make_request
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.beam_search import BeamSearch
 from quire.engine.engine import Engine
-from quire.engine.logits_rules import LogitsRules, Mask
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.model_runner import ModelRunner
-from quire.engine.request_errors import NoTokenLeftError, RequestFailedError
-from quire.engine.sequence import ScheduledSequence, Sequence
-from quire.engine.step_tensors import StepTensors
+from quire.engine.errors import NoTokenLeftError, RequestFailedError
+from quire.engine.model.step_tensors import StepTensors
+from quire.engine.runner.model_runner import ModelRunner
+from quire.engine.sequences.beam_search import BeamSearch
+from quire.engine.sequences.sequence import ScheduledSequence, Sequence
+from quire.engine.structured_output.logits_rules import LogitsRules, Mask
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.engine.tiny_engine import CPU, Outputs, make_engine
 
@@ -183,7 +183,7 @@ def test_a_prefill_that_fails_keeps_its_blocks_until_they_are_released(
     def breaking(*_: Any) -> Any:
         raise OverflowError("scripted")
 
-    monkeypatch.setattr("quire.engine.sampling_step.rank_tokens", breaking)
+    monkeypatch.setattr("quire.engine.runner.sampling_step.rank_tokens", breaking)
     engine = make_engine(model)
     request = make_request("culprit", num_prompt_logprobs=1)
     request.stops_after_prefill = True

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.engine.engine import Engine
-from quire.engine.sequence import Sequence
+from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
 from tests.engine.constant_engine import make_constant_engine
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.block_tables import BlockTables
-from quire.engine.group_queues import GroupQueues
-from quire.engine.request_checks import RequestChecks
-from quire.engine.requests import Requests
-from quire.engine.sequence import Sequence, SequenceStatus
-from quire.engine.sequence_group import SequenceGroup, SwappedTables
-from quire.engine.stop_rules import StopRules
-from quire.engine.swap_space import SwapSpace
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.swap_space import SwapSpace
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.request_checks import RequestChecks
+from quire.engine.scheduling.requests import Requests
+from quire.engine.scheduling.sequence_group import SequenceGroup, SwappedTables
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.sequence import Sequence, SequenceStatus
+from quire.engine.sequences.stop_rules import StopRules
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
 from tests.engine.tiny_engine import BLOCK_SIZE, make_prompt, make_request

@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from quire.engine.packed_linear import pack_linear_layers
-from quire.engine.row_layers import KernelActivation, RowActivation, RowNorm, make_batch_invariant
+from quire.engine.model.packed_linear import pack_linear_layers
+from quire.engine.model.row_layers import KernelActivation, RowActivation, RowNorm, make_batch_invariant
 
 
 @pytest.fixture(params=[1, 3, 4])

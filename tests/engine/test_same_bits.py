@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.sequence import Sequence, TokenLogprobs
+from quire.engine.sequences.sequence import Sequence, TokenLogprobs
+from quire.engine.weights.loader import LoadedModel, load_model
 from tests.engine.tiny_engine import make_engine, make_request
 
 NUM_PROMPT, NUM_NEW = 90, 40

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from quire.engine import sampler
-from quire.engine.sampler import filtered_probs, sample, uniform_numbers
-from quire.engine.sequence import Sequence
+from quire.engine.sequences import sampler
+from quire.engine.sequences.sampler import filtered_probs, sample, uniform_numbers
+from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
 
 

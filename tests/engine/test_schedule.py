@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.schedule import Schedule
-from quire.engine.sequence import ScheduledSequence
+from quire.engine.scheduling.schedule import Schedule
+from quire.engine.sequences.sequence import ScheduledSequence
 from tests.engine.tiny_engine import make_request
 
 

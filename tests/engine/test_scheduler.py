@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.engine.beam_search import BeamSearch
-from quire.engine.block_pool import BlockPool
-from quire.engine.block_tables import BlockTables
-from quire.engine.first_blocks import FirstBlocks
-from quire.engine.group_queues import GroupQueues
-from quire.engine.model_loader import LoadedModel
-from quire.engine.preemption import Preemption
-from quire.engine.scheduler import Scheduler, SchedulerConfig
-from quire.engine.sequence import Sequence, SequenceStatus
-from quire.engine.sequence_group import SequenceGroup
-from quire.engine.swap_space import SwapSpace
-from quire.engine.swapping import Swapping
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.swap_space import SwapSpace
+from quire.engine.scheduling.first_blocks import FirstBlocks
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.preemption import Preemption
+from quire.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.scheduling.swapping import Swapping
+from quire.engine.sequences.beam_search import BeamSearch
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.sequence import Sequence, SequenceStatus
+from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run
 

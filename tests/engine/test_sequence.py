@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.sequence import NO_BLOCK, Sequence, SequenceStatus, TokenLogprobs
+from quire.engine.sequences.sequence import NO_BLOCK, Sequence, SequenceStatus, TokenLogprobs
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 from tests.engine.tiny_engine import make_request

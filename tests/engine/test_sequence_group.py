@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from quire.engine.beam_search import BeamExtension, BeamSearch
-from quire.engine.block_pool import BlockPool
-from quire.engine.block_tables import BlockTables
-from quire.engine.model_loader import LoadedModel
-from quire.engine.sequence_group import SequenceGroup
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.sequences.beam_search import BeamExtension, BeamSearch
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
 from tests.engine.tiny_engine import BLOCK_SIZE, RecordingRunner, make_engine, make_prompt, make_request, run

@@ -11,9 +11,9 @@ from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 
 from quire.benchmarks.model_survey import make_tiny_model
 from quire.benchmarks.rank_survey import RANK_SIZES
-from quire.engine import attention
-from quire.engine.model_check import UnsupportedModelError
-from quire.engine.parallel.sliced_weights import load_slices
+from quire.engine.model import attention
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.weights.sliced_weights import load_slices
 
 
 @pytest.fixture

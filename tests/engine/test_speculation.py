@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.engine.draft_proposer import DraftProposer
 from quire.engine.engine import Engine
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.ngram_proposer import NgramProposer
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import GeneratedToken, Sequence
-from quire.engine.speculation import Acceptance, DraftRequest, Proposer, Speculator
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import GeneratedToken, Sequence
+from quire.engine.speculation.draft_proposer import DraftProposer
+from quire.engine.speculation.ngram_proposer import NgramProposer
+from quire.engine.speculation.speculator import Acceptance, DraftRequest, Proposer, Speculator
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 from tests.engine.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_request

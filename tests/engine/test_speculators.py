@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.model_loader import LoadedModel
-from quire.engine.speculators import DraftModelError, load_draft_model
+from quire.engine.speculation.speculators import DraftModelError, load_draft_model
+from quire.engine.weights.loader import LoadedModel
 from quire.models.random_model import make_random_model
 from tests.engine.tiny_engine import CPU
 

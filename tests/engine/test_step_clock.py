@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.step_clock import StepClock
+from quire.engine.runner.step_clock import StepClock
 
 
 @given(st.lists(st.floats(0.0, 10.0), max_size=8), st.floats(0.0, 100.0))

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.block_tables import BlockTables
-from quire.engine.group_queues import GroupQueues
-from quire.engine.paged_eviction import PagedEviction
-from quire.engine.request_checks import RequestChecks
-from quire.engine.requests import Requests
-from quire.engine.sequence import ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate
-from quire.engine.speculation import DraftRequest, Speculator
-from quire.engine.step_results import StepResults
-from quire.engine.stop_rules import StopRules
-from quire.engine.swap_space import SwapSpace
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.swap_space import SwapSpace
+from quire.engine.runner.step_results import StepResults
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.request_checks import RequestChecks
+from quire.engine.scheduling.requests import Requests
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.paged_eviction import PagedEviction
+from quire.engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.sequences.stop_rules import StopRules
+from quire.engine.speculation.speculator import DraftRequest, Speculator
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
 from tests.engine.tiny_engine import make_request

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.block_tables import BlockTables
-from quire.engine.sequence import Sequence
-from quire.engine.step_tables import StepTables
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.runner.step_tables import StepTables
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 

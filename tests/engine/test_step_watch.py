@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.schedule import StepKind
-from quire.engine.step_watch import STALL_SECONDS, STALL_STEPS, TICK_SECONDS, UNKNOWN_STALL_SECONDS, StepWatch
+from quire.engine.runner.step_watch import (
+    STALL_SECONDS,
+    STALL_STEPS,
+    TICK_SECONDS,
+    UNKNOWN_STALL_SECONDS,
+    StepWatch,
+)
+from quire.engine.scheduling.schedule import StepKind
 
 FULL, SINGLE = StepKind.of(512, 512 * 512), StepKind.of(1, 100)
 

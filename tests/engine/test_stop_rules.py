@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.sequence import Sequence, SequenceStatus
-from quire.engine.stop_rules import StopRules
+from quire.engine.sequences.sequence import Sequence, SequenceStatus
+from quire.engine.sequences.stop_rules import StopRules
 from quire.sampling.params import SamplingParams
 
 EOS, STOP, OTHER, MAX_MODEL_LEN = 1, 7, 9, 20

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quire.engine.swap_space import SwapSpace
+from quire.engine.kv_cache.swap_space import SwapSpace
 
 NUM_BLOCKS = 6
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quire.engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.sequence import Sequence
-from quire.engine.step_tensors import StepTensors
+from quire.engine.model.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from quire.engine.model.step_tensors import StepTensors
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import LoadedModel, load_model
 from tests.engine.tiny_engine import (
     BLOCK_SIZE,
     RecordingRunner,

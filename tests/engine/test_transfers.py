@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.engine import Engine
-from quire.engine.sequence import Sequence, SequenceStatus
-from quire.engine.transfers import num_transferred_tokens
+from quire.engine.scheduling.transfers import num_transferred_tokens
+from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.sampling.params import SamplingParams
 from tests.engine.constant_engine import make_constant_engine
 

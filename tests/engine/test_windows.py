@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire.engine.engine import Engine
-from quire.engine.model_loader import LoadedModel, load_model
-from quire.engine.request_errors import RequestTooLongError
-from quire.engine.sequence import NO_BLOCK, Sequence
+from quire.engine.errors import RequestTooLongError
+from quire.engine.sequences.sequence import NO_BLOCK, Sequence
+from quire.engine.weights.loader import LoadedModel, load_model
 from tests.engine.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, output
 from tests.engine.tiny_engine import make_request as make_any_request
 

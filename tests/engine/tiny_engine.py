@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel
-from quire.engine.model_runner import ModelRunner
-from quire.engine.paged_eviction import PagedEviction, Score, importance
-from quire.engine.schedule import Schedule
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence
-from quire.engine.speculation import Speculator
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.runner.model_runner import ModelRunner
+from quire.engine.scheduling.schedule import Schedule
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.paged_eviction import PagedEviction, Score, importance
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.speculation.speculator import Speculator
+from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from quire.engine.sampler import filtered_probs, uniform_numbers
+from quire.engine.sequences.sampler import filtered_probs, uniform_numbers
 from quire.kernels.cpu import sampling
 from quire.kernels.cpu.sampling import DRAW, UNUSABLE, sample_rows
 from quire.sampling.params import GREEDY_BELOW, SamplingParams

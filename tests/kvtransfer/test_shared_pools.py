@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.shared_memory import allocate_shared
+from quire.engine.kv_cache.shared_memory import allocate_shared
 from quire.kvtransfer import pool_socket, transports
 from quire.kvtransfer.errors import NotSharedError, PushFailedError, SenderGoneError
 from quire.kvtransfer.pool_socket import PoolSocket, fetch_pool, open_directory, remove_dead_sockets

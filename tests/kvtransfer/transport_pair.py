@@ -14,7 +14,7 @@ import grpc.aio
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from quire.engine.shared_memory import allocate_shared
+from quire.engine.kv_cache.shared_memory import allocate_shared
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import StaleAttemptError, UnknownTicketError

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from quire.engine import sampler
-from quire.engine.request_errors import RequestFailedError
-from quire.engine.sequence import Sequence
+from quire.engine.errors import RequestFailedError
+from quire.engine.sequences import sampler
+from quire.engine.sequences.sequence import Sequence
 from quire.llm import LLM, BeamSearchParams, RequestOutput, RequestsFailedError, SamplingParams
 from quire.llm import llm as llm_module
 from quire.llm.config import LLMConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.grammar import StructuredOutputUnavailableError
+from quire.engine.structured_output.grammar import StructuredOutputUnavailableError
 from quire.llm import LLM, SamplingParams, StructuredOutputsParams
 
 SCHEMA = {

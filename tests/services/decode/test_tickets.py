@@ -12,10 +12,10 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
-from quire.engine.kv_memory import KvMemory
-from quire.engine.scheduler import SchedulerConfig
-from quire.engine.sequence import Sequence, SequenceUpdate
-from quire.engine.transfers import Transfers
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.scheduling.transfers import Transfers
+from quire.engine.sequences.sequence import Sequence, SequenceUpdate
 from quire.kvindex.kv_layout import KvLayout, KvShape
 from quire.kvtransfer.errors import BadBlockError, DigestMismatchError, UnknownTicketError
 from quire.kvtransfer.frame import Frame, digest

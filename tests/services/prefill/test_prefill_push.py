@@ -12,9 +12,9 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.kv_memory import KvMemory
-from quire.engine.sequence import Sequence
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.sequences.sequence import Sequence
 from quire.kvindex.kv_layout import KvLayout, KvShape
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import PushFailedError

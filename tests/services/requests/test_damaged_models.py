@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.weight_files import check_weights_and_configuration
+from quire.engine.weights.files import check_weights_and_configuration
 from quire.models.bundled import demo_model_path
 from quire.models.file_checks import ModelFileError
 from quire.protos import worker_pb2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.sequence import Sequence
+from quire.engine.sequences.sequence import Sequence
 from quire.protos import worker_pb2
 from quire.services.worker import block_copier
 from quire.services.worker.block_copier import MAX_USED_SHARE, BlockCopier

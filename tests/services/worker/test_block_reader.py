@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.engine.block_pool import BlockPool
-from quire.engine.kv_memory import KvMemory
-from quire.engine.shared_memory import allocate_shared
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.shared_memory import allocate_shared
 from quire.kvindex.kv_layout import KvShape
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import DigestMismatchError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.request_errors import NoTokenLeftError, RequestFailedError
-from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.errors import NoTokenLeftError, RequestFailedError
+from quire.engine.sequences.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.sampling.params import BeamParams, SamplingParams

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quire.engine.block_pool import BlockCounts
 from quire.engine.engine_thread import EngineStoppedError
-from quire.engine.preemption import PreemptionCounts
-from quire.engine.sequence import Sequence
-from quire.engine.speculation import SpeculationCounts
+from quire.engine.kv_cache.block_pool import BlockCounts
+from quire.engine.scheduling.preemption import PreemptionCounts
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.speculation.speculator import SpeculationCounts
 from quire.sampling.params import SamplingParams
 from quire.services.worker.metrics import (
     EngineCollector,

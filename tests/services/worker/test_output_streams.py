@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.engine_thread import EngineFailedError
-from quire.engine.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
+from quire.engine.sequences.sequence import (
+    GeneratedToken,
+    Sequence,
+    SequenceStatus,
+    SequenceUpdate,
+    TokenLogprobs,
+)
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams

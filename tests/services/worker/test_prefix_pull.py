@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.engine.engine_thread import EngineThread
-from quire.engine.kv_memory import KvMemory
+from quire.engine.kv_cache.memory import KvMemory
 from quire.kvindex.kv_layout import KvShape
 from quire.kvtransfer.errors import BadBlockError, DigestMismatchError
 from quire.kvtransfer.frame import Frame, digest

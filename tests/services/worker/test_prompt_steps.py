@@ -9,8 +9,8 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quire.engine.request_errors import RequestTooLongError
-from quire.engine.sequence import Sequence, TokenLogprobs
+from quire.engine.errors import RequestTooLongError
+from quire.engine.sequences.sequence import Sequence, TokenLogprobs
 from quire.kvindex.kv_layout import KvShape
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams

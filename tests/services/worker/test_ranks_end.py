@@ -38,7 +38,7 @@ def ranks_of(process_id: int) -> list[int]:
     found = []
     for path in Path(f"/proc/{process_id}/task").glob("*/children"):
         for child in path.read_text().split():
-            if b"quire.engine.parallel.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"quire.engine.ranks.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(int(child))
     return found
 

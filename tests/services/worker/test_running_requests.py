@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.engine.engine_thread import EngineStoppedError
-from quire.engine.request_errors import KvBudgetError
-from quire.engine.sequence import Sequence
+from quire.engine.errors import KvBudgetError
+from quire.engine.sequences.sequence import Sequence
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
 from quire.services.server.errors import AlreadyExists, InvalidArgument

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import grpc
 import pytest
 
-from quire.engine.grammar import StructuredOutputUnavailableError
-from quire.engine.grammar_compile import BadFormatError
+from quire.engine.structured_output.grammar import StructuredOutputUnavailableError
+from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.kvindex.block_hash import block_hash
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2

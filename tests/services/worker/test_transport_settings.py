@@ -12,8 +12,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from quire.engine.kv_memory import KvMemory
-from quire.engine.model_loader import LoadedModel
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.kv_layout import KvShape
 from quire.services.worker import build, start
 from quire.services.worker.config import WorkerConfig

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from quire.engine.engine_thread import EngineFailedError
-from quire.engine.request_errors import RequestFailedError
-from quire.engine.sequence import Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.errors import RequestFailedError
+from quire.engine.sequences.sequence import Sequence, SequenceStatus, SequenceUpdate
 from quire.sampling.params import SamplingParams
 from quire.services.worker.updates import MAX_BATCH, Updates
 

@@ -26,8 +26,8 @@ from quire.services.server.errors import DRAINING, ENGINE_FAILED
 SECONDS = 60.0
 WORKER = """
 import json, sys, time
-from quire.engine import step_watch
-from quire.engine.model_runner import ModelRunner
+from quire.engine.runner import step_watch
+from quire.engine.runner.model_runner import ModelRunner
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker_process import run_worker
 

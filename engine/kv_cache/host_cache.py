@@ -1,0 +1,109 @@
+"""The cache tier below the pool: blocks in host memory, of which the least recently used is evicted first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.swap_space import SwapSpace
+
+
+class HostCache:
+    """Blocks by hash in host memory.
+
+    With a GPU the memory is pinned, and copies are queued on a stream of the device, in order with the steps,
+    so the host does not wait for them. Only ``payload``, which gives the CPU access to a block's bytes, waits
+    for the block's last copy.
+    """
+
+    def __init__(self, memory: KvMemory) -> None:
+        self.memory = memory
+        self._space = SwapSpace(memory.num_blocks)
+        self._host_ids: OrderedDict[bytes, int] = OrderedDict()
+        self._copied: dict[int, torch.cuda.Event] = {}
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._host_ids
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._host_ids)
+
+    def __len__(self) -> int:
+        return len(self._host_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that fit into the cache."""
+        return self._space.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Number of host blocks that are empty and can be allocated now."""
+        return self._space.num_free
+
+    def allocate(self) -> int:
+        """Take an empty host block; the caller has checked ``num_free``."""
+        return self._space.allocate(1)[0]
+
+    def free(self, host_id: int) -> None:
+        """Give back a host block that was allocated but not added."""
+        self._space.free([host_id])
+
+    def add_block(self, block_hash: bytes, host_id: int) -> None:
+        """Record that a host block holds a block."""
+        self._host_ids[block_hash] = host_id
+
+    def touch(self, block_hashes: Sequence[bytes]) -> None:
+        """Mark a chain's blocks as the most recently used, so that children are evicted before parents."""
+        for each in reversed(block_hashes):
+            if each in self._host_ids:
+                self._host_ids.move_to_end(each)
+
+    def pop_oldest(self) -> tuple[bytes, int] | None:
+        """Forget the least recently used block; return its hash and host block, which the caller owns now."""
+        return self._host_ids.popitem(last=False) if self._host_ids else None
+
+    def discard(self, block_hash: bytes) -> None:
+        """Forget a block and free its host block, if it is in this cache."""
+        host_id = self._host_ids.pop(block_hash, None)
+        if host_id is not None:
+            self._space.free([host_id])
+
+    def pop_for_promotion(self, block_hash: bytes) -> int:
+        """Forget a block that the current step copies into the pool; return its host block.
+
+        The host block is free after the step.
+        """
+        host_id = self._host_ids.pop(block_hash)
+        self._space.free_after_step([host_id])
+        return host_id
+
+    def end_step(self) -> None:
+        """Free the host blocks whose copies the step has made."""
+        self._space.end_step()
+
+    # --- bytes --------------------------------------------------------------------------------------------
+
+    def copy_in(self, source: KvMemory, block_id: int, host_id: int) -> None:
+        """Copy a block of the pool into a host block."""
+        source.copy_out(self.memory, [(block_id, host_id)])
+        self._record_copy(source, host_id)
+
+    def copy_out(self, target: KvMemory, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, given as (host block, block), into the pool."""
+        target.copy_in(self.memory, pairs)
+        for host_id, _ in pairs:
+            self._record_copy(target, host_id)
+
+    def payload(self, host_id: int) -> memoryview:
+        """Return a host block's bytes, not a copy, once the CPU may read and write them."""
+        if (copied := self._copied.pop(host_id, None)) is not None:
+            copied.synchronize()
+        return self.memory.payload(host_id)
+
+    def _record_copy(self, pool_memory: KvMemory, host_id: int) -> None:
+        if (event := pool_memory.copies_event()) is not None:
+            self._copied[host_id] = event

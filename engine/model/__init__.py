@@ -1,0 +1,1 @@
+"""The forward pass: attention over paged blocks, the compiled step, layers divided among ranks."""

@@ -1,0 +1,294 @@
+"""Checks whether a model runs correctly over paged blocks, by running it at load time.
+
+transformers' attention interface covers many architectures, but some of them only in part: they keep state of
+their own, drop the arguments that carry the block tables, or attend in ways that an attention function cannot
+see. A list of supported names would not stay correct. So the check records what a model passes to attention.
+It then compares logits: a prompt in two chunks, batched with another prompt, must give the same logits as the
+model without paging, and the other prompt the same ones next to a sequence at the last positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from quire.engine.kv_cache.memory import KvMemory, dtype_name
+from quire.engine.model import attention
+from quire.engine.model.attention import PagedStep
+from quire.engine.model.collectives import RanksError
+from quire.engine.model.mask_check import MaskObserver, mask_problem
+from quire.engine.model.step_tensors import StepTensors
+from quire.kernels.metadata import AttentionMetadata
+from quire.kvindex.kv_layout import KvShape
+
+_OBSERVER = "quire_observer"
+_BLOCK_SIZE = 16
+_FIRST_CHUNK, _PROMPT, _OTHER_PROMPT = 23, 40, 20
+_MOST_POSITIONS = 8192
+"""Positions up to which a model's rotations are compared."""
+_LAST_POSITION = 1 << 17
+"""Largest position that a short prompt is computed next to; models without a limit keep no table of all."""
+_TOLERANCE = {torch.float32: 0.01}
+_HALF_TOLERANCE = 0.1
+"""Largest relative error of logits for 16-bit dtypes. A model that is run wrongly has an error of about 1."""
+
+
+class UnsupportedModelError(Exception):
+    """The model cannot be served; the message says which of its features paging does not cover."""
+
+
+class AttentionCall(NamedTuple):
+    """What a layer passes to attention in addition to queries, keys and values.
+
+    Attributes:
+        window: how many tokens a token attends to; None means all.
+        scale: factor of the dot products.
+        softcap: cap of the scores; None if there is none.
+        sinks: a logit for each head that has no value; None if there is none.
+    """
+
+    window: int | None
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class KvHeads(NamedTuple):
+    """The shape of the keys and values of a token in each layer, and how each layer calls attention."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    calls: tuple[AttentionCall, ...]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many tokens a token attends to; None means all."""
+        return tuple(call.window for call in self.calls)
+
+
+def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) -> KvHeads:
+    """Run one token through a model and return the shapes that its layers pass to attention.
+
+    Args:
+        module: the model.
+        config: the configuration of the text model.
+        num_positions: number of positions for which the layers' masks are checked.
+
+    Raises:
+        UnsupportedModelError: the layers do not each call attention once, with keys and values of one shape,
+            or the mask of a layer is not its causal window.
+    """
+    seen: list[tuple[int, torch.Size, torch.Size]] = []
+    calls: list[AttentionCall] = []
+    masks: list[object] = []
+    observer = MaskObserver()
+
+    def look(
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object = None,
+        *_: Any,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **__: Any,
+    ) -> tuple[torch.Tensor, None]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        calls.append(AttentionCall(sliding_window, scale, softcap, s_aux))
+        masks.append(attention_mask)
+        seen.append((getattr(layer, "layer_idx", -1), key.shape, value.shape))
+        return query.new_zeros((*query.shape[:1], *query.shape[2:0:-1], value.shape[-1])), None
+
+    AttentionInterface.register(_OBSERVER, look)
+    AttentionMaskInterface.register(_OBSERVER, observer)
+    with (
+        _attention(module, _OBSERVER),
+        _refusing("cannot run with another attention"),
+        torch.inference_mode(),
+    ):
+        module(input_ids=torch.zeros((1, 1), dtype=torch.long, device=_device(module)), use_cache=False)
+    if not seen:
+        raise UnsupportedModelError("the model has no layer that calls transformers' attention interface")
+    if [layer for layer, _, _ in seen] != list(range(len(seen))):
+        raise UnsupportedModelError(
+            f"attention is called by the layers {[layer for layer, _, _ in seen]}: each must call it once"
+        )
+    shapes = {(tuple(key), tuple(value)) for _, key, value in seen}
+    if len(shapes) > 1 or any(key != value for key, value in shapes):
+        raise UnsupportedModelError(f"keys and values differ in shape, within or between layers: {shapes}")
+    with _refusing("has attention masks that cannot be checked"):
+        functions = [observer.function_of(mask) for mask in masks]
+        windows = [call.window for call in calls]
+        problem = mask_problem(windows, functions, getattr(config, "layer_types", None), num_positions)
+    if problem is not None:
+        raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
+    _, num_kv_heads, _, head_dim = seen[0][1]
+    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(calls))
+
+
+def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_positions: int) -> None:
+    """Compare a model's logits over paged blocks with those of its own eager attention.
+
+    Raises:
+        UnsupportedModelError: the logits differ by more than rounding errors, or those of a prompt depend on
+            how far another sequence of the step has come.
+    """
+    device, dtype = _device(module), next(module.parameters()).dtype
+    tokens = torch.arange(1, _PROMPT + _OTHER_PROMPT + 1, device=device) * 7919 % vocab_size
+    prompt, other = tokens[:_PROMPT], tokens[_PROMPT:]
+    memory = _memory(heads, dtype, device)
+    with torch.inference_mode():
+        with _attention(module, attention.IMPLEMENTATION), _refusing("cannot run over paged blocks"):
+            forward = _forward(module, memory)
+            first = forward(_chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])]))
+            rest = forward(_chunks([(_FIRST_CHUNK, prompt[_FIRST_CHUNK:], [4, 1, 2])]))
+            # The step of the first chunk again, now at the last positions, so that all shapes are the same.
+            shift = min(num_positions, _LAST_POSITION) - _FIRST_CHUNK
+            chunks = _chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])], [max(0, shift), 0])
+            beside_last = forward(chunks)
+        with _attention(module, "eager"), _refusing("cannot run with eager attention, to be compared with"):
+            whole, beside = (
+                module(input_ids=each[None], use_cache=False).logits[0] for each in (prompt, other)
+            )
+    parts = {
+        "a prompt": (first[:_FIRST_CHUNK], whole[:_FIRST_CHUNK]),
+        "a prompt beside another": (first[_FIRST_CHUNK:], beside),
+        "the second chunk of a prompt": (rest, whole[_FIRST_CHUNK:]),
+    }
+    tolerance = _TOLERANCE.get(dtype, _HALF_TOLERANCE)
+    for name, (paged, expected) in parts.items():
+        error = _relative_error(paged, expected)
+        if not error <= tolerance:
+            raise UnsupportedModelError(
+                f"over paged blocks the logits of {name} differ from the model's own by {error:.0%}: "
+                "it keeps something that attention does not see"
+            )
+    error = _relative_error(beside_last[_FIRST_CHUNK:], first[_FIRST_CHUNK:])
+    if not error <= tolerance / 100:
+        raise UnsupportedModelError(
+            f"the logits of a prompt differ by {error:.2%} next to a sequence at the last positions: "
+            "something depends on the longest sequence of the batch, so cached keys would depend on others"
+        )
+
+
+Forward = Callable[[StepTensors], torch.Tensor]
+"""Function that returns the logits of a step."""
+
+
+@torch.inference_mode()
+def runs_alike(
+    module: torch.nn.Module,
+    heads: KvHeads,
+    vocab_size: int,
+    num_positions: int,
+    other: Callable[[KvMemory], Forward],
+) -> bool:
+    """Return whether another way to run a model over some memory gives the same bits as its modules.
+
+    The steps have a chunk of a prompt, the rest of it beside another prompt at the last positions, and
+    single tokens.
+    """
+    device, dtype = _device(module), next(module.parameters()).dtype
+    tokens = torch.arange(1, _PROMPT + _OTHER_PROMPT + 1, device=device) * 7919 % vocab_size
+    prompt, second = tokens[:_PROMPT], tokens[_PROMPT:]
+    shift = max(0, min(num_positions, _MOST_POSITIONS) - _OTHER_PROMPT)
+    last = _OTHER_PROMPT - 1
+    steps = [
+        _chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2])]),
+        _chunks([(_FIRST_CHUNK, prompt[_FIRST_CHUNK:-1], [4, 1, 2]), (0, second[:-1], [5, 3])], [0, shift]),
+        _chunks([(_PROMPT - 1, prompt[-1:], [4, 1, 2]), (last, second[-1:], [5, 3])], [0, shift]),
+    ]
+    memory, others_memory = (_memory(heads, dtype, device) for _ in range(2))
+    forward, others_forward = _forward(module, memory), other(others_memory)
+    return all(torch.equal(forward(each), others_forward(each).to(dtype)) for each in steps)
+
+
+def _forward(module: torch.nn.Module, memory: KvMemory) -> Forward:
+    def forward(step: StepTensors) -> torch.Tensor:
+        output = module(
+            input_ids=step.input_ids[None],
+            position_ids=step.positions[None],
+            paged_step=PagedStep(step.metadata, memory.layers, memory.scales),
+            use_cache=False,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    return forward
+
+
+def _memory(heads: KvHeads, dtype: torch.dtype, device: torch.device) -> KvMemory:
+    shape = KvShape(heads.num_layers, heads.num_kv_heads, _BLOCK_SIZE, heads.head_dim, dtype_name(dtype))
+    return KvMemory(shape, 6, device)
+
+
+def _chunks(
+    chunks: list[tuple[int, torch.Tensor, list[int]]], shifts: list[int] | None = None
+) -> StepTensors:
+    """Return a step of chunks, given as (first index, tokens, block table), with logits for all tokens.
+
+    Args:
+        chunks: the chunks.
+        shifts: what to add to the indices of each chunk's tokens to get their positions.
+    """
+    device = chunks[0][1].device
+    tables = torch.zeros((len(chunks), max(len(table) for _, _, table in chunks)), dtype=torch.int32)
+    for row, (_, _, table) in enumerate(chunks):
+        tables[row, : len(table)] = torch.tensor(table)
+    lengths = [len(tokens) for _, tokens, _ in chunks]
+    indices = [torch.arange(first, first + len(tokens)) for first, tokens, _ in chunks]
+    positions = [each + shift for each, shift in zip(indices, shifts or [0] * len(chunks), strict=True)]
+    slots = [
+        tables[row][each // _BLOCK_SIZE] * _BLOCK_SIZE + each % _BLOCK_SIZE
+        for row, each in enumerate(indices)
+    ]
+    metadata = AttentionMetadata(
+        block_tables=tables,
+        query_starts=torch.tensor([0, *lengths]).cumsum(0).int(),
+        seq_lens=torch.tensor([int(each[-1]) + 1 for each in indices], dtype=torch.int32),
+        slot_mapping=torch.cat(slots).long(),
+    )
+    tokens = torch.cat([tokens for _, tokens, _ in chunks])
+    step = StepTensors(tokens, torch.cat(positions), torch.arange(len(tokens)), metadata)
+    return step.to(device)
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the median error of tokens, since a rounding error may route one token to another expert."""
+    expected = expected.float()
+    errors = (actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(errors.median())
+
+
+@contextmanager
+def _attention(module: torch.nn.Module, implementation: str) -> Iterator[None]:
+    """Make a model use another attention implementation within the block."""
+    module.set_attn_implementation(implementation)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(attention.IMPLEMENTATION)  # type: ignore[operator]
+
+
+@contextmanager
+def _refusing(problem: str) -> Iterator[None]:
+    """Turn any exception of the model's code into an UnsupportedModelError."""
+    try:
+        yield
+    except RanksError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"the model {problem}: {type(error).__name__}: {error}") from error
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    return next(module.parameters()).device

@@ -1,0 +1,418 @@
+"""Steps as one compiled program on the CPU, instead of a call of each module of each layer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.check import Forward, KvHeads, runs_alike
+from quire.engine.model.collectives import Collectives
+from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear
+from quire.engine.model.parallel_layers import DividedHead, RowLinear
+from quire.engine.model.row_layers import RowNorm
+from quire.engine.model.step_recipe import LayerRecipe, MlpRecipe, NoRecipeError, StepRecipe, read_recipe
+from quire.engine.model.step_tensors import StepTensors
+from quire.kernels.cpu import attention, step, threads
+from quire.kernels.cpu.attention_tiles import (
+    AttentionShape,
+    DecodeTiles,
+    make_parts,
+    make_tiles,
+    one_part_each,
+    part_tokens,
+)
+from quire.kernels.cpu.exchange import EXCHANGE
+from quire.kernels.cpu.linear import UNIT
+from quire.kernels.cpu.storage import STORAGE
+from quire.kernels.metadata import AttentionMetadata
+from quire.kernels.quantization import KV_FORMATS
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_MIN_THREADED_WORK = 1 << 19
+"""Multiplications in a step below which waking up threads costs more time than it saves."""
+_FEWEST_POSITIONS = 512
+_MOST_KEPT_LOGITS = 256
+"""Rows of logits for which memory is kept from step to step."""
+_KEPT = {"hidden": "qkv", "attended": "queries"}
+"""Buffers of tokens that a program still computes in the last layer, beside free buffers for their copies."""
+_CACHE_LINE = 8
+"""Counters that fill a cache line."""
+_KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
+
+
+class CompiledStep:
+    """Runs any step of one model over one memory.
+
+    Args:
+        recipe: what the model computes.
+        heads: how it calls attention.
+        memory: its KV blocks.
+        vocab_size: number of logits.
+        collectives: those of the ranks that the model is divided among; None if there is one process.
+    """
+
+    def __init__(
+        self,
+        recipe: StepRecipe,
+        heads: KvHeads,
+        memory: KvMemory,
+        vocab_size: int,
+        collectives: Collectives | None = None,
+    ) -> None:
+        self._recipe = recipe
+        self._collectives = collectives
+        self._dtype = _dtype(recipe)
+        self._vocab_size = vocab_size
+        self._num_heads = recipe.layers[0].output.in_features // heads.head_dim
+        self._shape = AttentionShape(memory.shape.block_size, self._num_heads, heads.num_kv_heads)
+        self._decode_tiles = DecodeTiles(self._shape)
+        self._program = step.program(STORAGE[self._dtype], recipe.head.packed.stored)
+        self._work_per_token = _num_weights(recipe)
+        num_layers = len(recipe.layers)
+        num_linear = step.COUNTERS_PER_LAYER * num_layers + 1
+        self._counters = np.zeros(2 * _CACHE_LINE + num_linear + num_layers, np.int64)
+        self._step = np.zeros(2, step.STEP)
+        self._step_address = self._step.ctypes.data
+        self._layers = np.zeros(num_layers, step.LAYER)
+        self._attention = np.zeros(num_layers, attention.ARGUMENTS)
+        # The program holds addresses, so these keep what lies there.
+        self._held: list[Any] = []
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._keeps_all_rows = True
+        self._num_positions = 0
+        self._num_sums = sum(
+            isinstance(each, RowLinear) for layer in recipe.layers for each in (layer.output, layer.mlp.down)
+        )
+        self._fill_layers(heads, memory)
+        self._fill_step(heads, memory)
+        self._grow_tables(_FEWEST_POSITIONS)
+
+    def run(self, tensors: StepTensors) -> torch.Tensor:
+        """Run a step; return its logits ``[num_logits, vocab_size]``, valid until the next step."""
+        metadata = tensors.metadata
+        num_tokens, num_logits = tensors.input_ids.shape[0], tensors.logit_rows.shape[0]
+        self._grow_tables(int(tensors.positions.max()) + 1)
+        self._grow_buffers(max(num_tokens, num_logits))
+        logits = self._logits(num_logits)
+        self._counters.fill(0)
+        steps, calls = self._step, self._attention
+        steps["num_tokens"] = num_tokens, num_logits
+        steps["token_ids"] = tensors.input_ids.data_ptr()
+        steps["positions"] = tensors.positions.data_ptr()
+        steps["slots"] = metadata.slot_mapping.data_ptr()
+        steps["kept_rows"] = tensors.logit_rows.data_ptr()
+        steps["logits"] = logits.data_ptr() + 4 * _first_column(self._recipe.head)
+        if self._collectives is not None:
+            steps["last_round"] = self._collectives.num_rounds
+        keeps_all_rows = metadata.max_new_tokens == 1 and num_logits == num_tokens
+        if keeps_all_rows != self._keeps_all_rows:
+            self._place_kept_rows(keeps_all_rows)
+        calls["block_tables"] = metadata.block_tables.data_ptr()
+        calls["table_width"] = metadata.block_tables.shape[1]
+        calls["query_starts"] = metadata.query_starts.data_ptr()
+        calls["seq_lens"] = metadata.seq_lens.data_ptr()
+        parts, tiles = last_parts, last_tiles = self._tiles(metadata)
+        if not keeps_all_rows and num_logits == len(metadata.query_starts) - 1:
+            last_parts = _one_row_each(tensors.logit_rows, metadata.query_starts)
+            last_tiles = one_part_each(num_logits)
+        calls["parts"][:-1], calls["parts"][-1] = parts.ctypes.data, last_parts.ctypes.data
+        calls["tiles"][:-1], calls["tiles"][-1] = tiles.ctypes.data, last_tiles.ctypes.data
+        calls["num_programs"][:-1] = len(tiles) * self._shape.num_kv_heads
+        calls["num_programs"][-1] = len(last_tiles) * self._shape.num_kv_heads
+        work = num_tokens * self._work_per_token
+        num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
+        threads.run(self._program.address, self._step_address, num_threads)
+        if self._collectives is not None:
+            self._collectives.num_rounds += self._num_sums
+            self._collectives.meet()
+        chosen = logits[:, : self._vocab_size]
+        finish = self._recipe.finish
+        return chosen if finish is None else finish(chosen.to(self._dtype))
+
+    def _tiles(self, metadata: AttentionMetadata) -> tuple[Array, Array]:
+        """Return the parts and tiles of a step."""
+        starts = metadata.query_starts.numpy()
+        sequences = (metadata.block_tables.numpy(), starts, metadata.seq_lens.numpy())
+        num_threads = torch.get_num_threads()
+        if metadata.slot_mapping.shape[0] == len(starts) - 1:
+            return self._decode_tiles.of(*sequences, num_threads)
+        parts = make_parts(starts, np.diff(starts), part_tokens(self._shape.group))
+        return make_tiles(parts, *sequences, self._shape, num_threads)
+
+    def _place_kept_rows(self, keeps_all_rows: bool) -> None:
+        """Give the program its second step: in the buffers of the first, or in free ones for copies."""
+        self._keeps_all_rows = keeps_all_rows
+        for name, copies in _KEPT.items():
+            self._step[1][name] = self._step[0][name if keeps_all_rows else copies]
+
+    def _logits(self, num_logits: int) -> torch.Tensor:
+        stride = int(self._step[0]["logits_stride"])
+        if self._collectives is not None:
+            return self._collectives.logits(num_logits)
+        if num_logits > _MOST_KEPT_LOGITS:
+            return torch.empty((num_logits, stride))
+        kept = self._buffers.get("logits")
+        if kept is None or kept.shape[0] < num_logits:
+            size = min(_MOST_KEPT_LOGITS, 1 << (num_logits - 1).bit_length())
+            kept = self._buffers["logits"] = torch.empty((size, stride))
+        return kept[:num_logits]
+
+    def _grow_buffers(self, num_rows: int) -> None:
+        """Make room for the values of ``num_rows`` tokens."""
+        hidden = self._buffers.get("hidden")
+        if hidden is not None and hidden.shape[0] >= num_rows:
+            return
+        capacity = max(64, 1 << (num_rows - 1).bit_length())
+        fields = self._step[0]
+        widths = {
+            "hidden": fields["hidden_size"],
+            "normed": fields["hidden_size"],
+            "qkv": max(fields["qkv_stride"], fields["hidden_size"]),
+            "queries": self._num_heads * fields["head_dim"],
+            "attended": self._num_heads * fields["head_dim"],
+            "update": fields["update_stride"],
+            "mlp": fields["mlp_stride"],
+        }
+        for name, width in widths.items():
+            self._buffers[name] = torch.empty((capacity, int(width)))
+            self._step[name] = self._buffers[name].data_ptr()
+        self._attention["query"] = fields["queries"]
+        self._attention["output"] = fields["attended"]
+        self._place_kept_rows(self._keeps_all_rows)
+
+    def _grow_tables(self, num_positions: int) -> None:
+        """Compute the cosines and sines of the first ``num_positions`` positions."""
+        if num_positions <= self._num_positions or not self._recipe.rotations:
+            return
+        self._num_positions = 1 << (num_positions - 1).bit_length()
+        positions = torch.arange(self._num_positions)
+        self._tables = [
+            (cosines.float().contiguous(), sines.float().contiguous())
+            for cosines, sines in (rotate(positions) for rotate in self._recipe.rotations)
+        ]
+        self._step["rotary_dim"] = self._tables[0][0].shape[1]
+        for row, layer in zip(self._layers, self._recipe.layers, strict=True):
+            if layer.rotation is not None:
+                row["cosines"], row["sines"] = (each.data_ptr() for each in self._tables[layer.rotation])
+
+    def _fill_layers(self, heads: KvHeads, memory: KvMemory) -> None:
+        none = self._hold(torch.zeros(self._num_heads))
+        lowest = self._hold(torch.full((self._num_heads,), -torch.inf))
+        first_counter = 2 * _CACHE_LINE + step.COUNTERS_PER_LAYER * len(heads.calls) + 1
+        for index, (layer, call) in enumerate(zip(self._recipe.layers, heads.calls, strict=True)):
+            row, arguments = self._layers[index], self._attention[index]
+            kv_layer, scales = memory.layers[index], memory.scales[index]
+            _fill_layer(row, layer)
+            row["kv"] = kv_layer.data_ptr()
+            row["kv_scales"] = 0 if scales is None else scales.data_ptr()
+            row["attention"] = self._attention.ctypes.data + index * attention.ARGUMENTS.itemsize
+            arguments["kv"], arguments["kv_scales"] = row["kv"], row["kv_scales"]
+            arguments["block_stride"], arguments["value_offset"], arguments["head_stride"] = (
+                kv_layer.stride()[:3]
+            )
+            if scales is not None:
+                arguments["scale_block_stride"], arguments["scale_value_offset"] = scales.stride()[:2]
+            arguments["sinks"] = lowest if call.sinks is None else self._hold(call.sinks.float().clone())
+            arguments["slopes"] = none
+            arguments["next_program"] = self._counters.ctypes.data + 8 * (first_counter + index)
+            arguments["num_kv_heads"], arguments["num_heads"] = heads.num_kv_heads, self._num_heads
+            arguments["window"] = call.window or 0
+            arguments["scale"], arguments["softcap"] = call.scale, call.softcap or 0.0
+
+    def _fill_step(self, heads: KvHeads, memory: KvMemory) -> None:
+        recipe, steps = self._recipe, self._step
+        first = recipe.layers[0]
+        shape = memory.shape
+        key_column, value_column, stride = _columns(first, self._num_heads, heads)
+        table, is_packed = recipe.embedding, False
+        if isinstance(table, PackedEmbedding):
+            table, is_packed = table.packed.panels, True
+        kv_dtype = memory.layers[0].dtype
+        kernel = attention.kernel_for(
+            heads.head_dim, shape.block_size, self._num_heads // heads.num_kv_heads, STORAGE[kv_dtype]
+        )
+        values = {
+            "embedding": self._hold(table),
+            "is_embedding_packed": is_packed,
+            "embedding_scale": recipe.embedding_scale,
+            "position_offset": recipe.position_offset,
+            "layers": self._layers.ctypes.data,
+            "counters": self._counters.ctypes.data + 8 * 2 * _CACHE_LINE,
+            "next_thread": self._counters.ctypes.data,
+            "arrivals": self._counters.ctypes.data + 8 * _CACHE_LINE,
+            "team_size": threads.team_size_address(),
+            "yield_core": threads.yield_address(),
+            "attend": kernel.address,
+            "exchange": self._exchange_address(),
+            "num_layers": len(recipe.layers),
+            "hidden_size": first.output.out_features,
+            "num_heads": self._num_heads,
+            "num_kv_heads": heads.num_kv_heads,
+            "head_dim": heads.head_dim,
+            "key_column": key_column,
+            "value_column": value_column,
+            "qkv_stride": stride,
+            "update_stride": first.output.packed.num_units * UNIT,
+            "mlp_stride": int(max(row["gate"]["num_units"] for row in self._layers)) * UNIT,
+            "logits_stride": self._logits_width,
+            "block_size": shape.block_size,
+            "block_stride": memory.layers[0].stride(0),
+            "value_offset": memory.layers[0].stride(1),
+            "head_stride": memory.layers[0].stride(2),
+            "kv_format": _KV_FORMATS.get(kv_dtype, 0),
+            "residual_scale": recipe.residual_scale,
+        }
+        if recipe.position_embedding is not None:
+            values["position_embedding"] = self._hold(recipe.position_embedding)
+        if memory.scales[0] is not None:
+            values["scale_block_stride"], values["scale_value_offset"] = memory.scales[0].stride()[:2]
+            values["scale_per_magnitude"] = KV_FORMATS[kv_dtype].scale_per_magnitude
+        for name, value in values.items():
+            steps[name] = value
+        steps["head"] = _linear(recipe.head)
+        if recipe.final_norm is not None:
+            steps["final_norm"] = _norm(recipe.final_norm)
+
+    def _exchange_address(self) -> int:
+        if self._collectives is None:
+            nothing = np.zeros(1, EXCHANGE)
+            self._held.append(nothing)
+            return int(nothing.ctypes.data)
+        return self._collectives.address
+
+    @property
+    def _logits_width(self) -> int:
+        if self._collectives is None:
+            return self._recipe.head.packed.num_units * UNIT
+        return self._collectives.memory.sizes.logits_width
+
+    def _hold(self, tensor: torch.Tensor) -> int:
+        """Keep a tensor and return its address."""
+        held = tensor.contiguous()
+        self._held.append(held)
+        return held.data_ptr()
+
+
+def _dtype(recipe: StepRecipe) -> torch.dtype:
+    return recipe.head.packed.dtype
+
+
+def _one_row_each(rows: torch.Tensor, starts: torch.Tensor) -> Array:
+    """Return parts of attention with one token each; see ``make_parts``."""
+    sequences = torch.searchsorted(starts.long(), rows, right=True) - 1
+    return torch.stack((sequences, rows, rows + 1), dim=1).numpy()
+
+
+def _num_weights(recipe: StepRecipe) -> int:
+    linears = (
+        each
+        for layer in recipe.layers
+        for each in (*layer.projections, layer.output, layer.mlp.gate, layer.mlp.down)
+    )
+    return sum(each.in_features * each.out_features for each in linears)
+
+
+def _columns(layer: LayerRecipe, num_heads: int, heads: KvHeads) -> tuple[int, int, int]:
+    """Return the first columns of keys and of values beside the queries, and the number of columns."""
+    ends = np.cumsum([each.packed.num_units * UNIT for each in layer.projections]).tolist()
+    if len(ends) == 3:
+        return ends[0], ends[1], ends[2]
+    key_column = num_heads * heads.head_dim
+    return key_column, key_column + heads.num_kv_heads * heads.head_dim, ends[0]
+
+
+def _fill_layer(row: Any, layer: LayerRecipe) -> None:
+    for name in ("attention_norm", "query_norm", "key_norm", "after_attention_norm", "mlp_norm"):
+        row[name] = _norm(getattr(layer, name))
+    row["after_mlp_norm"] = _norm(layer.after_mlp_norm)
+    for name, linear in zip(("query", "key", "value"), layer.projections, strict=False):
+        row[name] = _linear(linear)
+    row["query_scale"] = layer.query_scale
+    for name, linear in (("output", layer.output), ("down", layer.mlp.down)):
+        row[name] = _linear(linear)
+        if isinstance(linear, RowLinear):
+            row[f"{name}_borders"] = linear.borders.ctypes.data
+            row[f"{name}_bias"], row[name]["bias"] = row[name]["bias"], 0
+    _fill_mlp(row, layer.mlp)
+
+
+def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
+    row["activation"] = mlp.activation.kind
+    num_units = -(-mlp.size // UNIT)
+    row["gate"] = (*_linear(mlp.gate)[:4], num_units)
+    if mlp.up is not None:
+        weight, bias, in_features, num_segments, _ = _linear(mlp.up)
+        row["up"] = (
+            weight + mlp.first_up_column // UNIT * mlp.up.packed.unit_bytes,
+            bias + 4 * mlp.first_up_column if bias else 0,
+            in_features,
+            num_segments,
+            num_units,
+        )
+
+
+def _linear(layer: PackedLinear) -> tuple[int, int, int, int, int]:
+    bias = 0 if layer.bias is None else layer.bias.data_ptr()
+    weight = layer.packed
+    address, num_units = weight.panels.data_ptr(), weight.num_units
+    if isinstance(layer, DividedHead):
+        address, num_units = address + layer.first_unit * weight.unit_bytes, layer.num_units
+        bias += 4 * layer.first_unit * UNIT if bias else 0
+    return address, bias, layer.in_features, layer.num_segments, num_units
+
+
+def _first_column(head: PackedLinear) -> int:
+    """Return the logit that the first output of the head's share is."""
+    return head.first_column if isinstance(head, DividedHead) else 0
+
+
+def _norm(norm: RowNorm | None) -> tuple[int, int, int, float]:
+    if norm is None:
+        return 0, 0, 0, 0.0
+    bias = 0 if norm.bias32 is None else norm.bias32.data_ptr()
+    return norm.weight32.data_ptr(), bias, int(norm.kind), norm.epsilon
+
+
+def find_recipe(
+    module: PreTrainedModel,
+    heads: KvHeads,
+    vocab_size: int,
+    num_positions: int,
+    collectives: Collectives | None = None,
+) -> StepRecipe | None:
+    """Return the recipe of a model on the CPU if its program gives the same bits as its modules.
+
+    If there is none, the log says why, and the model runs by its modules.
+    """
+    try:
+        recipe = read_recipe(module)
+        _check_heads(recipe, heads)
+
+        def other(memory: KvMemory) -> Forward:
+            return CompiledStep(recipe, heads, memory, vocab_size, collectives).run
+
+        if not runs_alike(module, heads, vocab_size, num_positions, other):
+            raise NoRecipeError("as one program it would give other bits")
+    except NoRecipeError as error:
+        logger.info("%s runs module by module: %s", module.config.model_type, error)
+        return None
+    return recipe
+
+
+def _check_heads(recipe: StepRecipe, heads: KvHeads) -> None:
+    dtype, stored = _dtype(recipe), recipe.head.packed.stored
+    for layer in recipe.layers:
+        linears = (*layer.projections, layer.output, layer.mlp.gate, layer.mlp.down)
+        if any((each.packed.dtype, each.packed.stored) != (dtype, stored) for each in linears):
+            raise NoRecipeError("its linear layers have different dtypes")
+        if len(layer.projections) not in (1, 3) or layer.output.in_features % heads.head_dim:
+            raise NoRecipeError(f"its heads of {heads.head_dim} values do not fill its projections")

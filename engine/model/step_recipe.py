@@ -1,0 +1,328 @@
+"""Reads from a model's modules what it computes, so that a program can compute it without them.
+
+A recipe covers decoders of Llama's shape and GPT-2's: a layer has a norm, attention, another norm and an MLP,
+and adds the results of attention and of the MLP to the residual stream. Every module that has weights must
+have its place in the recipe; a model with any other is refused. What modules compute beyond their weights
+cannot be read, so the program's logits are compared with the modules' before it is used (see
+``compiled_step``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear, embedding_scale
+from quire.engine.model.row_layers import KernelActivation, RowNorm
+from quire.kernels.cpu import rows
+from quire.kernels.cpu.linear import UNIT
+from quire.kernels.cpu.rows import Activation
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+Rotation = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Function that returns the cosines and sines ``[num_positions, rotary_dim]`` of some positions."""
+
+
+class NoRecipeError(Exception):
+    """The model's modules are not of a known shape; the message says which part is not."""
+
+
+@dataclass(frozen=True)
+class MlpRecipe:
+    """``down(activation(gate) * up)``; without up, ``down(activation(gate))``.
+
+    Attributes:
+        gate: the first linear layer.
+        up: the layer that is multiplied; None if there is none.
+        first_up_column: column of ``up`` at which the multiplied outputs begin.
+        size: number of outputs of the activation.
+    """
+
+    gate: PackedLinear
+    up: PackedLinear | None
+    first_up_column: int
+    size: int
+    activation: KernelActivation
+    down: PackedLinear
+
+
+@dataclass(frozen=True)
+class LayerRecipe:
+    """One layer.
+
+    Attributes:
+        projections: the linear layers of queries, keys and values, or one for all of them.
+        query_scale: factor of the queries, in addition to the one that attention applies.
+        rotation: index of the layer's rotation in ``StepRecipe.rotations``; None if it has none.
+    """
+
+    attention_norm: RowNorm
+    projections: tuple[PackedLinear, ...]
+    query_norm: RowNorm | None
+    key_norm: RowNorm | None
+    query_scale: float
+    rotation: int | None
+    output: PackedLinear
+    after_attention_norm: RowNorm | None
+    mlp_norm: RowNorm
+    mlp: MlpRecipe
+    after_mlp_norm: RowNorm | None
+
+
+@dataclass(frozen=True)
+class StepRecipe:
+    """A whole model.
+
+    Attributes:
+        embedding: ``[vocab_size, hidden_size]``, or the packed output layer's weight.
+        position_embedding: ``[num_positions + position_offset, hidden_size]``; None if there is none.
+        rotations: the different rotations of the layers.
+        residual_scale: factor of what a layer adds to the residual stream.
+        final_norm: None if there is none.
+        finish: function of the logits, such as a soft cap.
+    """
+
+    embedding: torch.Tensor | PackedEmbedding
+    embedding_scale: float
+    position_embedding: torch.Tensor | None
+    position_offset: int
+    layers: tuple[LayerRecipe, ...]
+    rotations: tuple[Rotation, ...]
+    residual_scale: float
+    final_norm: RowNorm | None
+    head: PackedLinear
+    finish: Callable[[torch.Tensor], torch.Tensor] | None
+
+
+def read_recipe(model: PreTrainedModel) -> StepRecipe:
+    """Return the recipe of a model whose linear layers are packed.
+
+    Raises:
+        NoRecipeError: some part of the model is not of a known shape.
+    """
+    reader = _Reader(model)
+    try:
+        recipe = _read(reader, model)
+    except AttributeError as error:
+        raise NoRecipeError(str(error)) from error
+    reader.check_nothing_is_left()
+    return recipe
+
+
+def _read(reader: _Reader, model: PreTrainedModel) -> StepRecipe:
+    if hasattr(model, "transformer") and hasattr(model.transformer, "wpe"):
+        return reader.read_gpt2()
+    if hasattr(model, "model") and hasattr(model.model, "decoder"):
+        return reader.read_opt()
+    if hasattr(model, "model") and hasattr(model.model, "rotary_emb"):
+        return reader.read_llama()
+    raise NoRecipeError(f"{type(model).__name__} has another shape than Llama, GPT-2 and OPT")
+
+
+class _Reader:
+    """Takes modules out of a model one by one, so that those left over are known at the end."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._taken: set[int] = set()
+
+    def read_llama(self) -> StepRecipe:
+        """Read a model of Llama's shape: Mistral, Qwen, Phi-3, Gemma and others."""
+        config, base = self._model.config.get_text_config(), self._model.model
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(base.layers)
+        takes_kind = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
+        rotation_names = sorted(set(kinds)) if takes_kind else [""]
+        layers = []
+        for kind, layer in zip(kinds, base.layers, strict=True):
+            has_rotation = getattr(layer.self_attn, "use_rope", True)
+            index = rotation_names.index(kind if takes_kind else "") if has_rotation else None
+            layers.append(self._llama_layer(layer, index))
+        embedding = base.embed_tokens
+        return StepRecipe(
+            embedding=self._embedding(embedding),
+            embedding_scale=_scale(embedding) * float(getattr(config, "embedding_multiplier", 1.0)),
+            position_embedding=None,
+            position_offset=0,
+            layers=tuple(layers),
+            rotations=tuple(self._rotation(base.rotary_emb, name) for name in rotation_names),
+            residual_scale=float(getattr(config, "residual_multiplier", 1.0)),
+            final_norm=self._take(base.norm, RowNorm),
+            head=self._take(self._model.lm_head, PackedLinear),
+            finish=_finish(config),
+        )
+
+    def _llama_layer(self, layer: Any, rotation: int | None) -> LayerRecipe:
+        attention, mlp = layer.self_attn, layer.mlp
+        has_four_norms = hasattr(layer, "pre_feedforward_layernorm")
+        names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        return LayerRecipe(
+            attention_norm=self._take(_child(layer, "input_layernorm"), RowNorm),
+            projections=tuple(self._take(_child(attention, name), PackedLinear) for name in names),
+            query_norm=self._optional_norm(attention, "q_norm"),
+            key_norm=self._optional_norm(attention, "k_norm"),
+            query_scale=1.0,
+            rotation=rotation,
+            output=self._take(_child(attention, "o_proj"), PackedLinear),
+            after_attention_norm=(
+                self._take(layer.post_attention_layernorm, RowNorm) if has_four_norms else None
+            ),
+            mlp_norm=self._take(
+                _child(layer, "pre_feedforward_layernorm" if has_four_norms else "post_attention_layernorm"),
+                RowNorm,
+            ),
+            mlp=self._gated_mlp(mlp),
+            after_mlp_norm=self._optional_norm(layer, "post_feedforward_layernorm"),
+        )
+
+    def _gated_mlp(self, mlp: Any) -> MlpRecipe:
+        activation = self._take(
+            _child(mlp, "act_fn" if hasattr(mlp, "act_fn") else "activation_fn"), KernelActivation
+        )
+        down = self._take(_child(mlp, "down_proj"), PackedLinear)
+        if hasattr(mlp, "gate_up_proj"):
+            both = self._take(mlp.gate_up_proj, PackedLinear)
+            size = both.out_features // 2
+            if size % UNIT:
+                raise NoRecipeError(
+                    f"half of gate_up_proj has {size} outputs, which is no multiple of {UNIT}"
+                )
+            return MlpRecipe(both, both, size, size, activation, down)
+        up = self._take(_child(mlp, "up_proj"), PackedLinear)
+        if not hasattr(mlp, "gate_proj"):
+            return MlpRecipe(up, None, 0, up.out_features, activation, down)
+        gate = self._take(mlp.gate_proj, PackedLinear)
+        return MlpRecipe(gate, up, 0, gate.out_features, activation, down)
+
+    def read_gpt2(self) -> StepRecipe:
+        """Read a model of GPT-2's shape."""
+        base = self._model.transformer
+        layers = [
+            LayerRecipe(
+                attention_norm=self._take(layer.ln_1, RowNorm),
+                projections=(self._take(layer.attn.c_attn, PackedLinear),),
+                query_norm=None,
+                key_norm=None,
+                query_scale=1.0,
+                rotation=None,
+                output=self._take(layer.attn.c_proj, PackedLinear),
+                after_attention_norm=None,
+                mlp_norm=self._take(layer.ln_2, RowNorm),
+                mlp=self._plain_mlp(layer.mlp.c_fc, layer.mlp.act, layer.mlp.c_proj),
+                after_mlp_norm=None,
+            )
+            for layer in base.h
+        ]
+        return self._with_positions(base.wte, base.wpe, 0, layers, base.ln_f)
+
+    def read_opt(self) -> StepRecipe:
+        """Read a model of OPT's shape."""
+        base = self._model.model.decoder
+        layers = [
+            LayerRecipe(
+                attention_norm=self._take(layer.self_attn_layer_norm, RowNorm),
+                projections=tuple(
+                    self._take(_child(layer.self_attn, name), PackedLinear)
+                    for name in ("q_proj", "k_proj", "v_proj")
+                ),
+                query_norm=None,
+                key_norm=None,
+                query_scale=layer.self_attn.scaling,
+                rotation=None,
+                output=self._take(layer.self_attn.out_proj, PackedLinear),
+                after_attention_norm=None,
+                mlp_norm=self._take(layer.final_layer_norm, RowNorm),
+                mlp=self._plain_mlp(layer.fc1, layer.activation_fn, layer.fc2),
+                after_mlp_norm=None,
+            )
+            for layer in base.layers
+        ]
+        positions = base.embed_positions
+        return self._with_positions(
+            base.embed_tokens, positions, positions.offset, layers, base.final_layer_norm
+        )
+
+    def _with_positions(
+        self, tokens: Any, positions: Any, offset: int, layers: list[LayerRecipe], final_norm: Any
+    ) -> StepRecipe:
+        return StepRecipe(
+            embedding=self._embedding(tokens),
+            embedding_scale=_scale(tokens),
+            position_embedding=self._take(positions, torch.nn.Embedding).weight,
+            position_offset=offset,
+            layers=tuple(layers),
+            rotations=(),
+            residual_scale=1.0,
+            final_norm=None if final_norm is None else self._take(final_norm, RowNorm),
+            head=self._take(self._model.lm_head, PackedLinear),
+            finish=None,
+        )
+
+    def _plain_mlp(self, first: Any, activation: Any, second: Any) -> MlpRecipe:
+        up, down = self._take(first, PackedLinear), self._take(second, PackedLinear)
+        return MlpRecipe(up, None, 0, up.out_features, self._take(activation, KernelActivation), down)
+
+    def _embedding(self, module: Any) -> torch.Tensor | PackedEmbedding:
+        if isinstance(module, PackedEmbedding):
+            return self._take(module, PackedEmbedding)
+        return self._take(module, torch.nn.Embedding).weight
+
+    def _optional_norm(self, parent: Any, name: str) -> RowNorm | None:
+        return self._take(getattr(parent, name), RowNorm) if hasattr(parent, name) else None
+
+    def _rotation(self, module: Any, kind: str) -> Rotation:
+        self._taken.add(id(module))
+        dtype, arguments = self._model.dtype, (kind,) if kind else ()
+
+        def rotate(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            cosines, sines = module(torch.empty((1, 1), dtype=dtype), positions[None], *arguments)
+            return cosines[0], sines[0]
+
+        return rotate
+
+    def _take(self, module: Any, kind: type[Module]) -> Module:
+        if not isinstance(module, kind):
+            name = self._names.get(id(module), "a part")
+            raise NoRecipeError(f"{name} is a {type(module).__name__}, not a {kind.__name__}")
+        self._taken.add(id(module))
+        return module
+
+    def check_nothing_is_left(self) -> None:
+        """Raise NoRecipeError if a module with weights has no place in the recipe."""
+        for name, module in self._model.named_modules():
+            has_weights = isinstance(module, PackedLinear | RowNorm) or any(
+                True for _ in _own_tensors(module)
+            )
+            if has_weights and id(module) not in self._taken:
+                raise NoRecipeError(f"{name} ({type(module).__name__}) has no place in it")
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _child(parent: Any, name: str) -> Any:
+    if not hasattr(parent, name):
+        raise NoRecipeError(f"{type(parent).__name__} has no {name}")
+    return getattr(parent, name)
+
+
+def _scale(embedding: Any) -> float:
+    if isinstance(embedding, PackedEmbedding):
+        return embedding.scale
+    return embedding_scale(embedding)
+
+
+def _finish(config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what a model of Llama's shape does to its logits; None if it does nothing."""
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap:
+        return lambda logits: rows.activation(logits / softcap, Activation.TANH) * softcap
+    divisor = getattr(config, "logits_scaling", 1.0)
+    return None if divisor == 1.0 else lambda logits: logits / divisor

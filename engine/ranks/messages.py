@@ -1,0 +1,128 @@
+"""How rank 0 tells the other ranks what to run: a header through a pipe, and tensors in shared memory.
+
+The tensors of a message lie in shared memory until all ranks have met after it.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quire.engine.model.collectives import RanksError, SharedMemory
+from quire.engine.model.step_tensors import StepTensors
+from quire.kernels.metadata import AttentionMetadata
+
+_HEADER = struct.Struct("6q")
+HEADER_BYTES = _HEADER.size
+
+
+class Kind(IntEnum):
+    """What a message asks for."""
+
+    MAP_POOL = 1
+    STEP = 2
+
+
+class Header(NamedTuple):
+    """A kind and five numbers, whose meaning depends on the kind."""
+
+    kind: int
+    first: int = 0
+    second: int = 0
+    third: int = 0
+    fourth: int = 0
+    fifth: int = 0
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes that go through the pipe."""
+        return _HEADER.pack(*self)
+
+    @classmethod
+    def of(cls, data: bytes) -> Header:
+        """Return the header that some bytes contain."""
+        return cls(*_HEADER.unpack(data))
+
+
+def message_bytes(max_tokens: int, max_num_seqs: int, max_table_width: int) -> int:
+    """Return the most bytes of a step's tensors."""
+    return 8 * (4 * max_tokens + 4 * max_num_seqs + max_num_seqs * max_table_width + 64)
+
+
+def write_step(memory: SharedMemory, step: StepTensors) -> Header:
+    """Write the tensors of a step.
+
+    Raises:
+        RanksError: the step is larger than the memory for it.
+    """
+    metadata = step.metadata
+    tables = metadata.block_tables
+    num_tokens, num_logits = step.input_ids.shape[0], step.logit_rows.shape[0]
+    if max(num_tokens, num_logits) > memory.sizes.max_rows:
+        raise RanksError(f"a step of {num_tokens} tokens does not fit {memory.sizes.max_rows}")
+    writer = _Writer(memory)
+    for tensor in (
+        step.input_ids,
+        step.positions,
+        step.logit_rows,
+        metadata.slot_mapping,
+        tables,
+        metadata.query_starts,
+        metadata.seq_lens,
+    ):
+        writer.put(tensor)
+    most = -1 if metadata.max_new_tokens is None else metadata.max_new_tokens
+    return Header(Kind.STEP, num_tokens, num_logits, tables.shape[0], tables.shape[1], most)
+
+
+def read_step(memory: SharedMemory, header: Header) -> StepTensors:
+    """Return the tensors of a step, which lie in shared memory."""
+    _, num_tokens, num_logits, num_seqs, width, most = header
+    reader = _Reader(memory)
+    tokens, positions = reader.take(torch.int64, num_tokens), reader.take(torch.int64, num_tokens)
+    logit_rows, slots = reader.take(torch.int64, num_logits), reader.take(torch.int64, num_tokens)
+    metadata = AttentionMetadata(
+        block_tables=reader.take(torch.int32, num_seqs * width).view(num_seqs, width),
+        query_starts=reader.take(torch.int32, num_seqs + 1),
+        seq_lens=reader.take(torch.int32, num_seqs),
+        slot_mapping=slots,
+        max_new_tokens=None if most < 0 else most,
+    )
+    return StepTensors(tokens, positions, logit_rows, metadata)
+
+
+class _Writer:
+    """Writes tensors one behind the other."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._message = memory.message
+        self._offset = 0
+
+    def put(self, tensor: torch.Tensor) -> None:
+        data = tensor.contiguous().numpy().reshape(-1).view(np.uint8)
+        end = self._offset + len(data)
+        if end > len(self._message):
+            raise RanksError(f"a message of {end} bytes or more does not fit {len(self._message)}")
+        self._message[self._offset : end] = data
+        self._offset = _next_offset(self._offset, len(data))
+
+
+class _Reader:
+    """Returns the tensors of a message one after the other."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._message = memory.message
+        self._offset = 0
+
+    def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        size = count * dtype.itemsize
+        data = self._message[self._offset : self._offset + size]
+        self._offset = _next_offset(self._offset, size)
+        return torch.from_numpy(data).view(dtype) if size else torch.empty(0, dtype=dtype)
+
+
+def _next_offset(offset: int, size: int) -> int:
+    return -(-(offset + size) // 8) * 8

@@ -1,0 +1,74 @@
+"""The process of a rank other than 0: it loads its part of the model and runs the steps that rank 0 sends.
+
+It has no scheduler and no sampler. It ends when rank 0 does, and any exception ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from threading import Thread
+
+import torch
+
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.shared_memory import map_shared
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.collectives import Collectives, RanksError, SharedMemory
+from quire.engine.ranks.messages import HEADER_BYTES, Header, Kind, read_step
+from quire.engine.ranks.settings import RankSettings
+from quire.engine.runner.model_runner import ModelRunner
+from quire.engine.weights.loader import LoadedModel, load_model
+from quire.settings.setting import SettingError
+
+_CPU = torch.device("cpu")
+
+
+def main() -> None:
+    """Run a rank; its settings are the only argument."""
+    # Ctrl-C reaches all processes of a terminal, and a service manager's SIGTERM all of a service, but only
+    # rank 0 decides what ends.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    settings = RankSettings.of(sys.argv[1])
+    Thread(target=_end_with_rank_0, args=(settings.life,), daemon=True).start()
+    torch.set_num_threads(settings.num_threads)
+    memory = SharedMemory(settings.sizes, settings.memory)
+    collectives = Collectives(memory, settings.rank)
+    try:
+        model = load_model(settings.model, settings.dtype, _CPU, settings.weight_dtype, collectives)
+        _serve(settings, model, collectives)
+    except (OSError, RanksError, SettingError, UnsupportedModelError):
+        # Rank 0 has the same problem with the same model, or knows which rank has failed.
+        sys.exit(1)
+
+
+def _end_with_rank_0(life: int) -> None:
+    """Wait until the pipe closes, and end the process even if a thread of it waits for other ranks."""
+    os.read(life, 1)
+    os._exit(1)
+
+
+def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives) -> None:
+    """Do what the messages of rank 0 ask for, until the pipe closes."""
+    runner: ModelRunner | None = None
+    while data := os.read(settings.control, HEADER_BYTES):
+        header = Header.of(data)
+        if header.kind == Kind.MAP_POOL:
+            runner = _make_runner(settings, model)
+            collectives.meet()
+        else:
+            assert runner is not None
+            runner.forward(read_step(collectives.memory, header))
+
+
+def _make_runner(settings: RankSettings, model: LoadedModel) -> ModelRunner:
+    shape = model.kv_shape(settings.block_size, settings.kv_cache_dtype)
+    shared = map_shared(settings.pool)
+    num_blocks = len(shared.bytes) // shape.block_bytes
+    return ModelRunner(model, KvMemory(shape, num_blocks, _CPU, shared=shared, own_heads=model.own_kv_heads))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The processes of the ranks other than 0, as rank 0 sees them: it starts, watches and ends them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, InvalidStateError
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from threading import Event, Thread
+
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.kv_cache import shared_memory
+from quire.engine.model.collectives import Collectives, SharedMemory
+from quire.engine.ranks.messages import Header, Kind
+from quire.engine.ranks.rank_watch import RankWatch
+from quire.engine.ranks.settings import RankSettings, check_device, shared_sizes
+
+_LOAD_SECONDS = 600.0
+"""How long rank 0 waits for another rank until their first step: one may compile kernels, or read slowly."""
+_STEP_SECONDS = 10.0
+"""How long rank 0 waits for another rank in a step; their shares of the work are equal."""
+_POLL_SECONDS = 0.05
+_END_SECONDS = 2.0
+"""How long a rank has to end by itself."""
+
+
+class Ranks:
+    """Rank 0's side of a group of ranks. If any rank ends, stops or hangs, the whole group fails.
+
+    Args:
+        config: the settings of the engine.
+        num_ranks: number of ranks, with rank 0.
+
+    Attributes:
+        collectives: those of rank 0, whose errors say why the group has failed.
+        failure: gets the reason when the group fails.
+
+    Raises:
+        OSError: a process cannot be started.
+    """
+
+    def __init__(self, config: EngineConfig, num_ranks: int) -> None:
+        self.failure: Future[str] = Future()
+        self._limit = _LOAD_SECONDS
+        self._controls: list[int] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_closed = Event()
+        num_threads = max(1, torch.get_num_threads() // num_ranks)
+        with ExitStack() as resources:
+            self._memory = SharedMemory(shared_sizes(config, num_ranks))
+            resources.callback(os.close, self._memory.descriptor)
+            self._pool = shared_memory.create_shared()
+            resources.callback(os.close, self._pool)
+            settings = RankSettings(
+                rank=0,
+                model=config.model_path,
+                dtype=config.dtype,
+                weight_dtype=config.weight_dtype,
+                block_size=config.block_size,
+                kv_cache_dtype=config.kv_cache_dtype,
+                num_threads=num_threads,
+                sizes=self._memory.sizes,
+                memory=self._memory.descriptor,
+                pool=self._pool,
+                control=-1,
+                life=-1,
+            )
+            resources.callback(self._await_ends)
+            self._start(settings, resources)
+            self._resources = resources.pop_all()
+        torch.set_num_threads(num_threads)
+        self.collectives = Collectives(self._memory, 0)
+        self._watcher = Thread(target=self._watch, name="ranks", daemon=True)
+        self._watcher.start()
+
+    def _start(self, settings: RankSettings, resources: ExitStack) -> None:
+        """Start the processes; ``resources`` gets the ends of their pipes, and closing these ends them."""
+        with ExitStack() as theirs:
+            life, own_end = os.pipe()
+            theirs.callback(os.close, life)
+            resources.callback(os.close, own_end)
+            for rank in range(1, settings.sizes.num_ranks):
+                control, own_end = os.pipe()
+                theirs.callback(os.close, control)
+                resources.callback(os.close, own_end)
+                self._controls.append(own_end)
+                self._processes.append(_start(replace(settings, rank=rank, control=control, life=life)))
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes of the ranks from 1."""
+        return [each.pid for each in self._processes]
+
+    def share_pool(self, num_bytes: int) -> shared_memory.SharedMemory:
+        """Return memory for the KV blocks; all ranks have mapped it, and from now on others can only read it.
+
+        Call this once, when rank 0 has loaded its part of the model.
+
+        Raises:
+            RanksError: a rank has failed.
+        """
+        os.ftruncate(self._pool, num_bytes)
+        memory = shared_memory.map_shared(self._pool)
+        self.send(Header(Kind.MAP_POOL))
+        self.collectives.meet()
+        shared_memory.seal_shared(self._pool)
+        return memory
+
+    def send(self, header: Header) -> None:
+        """Send a message to all ranks; its tensors are in shared memory.
+
+        Raises:
+            RanksError: a rank has failed.
+        """
+        self.collectives.check()
+        for control in self._controls:
+            try:
+                os.write(control, header.to_bytes())
+            except BrokenPipeError:
+                self._fail("a rank has closed its pipe")
+                self.collectives.check()
+
+    def expect_steps(self) -> None:
+        """From now on, let the group fail if a rank is late in a step; call this after the first step."""
+        self._limit = _STEP_SECONDS
+
+    def close(self) -> None:
+        """End all ranks and wait until they have ended; calling this again does nothing."""
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        self._watcher.join()
+        self._memory.break_off()
+        self._resources.close()
+
+    def _await_ends(self) -> None:
+        """Wait until all processes have ended, whose pipes are closed; kill those that do not end."""
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _watch(self) -> None:
+        """Fail the group when something is wrong with a rank."""
+        watch = RankWatch(self._processes, self._memory)
+        while not self._is_closed.wait(_POLL_SECONDS):
+            problem = watch.observe(_POLL_SECONDS, self._limit)
+            if problem is not None:
+                self._fail(problem)
+                return
+
+    def _fail(self, problem: str) -> None:
+        """Let rank 0 stop waiting, and end all other ranks, which may hang."""
+        self.collectives.failure = self.collectives.failure or problem
+        self._memory.break_off()
+        for process in self._processes:
+            process.kill()
+        with suppress(InvalidStateError):  # it has failed before
+            self.failure.set_result(problem)
+
+
+def start_ranks(config: EngineConfig, device: torch.device) -> Ranks | None:
+    """Start the processes that a model is divided among; return None if there is only this one.
+
+    Raises:
+        SettingError: ranks do not work on the device.
+        OSError: a process cannot be started.
+    """
+    if config.tensor_parallel_size == 1:
+        return None
+    check_device(config, device)
+    return Ranks(config, config.tensor_parallel_size)
+
+
+def _start(settings: RankSettings) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "quire.engine.ranks.rank", settings.to_json()],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(settings.memory, settings.pool, settings.control, settings.life),
+    )

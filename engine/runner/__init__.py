@@ -1,0 +1,1 @@
+"""Runs one step: tensors in, tokens out, and the time that it takes."""

@@ -1,0 +1,175 @@
+"""Divides steps among clients whose requests do not all fit, so that a costly client delays only itself.
+
+A client is an authenticated tenant. Sequences and tokens of a step are shared in the max-min way: a client
+that needs less than an equal part gets all it needs, and the others share the rest equally. The sequences of
+one client are divided among its requests in the same way. Nothing is kept of a client between steps.
+
+A request needs blocks to run, and keeps them in a step that leaves it out. Blocks are still given in the
+order of arrival (``group_queues.py``).
+
+* The samples of a request need not be computed together: a step may leave some of them out. The beams of a
+  beam search have to be. So whichever request has been left out longest comes first in each step, and is
+  computed whole if it is a beam search. A request is left out of at most as many steps as others run.
+* If a step has no room for all sequences of a waiting request, the request may start where its client has
+  less than its share; the step then computes a part of them. Of a client with its share, a request may start
+  if it is smaller than others that run, and so small that its own share is all of it.
+* A request passes older ones of its client only while a larger one runs that is older than they are. So each
+  of them is passed for at most the length of one answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.sequence_group import SequenceGroup
+
+K = TypeVar("K", bound=Hashable)
+
+Turns = Mapping[SequenceGroup, int]
+"""How many sequences of each group a step may compute."""
+
+
+def fair_shares(demands: Mapping[K, int], capacity: int) -> dict[K, int]:
+    """Return max-min fair shares: nobody gets more than it demands, nor more than those who get less.
+
+    What cannot be divided equally goes to those that come first among equal demands.
+    """
+    shares: dict[K, int] = {}
+    for key, demand in sorted(demands.items(), key=lambda item: item[1]):
+        num_left = len(demands) - len(shares)
+        shares[key] = min(demand, -(-capacity // num_left))
+        capacity -= shares[key]
+    return shares
+
+
+class FairTurns:
+    """Divides steps.
+
+    Args:
+        queues: the groups.
+        max_num_seqs: most sequences in a step.
+        max_num_batched_tokens: most tokens in a step.
+    """
+
+    def __init__(self, queues: GroupQueues, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self._queues = queues
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_divided = 0
+
+    def divide_sequences(self, *, with_waiting: bool = True) -> Turns | None:
+        """Return the turns of the running groups, and of waiting ones that start although there is no room.
+
+        None means that all running groups fit, and that no other may start.
+        """
+        running = self._queues.running
+        num_slots = sum([group.num_slots for group in running])
+        starting = self._entitled(num_slots) if with_waiting and self._queues.waiting else []
+        if num_slots <= self._max_num_seqs and not starting:
+            return None
+        self._num_divided += 1
+        for group in starting:
+            group.turn = group.turn or self._num_divided
+        ordered = sorted((*running, *starting), key=lambda group: (group.turn, group.arrival))
+        turns = divided(ordered, self._max_num_seqs)
+        for group, num_sequences in turns.items():
+            if num_sequences:
+                group.turn = self._num_divided
+        return turns
+
+    def divide_tokens(self) -> dict[str, int] | None:
+        """Return how many tokens a step may compute for each client; None means that all have enough.
+
+        Only tokens of prompts are divided: each running sequence may decode.
+        """
+        if self._queues.num_clients < 2:
+            return None
+        decoding: Counter[str] = Counter()
+        prompts: Counter[str] = Counter()
+        for group in self._queues.running:
+            num_decoding = min(group.num_uncomputed_tokens, len(group.sequences))
+            decoding[group.client] += num_decoding
+            prompts[group.client] += group.num_uncomputed_tokens - num_decoding
+        for group in self._first_waiting():
+            if group.lack is None and group.awaited is None:
+                prompts[group.client] += group.num_uncomputed_tokens
+        left = self._max_num_batched_tokens - decoding.total()
+        if left <= 0 or prompts.total() <= left:
+            return None
+        shares = fair_shares(prompts, left)
+        return {client: decoding[client] + shares[client] for client in prompts}
+
+    def _entitled(self, num_slots: int) -> list[SequenceGroup]:
+        """Return the waiting groups that find no room, but may start nevertheless."""
+        running, num_clients = self._queues.running, self._queues.num_clients
+        if num_clients < 2 and num_slots >= self._max_num_seqs and all(g.num_slots == 1 for g in running):
+            return []
+        entitled: list[SequenceGroup] = []
+        most: dict[str, int] = {}  # sequences that a group may have to pass older ones of its client
+        for group in self._queues.in_order(self._queues.waiting):
+            if group.is_loading or group.num_slots > most.get(group.client, group.num_slots):
+                continue
+            if num_slots + group.num_slots <= self._max_num_seqs and not entitled and not most:
+                return []  # it fits, and so may the next ones
+            if may_start(group, (*running, *entitled), self._max_num_seqs):
+                entitled.append(group)
+                continue
+            older = (g for g in running if g.client == group.client and g.arrival < group.arrival)
+            most[group.client] = min(max((g.num_slots for g in older), default=0), group.num_slots) - 1
+            if len(most) == num_clients and max(most.values()) <= 0:
+                break
+        return entitled
+
+    def _first_waiting(self) -> Iterable[SequenceGroup]:
+        """Return the first waiting group of each client, in their order."""
+        seen: dict[str, SequenceGroup] = {}
+        for group in self._queues.in_order(self._queues.waiting):
+            if not group.is_loading:
+                seen.setdefault(group.client, group)
+                if len(seen) == self._queues.num_clients:
+                    break
+        return seen.values()
+
+
+def may_start(group: SequenceGroup, running: Sequence[SequenceGroup], capacity: int) -> bool:
+    """Return whether a group may start beside running ones that leave too few of ``capacity`` sequences."""
+    slots_of = {other: other.num_slots for other in running}
+    clients: Counter[str] = Counter()
+    for other, num_slots in slots_of.items():
+        clients[other.client] += num_slots
+    used = clients[group.client]
+    clients[group.client] += group.num_slots
+    share = fair_shares(clients, capacity)[group.client]
+    if used < share:
+        return True
+    own = {other: num_slots for other, num_slots in slots_of.items() if other.client == group.client}
+    if max(own.values(), default=0) <= group.num_slots:
+        return False
+    return fair_shares({**own, group: group.num_slots}, share)[group] == group.num_slots
+
+
+def divided(ordered: Sequence[SequenceGroup], capacity: int) -> Turns:
+    """Return the turns of groups, those that have been left out longest first."""
+    first = ordered[0]
+    turns = dict.fromkeys(ordered, 0)
+    if first.beam is not None:
+        turns[first] = first.num_slots
+    clients: dict[str, dict[SequenceGroup, int]] = {}
+    for group in ordered:
+        if not turns[group]:
+            clients.setdefault(group.client, {})[group] = group.num_slots
+    demands = {client: sum(slots.values()) for client, slots in clients.items()}
+    shares = fair_shares(demands, capacity - turns[first])
+    for client, slots in clients.items():
+        for group, share in fair_shares(slots, shares[client]).items():
+            turns[group] = share if group.beam is None or share == group.num_slots else 0
+    num_left = capacity - sum(turns.values())
+    for group in ordered:
+        missing = group.num_slots - turns[group]
+        if group.beam is None or missing <= num_left:
+            turns[group] += (added := min(missing, num_left))
+            num_left -= added
+    return turns

@@ -1,0 +1,169 @@
+"""The groups of one engine, in the order in which they get blocks.
+
+That is the order of arrival. Where several clients have groups, those of the client that holds the fewest
+blocks come first, so that a client which fills the pool waits for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.scheduling.sequence_group import SequenceGroup
+
+OnOutcome = Callable[[bool], None]
+"""Called with True when a transfer gets its blocks, with False when it ends without them."""
+
+WATERMARK = 0.01
+"""Share of the pool that new groups leave free for running groups, as in vLLM."""
+
+PREEMPTIONS_PER_RANK = 4
+"""Preemptions of a group that count as half of its client's blocks."""
+
+
+class GroupQueues:
+    """Groups that run, that wait to run, and that wait for blocks which another worker will fill.
+
+    Attributes:
+        running: groups that the next step computes, in the order of arrival.
+        waiting: groups to compute here, new or preempted, in the order of arrival.
+        transfers: groups whose prompts other workers compute and that lack blocks, in the order of arrival.
+        num_owed_blocks: the clients whose next group waits for a sequence in a step, not for blocks, and how
+            many blocks others leave to each.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.running: list[SequenceGroup] = []
+        self.waiting: deque[SequenceGroup] = deque()
+        self.transfers: dict[SequenceGroup, OnOutcome] = {}
+        self.num_owed_blocks: dict[str, int] = {}
+        self._num_by_client: Counter[str] = Counter()
+        self._num_held_by_client: Counter[str] = Counter()
+        """Blocks of each client in the present step; empty while the order is that of arrival alone."""
+        self._with_blocks: set[SequenceGroup] = set()
+        """Waiting groups that hold blocks, or did when this was noted. There are far fewer than may wait."""
+        self._pool = pool
+        self._num_watermark_blocks = math.ceil(WATERMARK * pool.num_blocks)
+        self._num_arrived = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a step would have nothing to do."""
+        return not self.running and not self.waiting
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks that a group without blocks may take; while groups run, some are kept for their growth."""
+        num_owed = sum(self.num_owed_blocks.values()) if self.running and self.waiting else 0
+        return self.num_blocks_above_watermark - num_owed
+
+    @property
+    def num_blocks_above_watermark(self) -> int:
+        """Blocks that are not kept for the growth of running groups; all, if none runs."""
+        return self._pool.num_allocatable - (self._num_watermark_blocks if self.running else 0)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients whose groups run or wait."""
+        return len(self._num_by_client)
+
+    def count_held_blocks(self) -> None:
+        """Count how many blocks each client holds, on which the order depends until the next count.
+
+        Prompts that are computed for another worker keep the order of arrival, in which it waits for them.
+        """
+        self._num_held_by_client.clear()
+        clients = {*self._num_by_client, *[group.client for group in self.transfers]}
+        if len(clients) > 1 and not any(group.prompt.stops_after_prefill for group in self.waiting):
+            for group in (*self.running, *self.waiting_with_blocks(), *self.transfers):
+                self._num_held_by_client[group.client] += group.num_held_blocks
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several clients shared the pool at the last count, so that the order depends on it."""
+        return bool(self._num_held_by_client)
+
+    def rank(self, group: SequenceGroup, num_more_blocks: int = 0) -> int:
+        """Return the rank of a group: the fewer blocks its client holds, by powers of two, the lower.
+
+        ``PREEMPTIONS_PER_RANK`` lower it too, so that no group is preempted for ever.
+        """
+        if not self.is_shared:
+            return 0
+        num_blocks = self._num_held_by_client[group.client] + num_more_blocks
+        return num_blocks.bit_length() - group.num_preemptions // PREEMPTIONS_PER_RANK
+
+    def place(self, group: SequenceGroup) -> tuple[int, int]:
+        """Return the place of a group in the order."""
+        return self.rank(group), group.arrival
+
+    def in_order(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
+        """Return groups in their order; they are in the order of arrival."""
+        return sorted(groups, key=self.rank) if self.is_shared else list(groups)
+
+    def add_waiting(self, group: SequenceGroup) -> None:
+        """Queue a new group, or one whose blocks were computed elsewhere and are in its table.
+
+        A transfer keeps its position in the order, so it may overtake transfers that are complete already.
+        """
+        self._stamp_arrival(group)
+        insort(self.waiting, group, key=_arrival)
+        self._num_by_client[group.client] += 1
+        self.note_blocks(group)
+
+    def note_blocks(self, group: SequenceGroup) -> None:
+        """Note whether a waiting group holds blocks; call this after it has got some."""
+        if group.holds_blocks:
+            self._with_blocks.add(group)
+        else:
+            self._with_blocks.discard(group)
+
+    def waiting_with_blocks(self) -> list[SequenceGroup]:
+        """Return the waiting groups that hold blocks, in the order of arrival."""
+        return sorted((group for group in self._with_blocks if group.holds_blocks), key=_arrival)
+
+    def add_transfer(self, group: SequenceGroup, on_outcome: OnOutcome) -> None:
+        """Queue a group for the blocks that it lacks; ``on_outcome`` is told whether it gets them."""
+        self._stamp_arrival(group)
+        self.transfers[group] = on_outcome
+
+    def start_group(self, group: SequenceGroup) -> None:
+        """Let a waiting group run."""
+        self.waiting.remove(group)
+        self._with_blocks.discard(group)
+        insort(self.running, group, key=_arrival)
+
+    def suspend_group(self, group: SequenceGroup) -> None:
+        """Let a group wait that has run; do nothing if it waits already."""
+        if group in self.running:
+            self.running.remove(group)
+            self._count_out(group)
+            self.add_waiting(group)
+
+    def remove_group(self, group: SequenceGroup) -> None:
+        """Take a group out of ``running`` or ``waiting``, if it is in one of them."""
+        if group in self.running:
+            self.running.remove(group)
+            self._count_out(group)
+        elif group in self.waiting:
+            self.waiting.remove(group)
+            self._with_blocks.discard(group)
+            self._count_out(group)
+
+    def _count_out(self, group: SequenceGroup) -> None:
+        self._num_by_client[group.client] -= 1
+        if not self._num_by_client[group.client]:
+            del self._num_by_client[group.client]
+
+    def _stamp_arrival(self, group: SequenceGroup) -> None:
+        """Give a group its position in the order of arrival, unless it has one."""
+        if not group.arrival:
+            self._num_arrived += 1
+            group.arrival = self._num_arrived
+
+
+def _arrival(group: SequenceGroup) -> int:
+    return group.arrival

@@ -1,0 +1,87 @@
+"""Preemption: when blocks run out, a group gives up all of its blocks until there is room again.
+
+It is the newest group; with several clients, the newest one of the client that holds the most blocks. Its
+blocks are then copied back from host memory (``swapping.py``) or recomputed, whichever is cheaper
+(PagedAttention, Kwon et al., SOSP 2023, section 4.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.schedule import Schedule
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.scheduling.swapping import Swapping
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.sequence import SequenceStatus
+
+
+class PreemptionCounts(NamedTuple):
+    """How often groups were preempted, by the way in which they get their blocks back."""
+
+    swapped: int
+    recomputed: int
+
+
+class Preemption:
+    """Takes the blocks of groups, and chooses how each group gets them back.
+
+    Args:
+        queues: the groups; a preempted group waits again.
+        tables: the ledger of their blocks.
+        swapping: copies blocks to host memory.
+        prefers_swap: gets numbers of tokens and blocks, and returns whether it is faster to copy the blocks
+            back from host memory than to recompute the tokens.
+    """
+
+    def __init__(
+        self,
+        queues: GroupQueues,
+        tables: BlockTables,
+        swapping: Swapping,
+        prefers_swap: Callable[[int, int], bool],
+    ) -> None:
+        self.counts = PreemptionCounts(0, 0)
+        self.prefers_swap = prefers_swap
+        self._queues = queues
+        self._tables = tables
+        self._swapping = swapping
+
+    @property
+    def num_preempted(self) -> int:
+        """How often groups were preempted, whether swapped out or recomputed."""
+        return sum(self.counts)
+
+    def last_victim(self) -> SequenceGroup | None:
+        """Return the last group in the order that can be preempted; None if there is none."""
+        groups = (*self._queues.running, *self._queues.waiting_with_blocks())
+        victims = (group for group in groups if group.is_preemptible)
+        return max(victims, key=self._queues.place, default=None)
+
+    def preempt(self, victim: SequenceGroup, schedule: Schedule) -> None:
+        """Take all blocks of a group, and plan to swap them out or to recompute them; the group waits."""
+        victim.set_status(SequenceStatus.PREEMPTED)
+        victim.drop_drafts()
+        victim.num_preemptions += 1
+        swapped, recomputed = self.counts
+        if self._is_swapped(victim):
+            self._swapping.swap_out(victim, schedule)
+            self.counts = PreemptionCounts(swapped + 1, recomputed)
+        else:
+            self.counts = PreemptionCounts(swapped, recomputed + 1)
+            for sequence in victim.sequences:
+                sequence.num_computed_tokens = 0
+        for sequence in victim.sequences:
+            sequence.num_sealed_blocks = 0
+            self._tables.free(sequence)
+        self._queues.suspend_group(victim)
+
+    def _is_swapped(self, victim: SequenceGroup) -> bool:
+        """Return whether to swap a group out: if host memory has room, and recomputing is not cheaper."""
+        num_blocks = self._swapping.num_blocks(victim)
+        if num_blocks > self._swapping.num_free:
+            return False
+        num_tokens = sum(sequence.num_computed_tokens for sequence in victim.sequences)
+        return self.prefers_swap(num_tokens, num_blocks)

@@ -1,0 +1,72 @@
+"""What one step does: the blocks that it moves, and the tokens that it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.sequences.sequence import ScheduledSequence, Sequence
+
+
+class StepKind(NamedTuple):
+    """The size of a step, in powers of two."""
+
+    token_bits: int
+    """Number of bits of the number of tokens that the step computes."""
+    read_bits: int
+    """Number of bits of the number of cached tokens that all its tokens together attend to."""
+
+    @classmethod
+    def of(cls, num_tokens: int, num_read_tokens: int) -> StepKind:
+        """Return the kind of a step with these counts."""
+        return cls(num_tokens.bit_length(), num_read_tokens.bit_length())
+
+    def fits_in(self, other: StepKind) -> bool:
+        """Return whether the other kind is at least as large in both."""
+        return self.token_bits <= other.token_bits and self.read_bits <= other.read_bits
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What one step does: it moves blocks, in the order of the attributes, and then computes tokens.
+
+    Attributes:
+        swap_out: (block, host block) to copy to host memory.
+        swap_in: (host block, block) to copy back.
+        copies: (block, block) to copy before the second is written.
+        pinned: cached blocks that are referenced until all copies have been made.
+        promotions: (host block, block) to copy from the prefix cache in host memory.
+        promoted: (sequence, number of blocks) for each table that gets promoted blocks: that many of its
+            leading blocks are full after the copies.
+        sequences: the sequences to compute.
+        admitted: the groups among them that were waiting before, whether new or preempted.
+    """
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    pinned: list[int] = field(default_factory=list)
+    promotions: list[tuple[int, int]] = field(default_factory=list)
+    promoted: list[tuple[Sequence, int]] = field(default_factory=list)
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+    admitted: list[SequenceGroup] = field(default_factory=list)
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether the step copies any block."""
+        return bool(self.swap_out or self.swap_in or self.copies or self.promotions)
+
+    @property
+    def kind(self) -> StepKind:
+        """The size of the computation."""
+        num_tokens = num_read_tokens = 0
+        for sequence, num_scheduled in self.sequences:
+            num_tokens += num_scheduled
+            num_read_tokens += num_scheduled * (sequence.num_computed_tokens + num_scheduled)
+        return StepKind.of(num_tokens, num_read_tokens)
+
+    @property
+    def num_swapped_blocks(self) -> int:
+        """How many blocks it copies between the pool and the swap space."""
+        return len(self.swap_out) + len(self.swap_in)

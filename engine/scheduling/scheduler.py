@@ -1,0 +1,424 @@
+"""Decides what each step computes: first come first served, under a token budget, and fairly between clients.
+
+There is no prefill phase and no decode phase. A sequence has tokens that are not computed yet: many for a
+new prompt, one for a sequence that decodes. Each step takes the oldest groups first and computes as many of
+those tokens as the budget allows. A long prompt is thus prefilled in chunks, in the same steps as decodes.
+What does not all fit into a step is divided among clients (``fair_turns.py``).
+
+When blocks run out, the newest group gives up all of its blocks (``preemption.py``). It resumes when there is
+room for all of them.
+
+Prompts that are computed here (``first_blocks.py``), preempted groups, and transfers, whose prompts another
+worker computes (``transfers.py``), get blocks in one order of arrival (``group_queues.py``):
+
+* No group without blocks gets its first block before an older group that waits for blocks. Groups that hold
+  all their blocks may run meanwhile. Each of them passes a blocked group at most once, because it keeps its
+  blocks until it ends or is preempted, and because no newer transfer gets blocks while the older group waits.
+* Where several clients have groups, the order of arrival is that of each client's own groups. Those of a
+  client that holds fewer blocks come first, and are preempted last. If the first group still lacks blocks,
+  groups of clients that hold more are preempted for it. Prompts that are computed for other workers keep to
+  the order of arrival alone.
+* A new group leaves 1 % of the blocks free while other groups run, so that these can grow.
+* A group may get blocks before an older one of another client that waits for a sequence in a step. It leaves
+  as many blocks free as the largest such group of each client needs.
+
+Every group runs eventually:
+
+* A transfer gets all its blocks at once or none. A transfer that has all of them waits only for its sender,
+  and ends at its deadline at the latest. So no two transfers wait for each other's blocks, with one
+  exception: a waiting transfer holds the part of its prompt that was cached here.
+* If no group runs, the waiting groups that hold blocks give them up, the newest first, until one can run.
+  If only waiting transfers then hold blocks, the newest is ended, and the router tries another worker. So as
+  long as anything is left to do, a group runs or a transfer is in flight.
+* A bounded number of groups can overtake the oldest waiting group: those that already hold blocks. Every
+  answer has a bounded length, so they free their blocks, and the oldest waiting group gets these first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from quire.engine.config import EngineConfig
+from quire.engine.scheduling.fair_turns import FairTurns, Turns
+from quire.engine.scheduling.first_blocks import FirstBlocks
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.preemption import Preemption
+from quire.engine.scheduling.schedule import Schedule
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.scheduling.swapping import Swapping
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus
+
+MAX_SCORED_TOKENS = 64
+"""Most tokens that a step computes of a prompt whose logprobs are asked for. Each needs logits for the whole
+vocabulary, so that a chunk of the usual size would hold up all other sequences for a second or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step; ``EngineConfig`` checks them.
+
+    Attributes:
+        block_size: tokens per block.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens that one step computes.
+    """
+
+    block_size: int = EngineConfig.block_size
+    max_num_seqs: int = EngineConfig.max_num_seqs
+    max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> SchedulerConfig:
+        """Return the part of an engine's settings that the scheduler needs."""
+        return cls(config.block_size, config.max_num_seqs, config.max_num_batched_tokens)
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What a step has left: tokens, draft tokens among them, and sequences that it may still admit.
+
+    Attributes:
+        turns: how many sequences of each group it computes; None: all.
+        num_by_client: how many tokens it may still compute for each client; None: any number.
+    """
+
+    num_tokens: int
+    num_drafts: int
+    num_slots: int
+    turns: Turns | None = None
+    num_by_client: dict[str, int] | None = None
+
+    def has_room(self, group: SequenceGroup) -> bool:
+        """Return whether a group can start in this step."""
+        if self.tokens_for(group) <= 0:
+            return False
+        return group.num_slots <= self.num_slots if self.turns is None else self.has_turn(group)
+
+    def has_turn(self, group: SequenceGroup) -> bool:
+        """Return whether a divided step computes some of a group's sequences."""
+        return self.turns is not None and self.turns.get(group, 0) > 0
+
+    def tokens_for(self, group: SequenceGroup) -> int:
+        """Return how many tokens are left for a group."""
+        if self.num_by_client is None:
+            return self.num_tokens
+        return min(self.num_tokens, self.num_by_client.get(group.client, self.num_tokens))
+
+    def spend(self, group: SequenceGroup, chosen: list[ScheduledSequence]) -> None:
+        """Subtract the tokens of a group's scheduled sequences."""
+        self.spend_tokens(group, sum(each.num_scheduled_tokens for each in chosen))
+        self.num_drafts -= sum(len(each.sequence.draft_token_ids) for each in chosen)
+
+    def spend_tokens(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Subtract tokens of a group."""
+        self.num_tokens -= num_tokens
+        if self.num_by_client is not None and group.client in self.num_by_client:
+            self.num_by_client[group.client] -= num_tokens
+
+
+class Scheduler:
+    """Moves groups between waiting and running and gives them blocks.
+
+    Args:
+        config: the limits of a step.
+        queues: the groups.
+        tables: the ledger of the blocks that sequences hold.
+        preemption: takes blocks from the newest groups.
+        swapping: copies blocks of preempted groups back.
+        first_blocks: gives blocks to groups that start.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        queues: GroupQueues,
+        tables: BlockTables,
+        preemption: Preemption,
+        swapping: Swapping,
+        first_blocks: FirstBlocks,
+    ) -> None:
+        self.config = config
+        self._queues = queues
+        self._tables = tables
+        self._preemption = preemption
+        self._swapping = swapping
+        self._first_blocks = first_blocks
+        self._fair_turns = FairTurns(queues, config.max_num_seqs, config.max_num_batched_tokens)
+
+    def schedule(self) -> Schedule:
+        """Return the next step: choose its tokens and allocate their blocks."""
+        schedule, queues = Schedule(), self._queues
+        num_preempted = self._preemption.num_preempted
+        queues.count_held_blocks()
+        budget = self._divided_budget()
+        self._make_way(schedule, budget)
+        if self._preemption.num_preempted > num_preempted:
+            budget = self._divided_budget()
+        self._continue_running(schedule, budget)
+        # After a preemption nothing is admitted, since the running groups would soon preempt it again.
+        if not queues.running:
+            self._admit_first(schedule)
+        elif self._preemption.num_preempted == num_preempted:
+            self._admit_waiting(schedule, budget)
+        while queues.running and not schedule.sequences:
+            # Those that had turns were preempted, or could not start. The engine would wait for an event.
+            num_preempted = self._preemption.num_preempted
+            self._continue_running(schedule, self._divided_budget(with_waiting=False))
+            if not queues.running:
+                self._admit_first(schedule)
+            elif self._preemption.num_preempted == num_preempted:
+                break
+        return schedule
+
+    def _budget(self) -> _Budget:
+        num_tokens = self.config.max_num_batched_tokens
+        # Draft tokens leave room in the budget for one token of every running sequence.
+        num_drafts = max(0, num_tokens - sum([len(group.sequences) for group in self._queues.running]))
+        return _Budget(num_tokens, num_drafts, self.config.max_num_seqs)
+
+    def _divided_budget(self, *, with_waiting: bool = True) -> _Budget:
+        budget = self._budget()
+        budget.turns = self._fair_turns.divide_sequences(with_waiting=with_waiting)
+        budget.num_by_client = self._fair_turns.divide_tokens()
+        return budget
+
+    def _admit_first(self, schedule: Schedule) -> None:
+        """Admit groups while none runs; waiting groups that hold blocks would never release them."""
+        budget = self._budget()
+        self._admit_waiting(schedule, budget)
+        if not self._queues.running:
+            self._free_waiting(schedule, budget)
+
+    def _free_waiting(self, schedule: Schedule, budget: _Budget) -> None:
+        """Take the blocks of waiting groups, the newest first, until a group runs."""
+        holding = reversed(self._queues.waiting_with_blocks())
+        for group in [group for group in holding if group.is_preemptible]:
+            self._preemption.preempt(group, schedule)
+            self._admit_waiting(schedule, budget)
+            if self._queues.running:
+                return
+
+    def _make_way(self, schedule: Schedule, budget: _Budget) -> None:
+        """Preempt groups of clients that hold many blocks for the next group of one that holds few.
+
+        Even with its blocks, that group has a lower rank than the others had before. So a group that is
+        preempted cannot take its blocks back in the same way.
+        """
+        queues = self._queues
+        if not queues.is_shared or (group := self._next_without_blocks(budget)) is None:
+            return
+        num_blocks = self._num_needed_blocks(group)
+        while num_blocks > queues.num_blocks_above_watermark:
+            victim = self._preemption.last_victim()
+            if victim is None or queues.rank(victim) <= queues.rank(group, num_blocks):
+                return
+            self._preemption.preempt(victim, schedule)
+            queues.count_held_blocks()
+
+    def _next_without_blocks(self, budget: _Budget) -> SequenceGroup | None:
+        """Return the first group that lacks only blocks; None if the first one waits for something else."""
+        queues = self._queues
+        waiting = (group for group in queues.waiting if not group.holds_blocks and not group.is_loading)
+        group = min((*queues.transfers, *waiting), key=queues.place, default=None)
+        if group is None or group in queues.transfers:
+            return group
+        oldest_transfer = next(iter(queues.transfers), group)
+        may_start = group.awaited is None and budget.has_room(group)
+        return group if may_start and group.arrival <= oldest_transfer.arrival else None
+
+    def _num_needed_blocks(self, group: SequenceGroup) -> int:
+        """Return how many blocks a group needs to begin, or to go on; 0 if that is not known yet."""
+        if group in self._queues.transfers:
+            return self._tables.num_missing(group.prompt)
+        if group.swapped is not None:
+            return len(group.swapped.host_ids)
+        return group.lack.num_blocks if group.lack is not None else 0
+
+    # --- running groups -----------------------------------------------------------------------------------
+
+    def _continue_running(self, schedule: Schedule, budget: _Budget) -> None:
+        """Schedule the running groups in their order; preempt the last if there are too few blocks."""
+        num_preempted = self._preemption.num_preempted
+        for group in self._queues.in_order(self._queues.running):
+            if budget.turns is not None and not budget.turns.get(group):
+                continue
+            if budget.tokens_for(group) > 0 and self._has_next_token(group.prompt):
+                schedule.sequences.append(group.next_token)
+                budget.spend_tokens(group, 1)
+                budget.num_slots -= 1
+                continue
+            # A victim of a preemption comes after the group that needs blocks, so it was not scheduled yet.
+            if self._preemption.num_preempted != num_preempted and group not in self._queues.running:
+                continue
+            budget.num_slots -= group.num_slots
+            chosen = self._choose_tokens(group, budget)
+            if group.num_draft_tokens and not self._has_room(chosen):
+                group.drop_drafts()  # no group is preempted to make room for draft tokens
+                chosen = self._choose_tokens(group, budget)
+            if chosen and self._make_room(group, chosen, schedule):
+                self._append(chosen, schedule)
+                schedule.sequences += chosen
+                budget.spend(group, chosen)
+
+    def _has_next_token(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is plain, lacks one token and has room for it, perhaps in a new block.
+
+        Nothing else has to be decided for it: only the samples and beams of one request share a block that is
+        not full. Most sequences of most steps are like this.
+        """
+        num_computed = sequence.num_computed_tokens
+        if not sequence.is_plain or len(sequence.token_ids) > num_computed + 1 or sequence.draft_token_ids:
+            return False
+        num_free = len(sequence.block_table) * self.config.block_size - num_computed
+        return num_free > 0 or (num_free == 0 and self._tables.add_block(sequence))
+
+    def _choose_tokens(self, group: SequenceGroup, budget: _Budget) -> list[ScheduledSequence]:
+        """Return which sequences of a group to compute in this step, and how many tokens of each.
+
+        Beams advance together: the step computes the last tokens of all of them, or of none.
+        """
+        started = self._started_sequences(group, budget.turns.get(group) if budget.turns else None)
+        num_tokens_left, num_drafts_left, num_kept_back = budget.tokens_for(group), budget.num_drafts, 0
+        if group.beam is not None and group.is_forked:
+            if any(s.num_tokens - s.num_computed_tokens > 1 for s in group.sequences):
+                num_kept_back = 1
+            elif len(group.sequences) > num_tokens_left:
+                return []
+        chosen = []
+        for sequence in started:
+            num_tokens = min(sequence.max_step_tokens(self.config.block_size), num_tokens_left)
+            if sequence.positions_to_score(num_tokens):
+                num_tokens = min(num_tokens, MAX_SCORED_TOKENS)
+            if num_kept_back:
+                num_tokens = min(num_tokens, sequence.num_tokens - sequence.num_computed_tokens - 1)
+            if sequence.draft_token_ids:
+                del sequence.draft_token_ids[max(0, min(num_drafts_left, num_tokens_left - num_tokens)) :]
+                num_drafts_left -= len(sequence.draft_token_ids)
+                num_tokens += len(sequence.draft_token_ids)
+            if num_tokens > 0:
+                chosen.append(ScheduledSequence(sequence, num_tokens))
+                num_tokens_left -= num_tokens
+        return chosen
+
+    def _started_sequences(self, group: SequenceGroup, most: int | None) -> list[Sequence]:
+        """Return the sequences of a group that can be computed, only the first ones if there are too many.
+
+        After a preemption all sequences may have to be recomputed. The others then wait until the first one
+        has sealed the blocks of the prompt. Otherwise each would compute the prompt into blocks of its own.
+        """
+        first, *others = group.sequences[:most]
+        started = [first]
+        for sequence in others:
+            if not sequence.block_table:
+                if first.num_sealed_blocks < first.num_prompt_tokens // self.config.block_size:
+                    continue
+                self._tables.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
+            started.append(sequence)
+        return started
+
+    def _has_room(self, chosen: list[ScheduledSequence]) -> bool:
+        """Return whether there are blocks for the chosen tokens."""
+        return self._tables.num_appended_blocks(chosen) <= self._tables.pool.num_allocatable
+
+    def _make_room(self, group: SequenceGroup, chosen: list[ScheduledSequence], schedule: Schedule) -> bool:
+        """Preempt the last groups until there are blocks for the chosen tokens; return whether there are."""
+        while not self._has_room(chosen):
+            victim = self._preemption.last_victim()
+            # A running group has no blocks if those of its sequences that had some have ended. A group that
+            # comes before it gives up none for it. A transfer in flight later frees its blocks, or runs.
+            if victim is None or self._queues.place(victim) < self._queues.place(group):
+                return False
+            self._preemption.preempt(victim, schedule)
+            if victim is group:
+                return False
+        return True
+
+    def _append(self, chosen: list[ScheduledSequence], schedule: Schedule) -> None:
+        """Extend the tables by the chosen tokens; plan copies of shared blocks that will be written."""
+        for sequence, num_tokens in chosen:
+            if (copy := self._tables.append(sequence, num_tokens)) is not None:
+                schedule.copies.append(copy)
+
+    # --- waiting groups -----------------------------------------------------------------------------------
+
+    def _admit_waiting(self, schedule: Schedule, budget: _Budget) -> None:
+        """Admit groups in their order, but none that lacks blocks before an older transfer.
+
+        A group with blocks may pass a group without, and any group one of another client for which the step
+        has no sequence or token left. A group that has a turn may also pass larger ones of its own client.
+        """
+        queues = self._queues
+        owed: dict[str, int] = {}
+        queues.num_owed_blocks = owed
+        oldest_transfer = next((group.arrival for group in queues.transfers), math.inf)
+        starting = set(budget.turns or ()).difference(queues.running)
+        smallest: dict[str, int] = {}  # sequences of a group that was passed, by client
+        for group in queues.in_order(queues.waiting):
+            if group.arrival > oldest_transfer:
+                continue
+            if group.client not in owed and self._first_blocks.is_loading(group):
+                continue
+            starting.discard(group)
+            is_behind = group.num_slots >= smallest.get(group.client, math.inf) or not budget.has_turn(group)
+            if (group.client in owed and is_behind) or not budget.has_room(group):
+                self._pass(group, owed)
+                smallest[group.client] = min(group.num_slots, smallest.get(group.client, group.num_slots))
+                if (len(owed) == queues.num_clients and not starting) or budget.num_tokens <= 0:
+                    return
+            elif not self._start(group, schedule, budget):
+                break
+        for group in queues.waiting_with_blocks():
+            if group.client not in owed or budget.has_turn(group):
+                if not budget.has_room(group):
+                    self._pass(group, owed)
+                else:
+                    self._start(group, schedule, budget)
+
+    def _pass(self, group: SequenceGroup, owed: dict[str, int]) -> None:
+        """Let other clients' groups pass one, which they leave the blocks that it may need."""
+        num_blocks = 0
+        if not group.holds_blocks:
+            swapped = group.swapped
+            num_blocks = (
+                len(swapped.host_ids) if swapped else self._tables.blocks_for(group.prompt.num_tokens)
+            )
+        owed[group.client] = max(owed.get(group.client, 0), num_blocks)
+
+    def _start(self, group: SequenceGroup, schedule: Schedule, budget: _Budget) -> bool:
+        """Let a waiting group run if it can be admitted; return whether it can."""
+        chosen = self._admit(group, schedule, budget)
+        if chosen is None:
+            self._queues.note_blocks(group)
+            return False
+        self._queues.start_group(group)
+        schedule.sequences += chosen
+        schedule.admitted.append(group)
+        budget.num_slots -= group.num_slots
+        budget.spend(group, chosen)
+        return True
+
+    def _admit(
+        self, group: SequenceGroup, schedule: Schedule, budget: _Budget
+    ) -> list[ScheduledSequence] | None:
+        """Give a waiting group its blocks: from swap space or its cached prefix, and new ones.
+
+        Returns:
+            The sequences and tokens to compute in this step; None if the group cannot be admitted.
+        """
+
+        def num_next_blocks(group: SequenceGroup) -> int:
+            return self._tables.num_appended_blocks(self._choose_tokens(group, budget))
+
+        if group.swapped is not None and not self._swapping.swap_in(group, schedule, num_next_blocks):
+            return None
+        if not group.holds_blocks and not self._first_blocks.allocate_for(group, schedule):
+            return None
+        chosen = self._choose_tokens(group, budget)
+        if not self._has_room(chosen):
+            return None
+        self._append(chosen, schedule)
+        is_prefill = group.num_uncomputed_tokens > len(group.sequences)
+        group.set_status(SequenceStatus.PREFILLING if is_prefill else SequenceStatus.DECODING)
+        return chosen

@@ -1,0 +1,89 @@
+"""Swapping: plans the copies of a preempted group's blocks to host memory, and back when there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.engine.kv_cache.swap_space import SwapSpace
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.schedule import Schedule
+from quire.engine.scheduling.sequence_group import SequenceGroup, SwappedTables
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.sequence import NO_BLOCK
+
+
+class Swapping:
+    """Moves the blocks of groups between the pool and host memory; a block that sequences share moves once.
+
+    Args:
+        queues: says how many blocks of the pool a group may take.
+        tables: the ledger of the groups' blocks.
+        swap_space: the ledger of host blocks.
+    """
+
+    def __init__(self, queues: GroupQueues, tables: BlockTables, swap_space: SwapSpace) -> None:
+        self._queues = queues
+        self._tables = tables
+        self._swap_space = swap_space
+
+    @property
+    def num_free(self) -> int:
+        """Number of host blocks that are free."""
+        return self._swap_space.num_free
+
+    def num_blocks(self, group: SequenceGroup) -> int:
+        """Return how many blocks ``swap_out`` would copy."""
+        return len(_distinct_blocks(self._computed_tables(group)))
+
+    def swap_out(self, group: SequenceGroup, schedule: Schedule) -> None:
+        """Plan to copy a group's blocks to host memory.
+
+        Args:
+            group: the group, whose ``num_blocks`` is at most ``num_free``; the caller frees its tables.
+            schedule: gets the copies.
+        """
+        computed = self._computed_tables(group)
+        block_ids = _distinct_blocks(computed)
+        host_ids = self._swap_space.allocate(len(block_ids))
+        schedule.swap_out += zip(block_ids, host_ids, strict=True)
+        index_of = {NO_BLOCK: NO_BLOCK, **{block_id: index for index, block_id in enumerate(block_ids)}}
+        tables = [[index_of[block_id] for block_id in table] for table in computed]
+        group.swapped = SwappedTables(host_ids, tables)
+
+    def swap_in(
+        self, group: SequenceGroup, schedule: Schedule, num_next_blocks: Callable[[SequenceGroup], int]
+    ) -> bool:
+        """Plan to copy a group's blocks back; return False if they and its next tokens do not all fit.
+
+        Args:
+            group: the group, whose blocks are in host memory.
+            schedule: gets the copies.
+            num_next_blocks: returns how many more blocks the group's next tokens take, once it has tables.
+        """
+        assert group.swapped is not None
+        host_ids, tables = group.swapped
+        if len(host_ids) > self._queues.num_spare_blocks:
+            return False
+        pool = self._tables.pool
+        block_ids = pool.allocate(len(host_ids))
+        for sequence, table in zip(group.sequences, tables, strict=True):
+            held = [block_ids[index] if index != NO_BLOCK else NO_BLOCK for index in table]
+            self._tables.replace(sequence, held)
+            pool.share(sequence.held_blocks)
+        pool.free(block_ids)
+        if num_next_blocks(group) > self._queues.num_spare_blocks:
+            for sequence in group.sequences:
+                self._tables.free(sequence)
+            return False
+        schedule.swap_in += zip(host_ids, block_ids, strict=True)
+        self._swap_space.free_after_step(host_ids)
+        group.swapped = None
+        return True
+
+    def _computed_tables(self, group: SequenceGroup) -> list[list[int]]:
+        """Return the part of each sequence's block table that holds computed tokens."""
+        return [s.block_table[: self._tables.blocks_for(s.num_computed_tokens)] for s in group.sequences]
+
+
+def _distinct_blocks(tables: list[list[int]]) -> list[int]:
+    return list(dict.fromkeys(block_id for table in tables for block_id in table if block_id != NO_BLOCK))

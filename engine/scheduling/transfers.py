@@ -1,0 +1,203 @@
+"""Transfers: requests whose prompts another worker computes and pushes into blocks of this one.
+
+::
+
+    accept ──► reserve ──► grant_blocks ──► (the blocks are written) ──► admit
+    take the   ask for     late allocation: all missing blocks,          decode
+    cached     the rest    or none, in the order of arrival
+    prefix
+
+Blocks are allocated late, when the other worker begins to push. Until then a transfer holds only the part of
+its prompt that was cached here.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+from quire.engine.errors import failing_request
+from quire.engine.scheduling.group_queues import GroupQueues, OnOutcome
+from quire.engine.scheduling.requests import Requests
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.paged_eviction import PagedEviction
+from quire.engine.sequences.sequence import Sequence, SequenceStatus, SequenceUpdate
+from quire.engine.sequences.stop_rules import StopRules
+
+
+def num_transferred_tokens(prompt: Sequence) -> int:
+    """Return how many of a request's prompt tokens the prefill worker computes.
+
+    It computes all of them if the request has one sequence, whose first token it also samples. If there are
+    several sequences, the decode worker needs the last token's logits and computes that token itself.
+    """
+    return prompt.num_tokens if prompt.params.num_sequences == 1 else prompt.num_tokens - 1
+
+
+class Transfers:
+    """Gives blocks to requests whose prompts another worker computes, and admits them.
+
+    Args:
+        requests: the requests of the engine.
+        queues: their queues, of which ``transfers`` holds the requests that lack blocks.
+        tables: the ledger of their blocks.
+        eviction: chooses the blocks that a prompt with a KV budget frees when it has arrived.
+        stop_rules: decide whether the first token ends a request.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        queues: GroupQueues,
+        tables: BlockTables,
+        eviction: PagedEviction,
+        stop_rules: StopRules,
+    ) -> None:
+        self._requests = requests
+        self._queues = queues
+        self._tables = tables
+        self._eviction = eviction
+        self._stop_rules = stop_rules
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of accepted requests whose blocks cannot all be allocated yet."""
+        return len(self._queues.transfers)
+
+    def accept(self, prompt: Sequence) -> int:
+        """Take a request whose prompt another worker computes; return the index of the first block it lacks.
+
+        The blocks before that index are cached here. The request holds a reference to them until it ends, or
+        until no later token attends to them. If the request has several sequences, they sample their first
+        tokens here: the prompt's last token is then computed by this worker and not by the other one.
+
+        Raises:
+            RequestTooLongError: the request can never fit.
+            KvBudgetError: its KV budget cannot be kept.
+        """
+        self._requests.register(prompt)
+        prompt.status = SequenceStatus.TRANSFERRING
+        num_tokens = num_transferred_tokens(prompt)
+        self._tables.bring_prefix(prompt)
+        self._tables.take_cached_prefix(prompt, max_tokens=num_tokens)
+        self._tables.drop_unseen(prompt, num_tokens)
+        return len(prompt.block_table)
+
+    def reserve(self, attempt_id: str, on_outcome: OnOutcome) -> None:
+        """Ask for the blocks of an accepted request's whole prompt; ``on_outcome`` later gets the outcome.
+
+        ``on_outcome(True)`` means that the request got all of its blocks; it never gets only some of them.
+        Accepted requests and requests that are computed here share one order of arrival.
+
+        ``on_outcome(False)`` means that the request ended first. It may be ended to break a deadlock: waiting
+        requests may hold cached prefixes, and if only these stand in the way, the newest waiting request is
+        ended, since another worker may have room for it.
+
+        Raises:
+            KeyError: the request has ended.
+        """
+        self._queues.add_transfer(self._requests.groups[attempt_id], on_outcome)
+
+    def grant_blocks(self) -> None:
+        """Give free blocks to waiting transfers; end the newest one if no other group will free blocks.
+
+        Call this after anything that may free blocks. ``Engine.step`` does so itself.
+        """
+        while self._grant_next() or (self._queues.is_idle and self.end_deadlocked()):
+            pass
+
+    def _grant_next(self) -> bool:
+        """Give the next transfer the blocks for its whole prompt, if it is its turn.
+
+        Returns:
+            Whether it got them; False if no transfer waits.
+        """
+        transfers = list(self._queues.transfers)
+        if not transfers:
+            return False
+        group = self._queues.in_order(transfers)[0]
+        if group is not transfers[0] and not self._may_pass(group, transfers):
+            group = transfers[0]
+        if self._is_behind_waiting_group(group):
+            return False
+        if self._tables.num_missing(group.prompt) > self._queues.num_spare_blocks:
+            return False
+        self._tables.reserve(group.prompt)
+        self._queues.transfers.pop(group)(True)
+        return True
+
+    def _may_pass(self, transfer: SequenceGroup, transfers: list[SequenceGroup]) -> bool:
+        """Return whether a transfer may get blocks before older ones.
+
+        Its sender may have to finish these before. So they must be able to get their blocks even while all
+        blocks that have been granted wait for their content.
+        """
+        if self._is_behind_waiting_group(transfer):
+            return False
+        older = set(takewhile(lambda group: group is not transfer, transfers))
+        prompts = [group.prompt for group in self._requests.groups.values() if group not in older]
+        granted = (each for each in prompts if each.status is SequenceStatus.TRANSFERRING)
+        num_granted = sum(len(each.held_blocks) for each in granted)
+        largest = max(self._tables.blocks_for(group.prompt.num_tokens) for group in older)
+        return (
+            num_granted + self._tables.num_missing(transfer.prompt) + largest <= self._tables.pool.num_blocks
+        )
+
+    def _is_behind_waiting_group(self, transfer: SequenceGroup) -> bool:
+        """Return whether an older group than a transfer waits for all its blocks.
+
+        A group does not if it waits for a disk, or, as another client's or a larger one, for a sequence in a
+        step, or if its client holds more blocks than that of the transfer.
+        """
+
+        def is_larger(group: SequenceGroup) -> bool:
+            return group.lack is None and group.num_slots > transfer.num_slots
+
+        older = takewhile(lambda group: group.arrival < transfer.arrival, self._queues.waiting)
+        passed = self._queues.num_owed_blocks
+        return any(
+            not group.holds_blocks
+            and not group.is_loading
+            and not (group.client in passed and (group.client != transfer.client or is_larger(group)))
+            and self._queues.rank(group) <= self._queues.rank(transfer)
+            for group in older
+        )
+
+    def end_deadlocked(self) -> bool:
+        """End the newest transfer if only waiting transfers hold blocks, so that none would come free.
+
+        Returns:
+            Whether it was ended; its blocks are free then.
+        """
+        transfers = self._queues.transfers
+        held = {block_id for group in transfers for block_id in group.prompt.held_blocks}
+        if not transfers or self._tables.pool.counts.used > len(held):
+            return False
+        self._requests.discard_group(next(reversed(transfers)), SequenceStatus.FINISHED_ABORTED)
+        return True
+
+    def admit(self, attempt_id: str, first_token_id: int | None) -> SequenceUpdate:
+        """Start decoding an accepted request whose prompt's blocks have all been written.
+
+        Args:
+            first_token_id: the token that the prefill worker sampled; None if all are sampled here.
+
+        Raises:
+            RequestFailedError: the request cannot go on.
+        """
+        group = self._requests.groups[attempt_id]
+        prompt = group.prompt
+        prompt.num_computed_tokens = num_transferred_tokens(prompt)
+        self._tables.seal(prompt)
+        with failing_request(attempt_id):
+            excess = self._eviction.choose(prompt)
+        self._tables.drop(prompt, excess)
+        prompt.status = SequenceStatus.WAITING
+        if first_token_id is not None:
+            prompt.token_ids.append(first_token_id)
+            prompt.status = self._stop_rules.status_after_token(prompt)
+        if prompt.status.is_finished:
+            self._requests.finish_sequence(prompt, prompt.status)
+        else:
+            self._requests.queue_group(group)
+        return SequenceUpdate(prompt, prompt.num_computed_tokens, [], prompt.status)

@@ -1,0 +1,82 @@
+"""Finds a cached block whose first tokens match a prompt, where the match of full blocks ends.
+
+::
+
+    cached     [ a b c d ][ e f g h ]
+    prompt     [ a b c d ][ e f x y ]     a full hit, then two tokens: copy the second block, compute x y
+
+Full blocks are found by hash. This file compares tokens, among the blocks that follow the same parent.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import takewhile
+from operator import eq
+from typing import NamedTuple
+
+from quire.engine.kv_cache.block_pool import BlockPool
+from quire.engine.sequences.sequence import Sequence
+
+MAX_SIBLINGS = 32
+"""Most blocks after one parent that are compared: the last used. A root may have any number of children."""
+
+
+class PartialHit(NamedTuple):
+    """A block of the pool, and how many of its leading tokens match."""
+
+    block_id: int
+    num_tokens: int
+
+
+class BlockTokens:
+    """The tokens of sealed blocks, by the hash of the block before them.
+
+    Evicted blocks are skipped by lookups and removed later, so at most twice as many blocks are known as the
+    pool has.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._siblings: dict[bytes, dict[bytes, array[int]]] = {}
+        self.num_blocks = 0
+        """Number of blocks whose tokens are known, evicted ones included."""
+
+    def remember(self, sequence: Sequence, first: int, last: int, block_size: int) -> None:
+        """Remember the tokens of a sequence's sealed blocks ``first..last - 1`` as the most recently used."""
+        for index in range(first, last):
+            siblings = self._siblings.setdefault(sequence.parent_hash(index), {})
+            block_hash = sequence.block_hashes[index]
+            token_ids = siblings.pop(block_hash, None)
+            if token_ids is None:
+                token_ids = array("I", sequence.token_ids[index * block_size : (index + 1) * block_size])
+                self.num_blocks += 1
+            siblings[block_hash] = token_ids
+            if len(siblings) > MAX_SIBLINGS:
+                del siblings[next(iter(siblings))]
+                self.num_blocks -= 1
+        if self.num_blocks > 2 * self._pool.num_blocks:
+            self._forget_evicted()
+
+    def find(self, parent_hash: bytes, token_ids: list[int]) -> PartialHit | None:
+        """Return the pool's block after ``parent_hash`` that shares the most leading tokens, if any.
+
+        Args:
+            parent_hash: hash of the block before it.
+            token_ids: the tokens to match, at most one block.
+        """
+        best = None
+        for block_hash, held_ids in self._siblings.get(parent_hash, {}).items():
+            num_tokens = sum(takewhile(bool, map(eq, held_ids, token_ids)))
+            if num_tokens > (best.num_tokens if best else 0):
+                for block_id in self._pool.look_up([block_hash]):
+                    best = PartialHit(block_id, num_tokens)
+        return best
+
+    def _forget_evicted(self) -> None:
+        held = (
+            (parent, {name: ids for name, ids in siblings.items() if self._pool.look_up([name])})
+            for parent, siblings in self._siblings.items()
+        )
+        self._siblings = {parent: siblings for parent, siblings in held if siblings}
+        self.num_blocks = sum(map(len, self._siblings.values()))

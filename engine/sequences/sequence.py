@@ -1,0 +1,255 @@
+"""A sequence: its tokens, its block table and how far it has been computed.
+
+::
+
+    token_ids   [ prompt ............................ | output ...... ]
+                [ num_cached_tokens | computed ... | scheduled | ... ]
+                  found in the pool                  this step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+from quire.engine.errors import RequestFailedError
+from quire.engine.structured_output.logits_rules import LogitsRules
+from quire.sampling.params import SamplingParams
+
+NO_BLOCK = -1
+"""Entry of a block table for a block that was freed, since no later token attends to it."""
+
+HashBlock = Callable[[bytes, list[int]], bytes]
+"""Function that returns the hash of a full block, from its parent's hash and its tokens."""
+
+
+class SequenceStatus(IntEnum):
+    """State of a sequence; FINISHED_STOPPED and all states after it are final."""
+
+    WAITING = 0
+    PREFILLING = 1
+    TRANSFERRING = 2
+    DECODING = 3
+    PREEMPTED = 4
+    FINISHED_STOPPED = 5
+    FINISHED_LENGTH = 6
+    FINISHED_HANDED_OVER = 7
+    FINISHED_ABORTED = 8
+    FINISHED_FAILED = 9
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the state is final, so that the sequence gets no more tokens."""
+        return self >= SequenceStatus.FINISHED_STOPPED
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position, of the model's own distribution before temperature."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Number of tokens that the engine has generated for a request, those of beams that were given up too."""
+
+    num_generated_tokens: int = 0
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Sequence:
+    """One sequence of tokens and the blocks that hold its keys and values.
+
+    ``token_ids`` may end with tokens that an earlier attempt generated: ``num_prompt_tokens`` says where the
+    prompt ends. Positions count from the prompt's start, so a resumed sequence samples the same tokens.
+    """
+
+    attempt_id: str
+    """Unique in the engine: a request that is tried again has another one."""
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    root_hash: bytes
+    client: str = ""
+    """Whose request it is: clients share the steps fairly."""
+    stops_after_prefill: bool = False
+    """True on a prefill worker: the sequence ends with its prompt, and its blocks stay until released."""
+    samples_tokens: bool = True
+    """False on a prefill worker if the decode worker samples all tokens of the request."""
+
+    is_plain: bool = False
+    """Whether it is its request's only sequence, and each of its steps only samples from the model's logits.
+
+    The engine says so when it takes a request without a beam search, samples, prompt logprobs or KV budget
+    that is not handed over."""
+
+    index: int = 0
+    """Index among the sequences of its request, from 0."""
+    status: SequenceStatus = SequenceStatus.WAITING
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_promoted_tokens: int = 0
+    """Cached tokens that came from the tiers below the pool; ``num_cached_tokens`` includes them."""
+    num_sealed_blocks: int = 0
+    num_dropped_blocks: int = 0
+    """Number of entries of the block table that are ``NO_BLOCK``."""
+    num_table_edits: int = 0
+    """How often the block table was changed in any way but by blocks added at its end."""
+    logits_rules: LogitsRules | None = None
+    """Changes to the logits that ``params`` asks for; None if there are none."""
+    draw: bytes = field(default=b"", init=False)
+    """How the sampler draws each of its tokens, as the sampler has encoded it; empty before the first one."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Logprobs of the prompt's tokens from the second on, as far as they are computed."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Draft tokens that one step verifies; they are never hashed, sealed or reported."""
+    tally: Tally = field(default_factory=Tally)
+    """Shared by all sequences of the request."""
+
+    queued_at: float = 0.0
+    """Time when it was queued in the scheduler, in seconds of the engine's clock."""
+    started_at: float = 0.0
+    """Time when the first step began that computed any of its tokens."""
+    finished_at: float = 0.0
+    """Time when it ended; its blocks may stay until they are released."""
+
+    def __post_init__(self) -> None:
+        if self.logits_rules is None and self.params.changes_logits:
+            self.logits_rules = LogitsRules(self.params, self.num_prompt_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of generated tokens, including those of earlier attempts."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Block ids of the table in order, without ``NO_BLOCK``."""
+        if not self.num_dropped_blocks:
+            return self.block_table
+        # A window drops the first blocks, so the rest usually has no gaps.
+        rest = self.block_table[self.num_dropped_blocks :]
+        if NO_BLOCK not in rest:
+            return rest
+        return [block_id for block_id in self.block_table if block_id != NO_BLOCK]
+
+    @property
+    def seed(self) -> int:
+        """Seed of this sequence's random numbers: the request's seed plus the sequence's index."""
+        return (self.params.seed + self.index) % 2**64
+
+    @property
+    def kv_budget(self) -> int | None:
+        """Most tokens whose keys and values are kept after the prompt; None keeps all."""
+        return self.params.kv_budget_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most tokens of a cached prefix that it may use: cached tokens have no logits to score a prompt."""
+        limit = self.num_exact_tokens
+        if self.kv_budget is not None:
+            # The prompt's last token must be computed: after it the blocks to keep are chosen, before any
+            # later token is recomputed.
+            limit -= 1
+        num_scored = len(self.prompt_logprobs)
+        needs_no_more = self.params.num_prompt_logprobs is None or num_scored == self.num_prompt_tokens - 1
+        return limit if needs_no_more else min(limit, num_scored)
+
+    @property
+    def num_exact_tokens(self) -> int:
+        """Leading tokens whose keys and values are the same in every sequence with the same prefix.
+
+        With a KV budget these are only the prompt's: later tokens depend on which blocks were kept.
+        """
+        return self.num_tokens if self.kv_budget is None else self.num_prompt_tokens
+
+    def max_step_tokens(self, block_size: int) -> int:
+        """Return the most tokens that a step may compute.
+
+        With a KV budget, blocks are freed after the prompt and after each full block. A step must not cross
+        these points, since tokens that are recomputed must attend to the same blocks as the first time.
+        """
+        num_computed = self.num_computed_tokens
+        num_missing = self.num_tokens - num_computed
+        if self.kv_budget is None or self.stops_after_prefill:
+            return num_missing
+        num_left = self.num_prompt_tokens - num_computed
+        return num_left if num_left > 0 else min(num_missing, block_size - num_computed % block_size)
+
+    def positions_to_score(self, num_new_tokens: int) -> range:
+        """Return the positions among the next tokens whose logits give prompt logprobs not yet computed."""
+        if self.params.num_prompt_logprobs is None:
+            return range(0)
+        end = min(self.num_computed_tokens + num_new_tokens, self.num_prompt_tokens - 1)
+        return range(max(self.num_computed_tokens, len(self.prompt_logprobs)), end)
+
+    def extend_hashes(self, block_size: int, hash_block: HashBlock) -> None:
+        """Hash every full block of ``token_ids`` that has no hash yet."""
+        for index in range(len(self.block_hashes), self.num_tokens // block_size):
+            tokens = self.token_ids[index * block_size : (index + 1) * block_size]
+            self.block_hashes.append(hash_block(self.parent_hash(index), tokens))
+
+    def parent_hash(self, index: int) -> bytes:
+        """Return the hash of the block before ``index``; the root hash for index 0."""
+        return self.block_hashes[index - 1] if index else self.root_hash
+
+    def copy(self, index: int) -> Sequence:
+        """Return a sequence in the same state, with the same block ids; the caller adds the references."""
+        return replace(
+            self,
+            index=index,
+            token_ids=self.token_ids[:],
+            block_table=self.block_table[:],
+            block_hashes=self.block_hashes[:],
+            logits_rules=self.logits_rules and self.logits_rules.copy(),
+            draft_token_ids=[],
+        )
+
+
+@dataclass(slots=True)
+class GeneratedToken:
+    """A new token, and its logprobs if the request asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(slots=True)
+class SequenceUpdate:
+    """What one step did for one sequence.
+
+    Attributes:
+        score: score of an answer of a beam search, else None.
+        num_accepted_tokens: how many of ``tokens`` were accepted draft tokens.
+        error: why the whole request has failed, with all its sequences; None if it has not.
+    """
+
+    sequence: Sequence
+    num_computed_tokens: int
+    tokens: list[GeneratedToken]
+    status: SequenceStatus
+    score: float | None = None
+    num_accepted_tokens: int = 0
+    error: RequestFailedError | None = None
+
+
+class ScheduledSequence(NamedTuple):
+    """A sequence and how many of its tokens this step computes, including its draft tokens."""
+
+    sequence: Sequence
+    num_scheduled_tokens: int
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """Rows of logits to sample from: one after its last token and one after each draft token."""
+        return 1 + len(self.sequence.draft_token_ids)

@@ -1,0 +1,1 @@
+"""Proposes draft tokens and learns how many are right."""

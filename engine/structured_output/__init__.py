@@ -1,0 +1,1 @@
+"""Which tokens a request's format and rules allow next."""

@@ -1,0 +1,282 @@
+"""Structured output: which tokens a JSON schema, a regular expression or a Lark grammar allows next.
+
+llguidance, an optional package, reads each of these formats as a grammar, compiles it against the tokenizer's
+vocabulary and parses the output token by token. The parser's state depends only on the output, so forking,
+preempting or resuming a sequence on another worker does not change its answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from copy import copy
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from time import thread_time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.engine.errors import RequestFailedError
+from quire.engine.structured_output.grammar_check import FormatChecker, FormatCheckError
+from quire.engine.structured_output.grammar_compile import (
+    BadFormatError,
+    compile_format,
+    first_line,
+    load_tokenizer,
+)
+from quire.sampling.output_format import OutputFormat
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+CACHE_BYTES = 256 << 20
+"""Most bytes of compiled formats that a process caches, as measured when each was compiled."""
+MIN_CACHED_BYTES = 4 << 20
+"""Fewest bytes that a compiled format counts for, since its lexer grows while answers are generated."""
+MAX_REFUSED = 1024
+"""Most refused formats that a process remembers, so that it does not try them again."""
+MASK_SECONDS = 10.0
+"""Most seconds of processor time for the masks of one request: 1,000 masks of the slowest usual kind."""
+
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+class StructuredOutputUnavailableError(RuntimeError):
+    """This process cannot compile formats; the message says what is missing."""
+
+
+class FormatFailedError(RequestFailedError):
+    """An answer cannot be continued in its format; a retry on another worker would fail too.
+
+    Attributes:
+        field: the format's field as the client sent it.
+        problem: what went wrong, to follow the field's name in a message.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class CompiledFormat:
+    """A compiled format. The sequences that follow it at the same time share its lexer.
+
+    The lexer remembers each state that any answer has reached. At ``max_lexer_states`` it fails for all
+    answers, even for those that need few states, and is replaced by a new one.
+    """
+
+    def __init__(self, output_format: OutputFormat, num_bytes: int, make: Callable[[], LLMatcher]) -> None:
+        self.output_format = output_format
+        self.num_bytes = num_bytes
+        self._make = make
+        self._first = make()
+
+    def start(self) -> LLMatcher:
+        """Return a matcher at the start of an answer."""
+        return self._first.deep_copy()
+
+    def restart(self) -> LLMatcher | None:
+        """Replace a lexer that has failed; return a matcher at the start, or None if the lexer works."""
+        matcher = self.start()
+        matcher.compute_bitmask()
+        if not matcher.is_error():
+            return None
+        self._first = self._make()
+        return self.start()
+
+
+@dataclass(slots=True)
+class MaskTime:
+    """Processor time in seconds that the masks of all sequences of one request have taken."""
+
+    seconds: float = 0.0
+
+
+class GrammarMatcher:
+    """Follows one sequence's output through a compiled format, from the end of its prompt.
+
+    Args:
+        compiled: the format.
+        num_prompt_tokens: tokens of the sequence that the format does not concern.
+        vocab_size: size of the model's logits.
+        ends: tokens that end a complete answer.
+    """
+
+    def __init__(
+        self, compiled: CompiledFormat, num_prompt_tokens: int, vocab_size: int, ends: list[int]
+    ) -> None:
+        self._compiled = compiled
+        self._matcher = compiled.start()
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_followed = num_prompt_tokens
+        self._time = MaskTime()
+        self._vocab_size = vocab_size
+        self._ends = ends
+
+    def allowed(self, token_ids: list[int]) -> Mask:
+        """Return the boolean mask ``[vocab_size]`` of tokens that may follow.
+
+        Args:
+            token_ids: prompt and output; between calls tokens may only be appended.
+
+        Raises:
+            FormatFailedError: the format is too complex, or the answer does not match it.
+        """
+        begin = thread_time()
+        mask = self._follow(token_ids, self._num_followed)
+        if self._matcher.is_error() and (fresh := self._compiled.restart()) is not None:
+            self._matcher = fresh
+            mask = self._follow(token_ids, self._num_prompt_tokens)
+        self._num_followed = len(token_ids)
+        self._time.seconds += thread_time() - begin
+        if self._matcher.is_error():
+            raise self._failed(len(token_ids), first_line(self._matcher.get_error()))
+        if self._time.seconds > MASK_SECONDS:
+            raise self._failed(len(token_ids), f"its masks took more than {MASK_SECONDS:g} s")
+        return mask
+
+    def _follow(self, token_ids: list[int], start: int) -> Mask:
+        """Parse the tokens from ``start`` on; return the mask of tokens that may follow.
+
+        In case of an error the mask has no meaning.
+        """
+        for token_id in token_ids[start:]:
+            # A complete output stops the parser. With min_tokens, further tokens may still be sampled.
+            if self._matcher.is_stopped():
+                break
+            self._matcher.consume_token(token_id)
+        mask = np.zeros(self._vocab_size, dtype=np.bool_)
+        if not self._matcher.is_stopped():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
+        mask[self._ends] = True
+        return mask
+
+    def _failed(self, num_tokens: int, reason: str) -> FormatFailedError:
+        num_written = num_tokens - self._num_prompt_tokens
+        return FormatFailedError(
+            f"format.{self._compiled.output_format.kind}",
+            f"cannot be continued after {num_written} tokens of the answer: {reason}",
+        )
+
+    def copy(self) -> GrammarMatcher:
+        """Return an independent copy of the matcher, which shares the request's mask time."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
+
+
+class GrammarCompiler:
+    """Compiles formats for one model; safe to call from any thread.
+
+    A new format is first tried in another process (``grammar_check``). Accepted formats stay in a cache as
+    long as there is room, and refused ones are remembered, so that a format is usually tried only once.
+
+    Args:
+        read_tokenizer: returns the text of the model's ``tokenizer.json``; called when first needed.
+        vocab_size: size of the model's logits.
+        eos_token_ids: tokens that end a complete answer.
+
+    Attributes:
+        checker: tries each new format in another process.
+    """
+
+    def __init__(
+        self, read_tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._read_tokenizer = read_tokenizer
+        self._vocab_size = vocab_size
+        self._ends = sorted(eos_token_ids)
+        self.checker = FormatChecker(self._setup)
+        self._compiling = threading.Lock()
+        self._known = threading.Lock()
+        """Lock of the two caches, which is held only briefly."""
+        self._compiled: OrderedDict[bytes, CompiledFormat] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+
+    @property
+    def num_cached_bytes(self) -> int:
+        """Bytes that the cached formats count for, at least ``MIN_CACHED_BYTES`` each."""
+        return sum(max(each.num_bytes, MIN_CACHED_BYTES) for each in self._compiled.values())
+
+    def compile(self, output_format: OutputFormat, num_prompt_tokens: int) -> GrammarMatcher:
+        """Return a matcher for a new sequence. This may take seconds if the format is not cached.
+
+        Raises:
+            BadFormatError: the format is not valid, or takes too much time or memory.
+            StructuredOutputUnavailableError: llguidance is not installed, or cannot be used with the model.
+        """
+        matcher = self.cached_matcher(output_format, num_prompt_tokens)
+        if matcher is not None:
+            return matcher
+        with self._compiling:
+            if (matcher := self.cached_matcher(output_format, num_prompt_tokens)) is None:
+                matcher = self._start(self._compile(output_format), num_prompt_tokens)
+        return matcher
+
+    def cached_matcher(self, output_format: OutputFormat, num_prompt_tokens: int) -> GrammarMatcher | None:
+        """Return a matcher for a new sequence if the format is cached, else None. This never blocks for long.
+
+        Raises:
+            BadFormatError: the format was refused before.
+        """
+        key = _key(output_format)
+        with self._known:
+            if (problem := self._refused.get(key)) is not None:
+                raise BadFormatError(problem)
+            if (compiled := self._compiled.get(key)) is None:
+                return None
+            self._compiled.move_to_end(key)
+        return self._start(compiled, num_prompt_tokens)
+
+    def close(self) -> None:
+        """End the process that tries formats."""
+        self.checker.close()
+
+    def _start(self, compiled: CompiledFormat, num_prompt_tokens: int) -> GrammarMatcher:
+        return GrammarMatcher(compiled, num_prompt_tokens, self._vocab_size, self._ends)
+
+    def _compile(self, output_format: OutputFormat) -> CompiledFormat:
+        tokenizer, key = self._tokenizer, _key(output_format)
+        try:
+            num_bytes = self.checker.check(output_format)
+            compiled = CompiledFormat(
+                output_format, num_bytes, lambda: compile_format(tokenizer, output_format)
+            )
+        except BadFormatError as error:
+            with self._known:
+                self._refused[key] = str(error)
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
+            raise
+        except FormatCheckError as error:
+            raise StructuredOutputUnavailableError(str(error)) from error
+        with self._known:
+            self._compiled[key] = compiled
+            while self.num_cached_bytes > CACHE_BYTES and len(self._compiled) > 1:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _setup(self) -> tuple[str, int, list[int]]:
+        return self._read_tokenizer(), self._vocab_size, self._ends
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        # The tokenizer is loaded on first use: the package is optional, and most workers never need it.
+        if not self._ends:
+            raise StructuredOutputUnavailableError("structured output needs a model that can end an answer")
+        try:
+            return load_tokenizer(*self._setup())
+        except ImportError as error:
+            raise StructuredOutputUnavailableError(
+                "structured output needs the extra 'structured' on every worker: "
+                "in quire's clone, run .venv/bin/pip install -e '.[structured]'"
+            ) from error
+
+
+def _key(output_format: OutputFormat) -> bytes:
+    return hashlib.sha256("\n".join(astuple(output_format)).encode(errors="surrogatepass")).digest()

@@ -1,0 +1,1 @@
+"""Loads a model's weights, whole or a rank's part, and identifies them."""

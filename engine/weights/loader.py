@@ -1,0 +1,257 @@
+"""Loads a transformers model for paged serving, or says why it cannot be served."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from quire.engine.kv_cache.memory import dtype_name
+from quire.engine.model import attention
+from quire.engine.model.check import KvHeads, UnsupportedModelError, check_paging, observe_attention
+from quire.engine.model.collectives import Collectives
+from quire.engine.model.compiled_step import find_recipe
+from quire.engine.model.divided_model import connect_ranks
+from quire.engine.model.packed_linear import pack_linear_layers
+from quire.engine.model.parallel_plan import ParallelPlan, read_plan
+from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
+from quire.engine.model.step_recipe import StepRecipe
+from quire.engine.weights.digest import model_digest
+from quire.engine.weights.files import check_weights_and_configuration
+from quire.engine.weights.sliced_weights import digest_of_whole, load_slices
+from quire.kvindex.kv_layout import KvShape
+from quire.models.source import find_model
+from quire.settings.setting import SettingError
+
+UNLIMITED = 1 << 20
+"""Limit of tokens for a model that has none of its own, such as one without positions."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}
+"""Torch's names of the dtypes of KV blocks, in addition to "auto", the model's own dtype."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run and the facts that the services need."""
+
+    module: PreTrainedModel
+    folder: Path
+    """Folder with the model's files."""
+    digest: str
+    """Digest of the whole model; empty on the ranks other than 0."""
+    dtype: torch.dtype
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    heads: KvHeads
+    recipe: StepRecipe | None
+    """How to run the model as one program; None if it runs module by module, as on a GPU."""
+    collectives: Collectives | None = None
+    """Those of the ranks that the model is divided among; None if there is one process."""
+    own_kv_heads: range | None = None
+    """The KV heads that this rank computes; None means all."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many tokens a token attends to; None means all."""
+        return self.heads.windows
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer has a sliding window."""
+        return any(window is not None for window in self.windows)
+
+    @property
+    def window(self) -> int | None:
+        """Largest window of all layers, in tokens; None if some layer attends to all tokens."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    def kv_shape(self, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:
+        """Return the shape of this model's KV blocks, in its own dtype or one of ``KV_CACHE_DTYPES``."""
+        dtype = dtype_name(self.dtype) if kv_cache_dtype == "auto" else KV_CACHE_DTYPES[kv_cache_dtype]
+        return KvShape(self.num_layers, self.num_kv_heads, block_size, self.head_dim, dtype)
+
+
+def load_model(
+    model: str,
+    dtype: str,
+    device: torch.device,
+    weight_dtype: str = "auto",
+    collectives: Collectives | None = None,
+) -> LoadedModel:
+    """Load a causal language model from a folder or from the hub.
+
+    Args:
+        model: a folder in Hugging Face format, or a hub id, which may end with "@" and a revision.
+        dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
+        device: the device to run the model on.
+        weight_dtype: "auto" (the model's own) or a key of ``QUANTIZED``, for linear layers.
+        collectives: those of the ranks that the model is divided among, which all call this function; None
+            loads the whole model.
+
+    Raises:
+        UnsupportedModelError: the architecture cannot run over paged blocks.
+        SettingError: linear layers cannot be quantized, on this device or at all, or the model cannot be
+            divided among the ranks.
+        RanksError: a rank has failed.
+        OSError: there is no such model, or a file of it is missing, damaged or not safetensors.
+    """
+    if weight_dtype != "auto" and device.type != "cpu":
+        raise SettingError(
+            f"weights can be {weight_dtype} only on the CPU, and the model runs on {device.type!r}: "
+            "leave their type at auto"
+        )
+    attention.register()
+    # Progress bars of transformers would garble the launcher's.
+    transformers_logging.disable_progress_bar()
+    folder = find_model(model)
+    _check_files(folder)
+    config = AutoConfig.from_pretrained(folder)
+    text_config = config.get_text_config()
+    check_supported(text_config)
+    max_position_embeddings = getattr(text_config, "max_position_embeddings", UNLIMITED)
+    with KernelFunctions():
+        if collectives is None:
+            module, digest, plan = _load_whole(folder, dtype, device, weight_dtype)
+        else:
+            module, digest, plan = _load_part(folder, config, dtype, weight_dtype, collectives)
+    try:
+        heads = observe_attention(module, text_config, max_position_embeddings)
+        check_paging(module, heads, text_config.vocab_size, max_position_embeddings)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{config.model_type}: {error}") from error
+    recipe = None
+    if device.type == "cpu":
+        recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings, collectives)
+    num_kv_heads, own_kv_heads = heads.num_kv_heads, None
+    if collectives is not None and plan.attention is not None:
+        num_kv_heads = plan.attention.num_kv_heads
+        own_kv_heads = plan.attention.own_kv_heads(collectives.rank, collectives.num_ranks)
+    return LoadedModel(
+        module=module,
+        folder=folder,
+        digest=digest,
+        dtype=module.dtype,
+        num_layers=heads.num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=heads.head_dim,
+        max_position_embeddings=max_position_embeddings,
+        vocab_size=text_config.vocab_size,
+        eos_token_ids=_eos_token_ids(folder, text_config),
+        heads=heads,
+        recipe=recipe,
+        collectives=collectives,
+        own_kv_heads=own_kv_heads,
+    )
+
+
+def _check_files(folder: Path) -> None:
+    """Raise OSError for a folder that transformers would not read, or not as quire expects."""
+    if (folder / "adapter_config.json").exists():
+        raise OSError(
+            f"{folder} holds an adapter (adapter_config.json), which quire does not apply: "
+            "merge it into its model"
+        )
+    check_weights_and_configuration(folder)
+
+
+class _Loaded(NamedTuple):
+    """A model, or a rank's part of one, the digest of the whole model, and how it can be divided."""
+
+    module: PreTrainedModel
+    digest: str
+    plan: ParallelPlan
+
+
+def _load_whole(folder: Path, dtype: str, device: torch.device, weight_dtype: str) -> _Loaded:
+    module = _load_module(folder, dtype)
+    digest = _digest(folder, module, weight_dtype)
+    plan = read_plan(module)
+    return _Loaded(_prepare_module(module, device, weight_dtype, plan.num_segments(0, 1)), digest, plan)
+
+
+def _digest(folder: Path, module: PreTrainedModel, weight_dtype: str) -> str:
+    state = module.state_dict()
+    return model_digest(folder, state, state.__getitem__, weight_dtype)
+
+
+def _load_part(
+    folder: Path, config: PreTrainedConfig, dtype: str, weight_dtype: str, collectives: Collectives
+) -> _Loaded:
+    rank, num_ranks = collectives.rank, collectives.num_ranks
+    module, plan = load_slices(folder, config, None if dtype == "auto" else DTYPES[dtype], rank, num_ranks)
+    digest = digest_of_whole(folder, module, weight_dtype) if rank == 0 else ""
+    segments = plan.num_segments(rank, num_ranks)
+    module = _prepare_module(module, torch.device("cpu"), weight_dtype, segments)
+    connect_ranks(module, plan, config.get_text_config().vocab_size, collectives)
+    return _Loaded(module, digest, plan)
+
+
+def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
+    try:
+        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto" if dtype == "auto" else DTYPES[dtype],
+            attn_implementation=attention.IMPLEMENTATION,
+            use_safetensors=True,
+        )
+    except (ImportError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"transformers cannot load {folder} with paged attention: {error}"
+        ) from error
+    return module
+
+
+def _prepare_module(
+    module: PreTrainedModel, device: torch.device, weight_dtype: str, num_segments: dict[str, int]
+) -> PreTrainedModel:
+    """Move a model to its device and replace layers whose rows would depend on the other rows."""
+    module = module.to(device).eval().requires_grad_(False)
+    if device.type == "cpu":
+        pack_linear_layers(module, weight_dtype, num_segments)
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            # Any tensor that is still in the mapped file of weights would keep all of the file in memory.
+            tensor.data = tensor.data.clone()
+        make_batch_invariant(module)
+    return module
+
+
+def check_supported(config: Any) -> None:
+    """Raise UnsupportedModelError for features that a short prompt would not reveal, or not as clearly."""
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name}: encoder-decoder models are not supported")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise UnsupportedModelError(f"{name}: layers of type {sorted(kinds)} keep no paged KV cache")
+    if rope_types := _rope_types(config) & {"dynamic", "longrope"}:
+        raise UnsupportedModelError(
+            f"{name}: rope type {min(rope_types)!r} rotates by the longest sequence of the batch, "
+            "so cached keys would depend on other requests"
+        )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Return the types of all layers' ropes, whose parameters may be nested by the type of the layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return {str(each.get("rope_type", each.get("type", "default"))) for each in parts}
+
+
+def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
+    has_generation_config = (folder / "generation_config.json").exists()
+    source = GenerationConfig.from_pretrained(folder) if has_generation_config else config
+    eos = source.eos_token_id if source.eos_token_id is not None else getattr(config, "eos_token_id", None)
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])

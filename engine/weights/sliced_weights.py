@@ -1,0 +1,212 @@
+"""Loads one rank's slices of a model's weights, without reading the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from quire.engine.model import attention
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.parallel_layers import head_units
+from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
+from quire.engine.weights.digest import model_digest
+from quire.kernels.cpu.linear import UNIT
+
+
+def load_slices(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, rank: int, num_ranks: int
+) -> tuple[PreTrainedModel, ParallelPlan]:
+    """Return a model whose divided layers have only this rank's weights, and the plan of the whole model.
+
+    Args:
+        folder: the model's folder, with safetensors.
+        dtype: the dtype of the weights; None means the checkpoint's own.
+
+    Raises:
+        SettingError: the model cannot be divided among this many ranks.
+        UnsupportedModelError: the names of the checkpoint's tensors are not those of the model's parameters.
+    """
+    with _Checkpoint(folder) as checkpoint:
+        dtype = dtype or getattr(config, "dtype", None) or checkpoint.dtype
+        with _parameters_on_meta():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+            )
+        plan = read_plan(model)
+        plan.check(num_ranks)
+        _check_names(model, checkpoint)
+        _check_dtype(model, dtype)
+        _check_head(model, num_ranks)
+        own = _slices(model, plan, rank, num_ranks)
+        tensors = {
+            name: checkpoint.read(name, own.get(name)).to(parameter.dtype)
+            for name, parameter in model.named_parameters()
+        }
+        for name, buffer in model.named_buffers():
+            if name in checkpoint.names:
+                buffer.copy_(checkpoint.read(name, None))
+    for name, tensor in tensors.items():
+        _set_parameter(model, name, tensor)
+    model.tie_weights()
+    _set_sizes(model, plan, rank, num_ranks)
+    return model, plan
+
+
+def digest_of_whole(folder: Path, module: PreTrainedModel, weight_dtype: str) -> str:
+    """Return ``model_digest`` of the model that a module with slices is a part of."""
+    own = module.state_dict(keep_vars=True)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    with _Checkpoint(folder) as checkpoint:
+
+        def read(name: str) -> torch.Tensor:
+            tensor: torch.Tensor = own[name]
+            is_buffer = id(tensor) not in names
+            return tensor if is_buffer else checkpoint.read(names[id(tensor)], None).to(tensor.dtype)
+
+        return model_digest(folder, own, read, weight_dtype)
+
+
+class _Checkpoint:
+    """The tensors of a folder's safetensors, by their names."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: list[Any] = []
+        self._owners: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = safe_open(path, framework="pt")
+            self._files.append(file)
+            self._owners |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> _Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._owners.clear()
+        self._files.clear()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._owners)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of some tensor."""
+        dtype: torch.dtype = self.read(min(self._owners), None).dtype
+        return dtype
+
+    def read(self, name: str, part: tuple[int, slice] | None) -> torch.Tensor:
+        """Return a tensor, or a part of it along one dimension."""
+        if part is None:
+            whole: torch.Tensor = self._owners[name].get_tensor(name)
+            return whole
+        tensor = self._owners[name].get_slice(name)
+        dimension, indices = part
+        own: torch.Tensor = tensor[indices] if dimension == 0 else tensor[:, indices]
+        return own
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Make parameters without memory within the block; buffers get their values as usual.
+
+    A parameter without memory may be registered again, since tied layers share it.
+    """
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            self._parameters[name] = torch.nn.Parameter(param.to("meta"), requires_grad=False)
+
+    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _check_names(model: PreTrainedModel, checkpoint: _Checkpoint) -> None:
+    """Raise UnsupportedModelError unless each parameter has a tensor and each tensor a parameter."""
+    parameters = {name for name, _ in model.named_parameters()}
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= set(getattr(model, "all_tied_weights_keys", None) or {})
+    known |= {name for name, _ in model.named_buffers()}
+    missing = parameters - checkpoint.names
+    unknown = {name for name in checkpoint.names - known if not name.endswith("rotary_emb.inv_freq")}
+    buffers = set(model.state_dict()) - known
+    if missing or unknown or buffers:
+        raise UnsupportedModelError(
+            "ranks read the tensors of a checkpoint by the names of the model's parameters, and these have "
+            f"no counterpart: {', '.join(sorted(missing | unknown | buffers)[:5])}"
+        )
+
+
+def _check_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModelError if transformers would keep some weights in float32 in spite of a dtype."""
+    kept: list[str] = []
+    if dtype in (torch.float16, torch.bfloat16):
+        kept += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if dtype == torch.float16:
+        kept += getattr(model, "_keep_in_fp32_modules", None) or ()
+    if kept:
+        raise UnsupportedModelError(
+            f"it keeps some weights in float32 ({', '.join(sorted(kept))}), which ranks do not; "
+            "choose --dtype float32"
+        )
+
+
+def _check_head(model: PreTrainedModel, num_ranks: int) -> None:
+    """Raise UnsupportedModelError unless each rank gets some logits."""
+    head, vocab_size = model.get_output_embeddings(), model.config.get_text_config().vocab_size
+    if type(head) is not torch.nn.Linear or head.weight.shape[0] != vocab_size:
+        raise UnsupportedModelError(f"its output layer is no linear layer with {vocab_size} outputs")
+    if vocab_size < num_ranks * UNIT:
+        raise UnsupportedModelError(f"{num_ranks} ranks cannot divide a vocabulary of {vocab_size} tokens")
+
+
+def _slices(
+    model: PreTrainedModel, plan: ParallelPlan, rank: int, num_ranks: int
+) -> dict[str, tuple[int, slice]]:
+    """Return the dimension and the indices of this rank's part of each divided parameter."""
+    parts: dict[str, tuple[int, slice]] = {}
+    for path, each in plan.linears.items():
+        linear = model.get_submodule(path)
+        dimension = 0 if each.division is Division.COLUMN else 1
+        size = linear.get_parameter("weight").shape[dimension]
+        own = each.own(size, rank, num_ranks)
+        parts[f"{path}.weight"] = dimension, own
+        if each.division is Division.COLUMN:
+            parts[f"{path}.bias"] = 0, own
+    head = model.get_output_embeddings()
+    if head.weight is not model.get_input_embeddings().weight:
+        first, end = head_units(head.weight.shape[0], rank, num_ranks)
+        path = next(name for name, module in model.named_modules() if module is head)
+        parts[f"{path}.weight"] = parts[f"{path}.bias"] = 0, slice(first * UNIT, end * UNIT)
+    return parts
+
+
+def _set_parameter(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+    path, _, own_name = name.rpartition(".")
+    module = model.get_submodule(path)
+    module.register_parameter(own_name, torch.nn.Parameter(tensor, requires_grad=False))
+    if isinstance(module, torch.nn.Linear) and own_name == "weight":
+        module.out_features, module.in_features = tensor.shape
+
+
+def _set_sizes(model: PreTrainedModel, plan: ParallelPlan, rank: int, num_ranks: int) -> None:
+    """Tell each divided attention how many of its own queries share a key."""
+    if plan.attention is None:
+        return
+    heads = plan.attention.own(plan.attention.num_heads, rank, num_ranks)
+    num_groups = (heads.stop - heads.start) // len(plan.attention.own_kv_heads(rank, num_ranks))
+    for path, each in plan.linears.items():
+        if each.is_key_value:
+            block = model.get_submodule(path.rpartition(".")[0])
+            if hasattr(block, "num_key_value_groups"):
+                block.num_key_value_groups = num_groups
