@@ -53,7 +53,11 @@ from quire.kvtransfer.freed_buffers import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push_receiver import KvTransferServicer
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks, PushSummary
-from quire.kvtransfer.transports import MESSAGES_ONLY, Transport, Transports
+from quire.kvtransfer.transports.interface import Transports
+from quire.kvtransfer.transports.messages import MESSAGES_ONLY
+from quire.kvtransfer.transports.nixl import NixlPools
+from quire.kvtransfer.transports.shared import SharedPools
+from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.services.server.tls import CLUSTER_NAME, ClusterTls, Connect, TlsFiles, server_credentials
@@ -145,8 +149,8 @@ def connect(way: Way, files: TlsFiles) -> Connect:
 
 def expected_transport(way: Way) -> Transport:
     if way == "NIXL":
-        return "nixl"
-    return "shared" if way in SHARED else "grpc"
+        return Transport.NIXL
+    return Transport.SHARED if way in SHARED else Transport.MESSAGES
 
 
 class Receiver(NamedTuple):
@@ -167,11 +171,16 @@ def receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
 async def _receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
     servers = []
     ports: dict[tuple[int, Way], int] = {}
-    opened = [shared := Transports("auto", folder)]
+    opened: list[Transports] = [shared := SharedPools(folder)]
     for num_layers in NUM_LAYERS:
-        by_nixl = Transports("nixl", folder)  # its blocks have one size
-        opened.append(by_nixl)
-        transports = {"grpc": MESSAGES_ONLY, "shared": shared, "nixl": by_nixl}
+        transports: dict[Transport, Transports] = {
+            Transport.MESSAGES: MESSAGES_ONLY,
+            Transport.SHARED: shared,
+        }
+        if "NIXL" in WAYS:
+            # Its blocks have one size.
+            transports[Transport.NIXL] = NixlPools(f"receiver-{num_layers}")
+            opened.append(transports[Transport.NIXL])
         for way in WAYS:
             server = grpc.aio.server(options=[("grpc.max_receive_message_length", 256 * MIB)])
             sink = MemorySink(layout(num_layers))
@@ -322,11 +331,13 @@ async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: 
     keys = list(receiver.grpc_ports)
     rates = Rates({name: [] for name in CEILINGS}, {key: [] for key in keys}, dict.fromkeys(keys, 0.0), {})
     channels = {way: ChannelPool(connect(way, files)) for way in WAYS}
-    shared, by_nixl = Transports("auto", folder), Transports("nixl", folder)
+    shared = SharedPools(folder)
     shared.share("sender", pool.descriptor)
+    transports: dict[Transport, Transports] = {Transport.MESSAGES: MESSAGES_ONLY, Transport.SHARED: shared}
     if "NIXL" in WAYS:
-        by_nixl.share_by_nixl("sender", pool.bytes.ctypes.data, pool.bytes.nbytes)
-    transports = {"grpc": MESSAGES_ONLY, "shared": shared, "nixl": by_nixl}
+        by_nixl = NixlPools("sender")
+        by_nixl.share(pool.bytes.ctypes.data, pool.bytes.nbytes)
+        transports[Transport.NIXL] = by_nixl
     with socket.create_connection((HOST, receiver.tcp_port)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.connect(receiver.unix_path)
         for number in range(repeats + 1):
@@ -345,8 +356,8 @@ async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: 
                     rates.gib[key] = rates.gib.get(key, 0.0) + summary.num_bytes / GIB
     for each in channels.values():
         await each.close()
-    shared.close()
-    by_nixl.close()
+    for opened in transports.values():
+        opened.close()
     return rates
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_64_intdigest
 
 from quire.kvtransfer.errors import DigestMismatchError
+from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ MESSAGE_BYTES = 2 << 20
 Below 1 MiB the cost of each message shows; above 4 MiB is no faster.
 """
 
-SHARED_MESSAGE_BYTES = 16 << 20
+NAMED_BYTES = 16 << 20
 """Size of the blocks that one message names, if the receiver copies them out of the sender's pool.
 
 Smaller messages cost more each; with larger ones the receiver copies later than it could.
@@ -69,38 +70,37 @@ def check(frame: Frame, payload: Buffer, expected: int) -> None:
         raise DigestMismatchError(f"block {frame.index} arrived with bytes that do not match its digest")
 
 
-def blocks_per_message(block_bytes: int, *, is_shared: bool = False) -> int:
+def blocks_per_message(block_bytes: int, transport: Transport = Transport.MESSAGES) -> int:
     """Return how many blocks fill a message, or are named by it; at least 1."""
-    return max(1, (SHARED_MESSAGE_BYTES if is_shared else MESSAGE_BYTES) // block_bytes)
+    return max(1, (MESSAGE_BYTES if transport is Transport.MESSAGES else NAMED_BYTES) // block_bytes)
 
 
-def to_proto(frames: Iterable[Frame], *, is_shared: bool = False) -> kvtransfer_pb2.PushRequest:
+def to_proto(
+    frames: Iterable[Frame], transport: Transport = Transport.MESSAGES
+) -> kvtransfer_pb2.PushRequest:
     """Return the message that carries the frames, with their digests."""
     request = kvtransfer_pb2.PushRequest()
-    add_to(request.frames.frames, frames, is_shared=is_shared)
+    add_to(request.frames.frames, frames, transport)
     return request
 
 
 def add_to(
     message: RepeatedCompositeFieldContainer[kvtransfer_pb2.BlockFrame],
     frames: Iterable[Frame],
-    *,
-    is_shared: bool = False,
+    transport: Transport = Transport.MESSAGES,
 ) -> None:
     """Append the frames to a message's field, with their digests.
 
-    Args:
-        is_shared: whether to name the blocks' places in the sender's pool instead of copying their bytes.
+    They have the blocks' bytes if these come in messages, else the blocks' places in the sender's pool.
     """
     # Frames are built in place: protobuf copies a message, with its payload, when it is put into another.
     for frame in frames:
         known = frame.digest if frame.digest is not None else digest(frame.block_hash, frame.payload)
-        if is_shared:
-            message.add(index=frame.index, block_hash=frame.block_hash, digest=known, block_id=frame.block_id)
-        else:
-            message.add(
-                index=frame.index, block_hash=frame.block_hash, digest=known, payload=bytes(frame.payload)
-            )
+        added = message.add(index=frame.index, block_hash=frame.block_hash, digest=known)
+        if transport is Transport.MESSAGES:
+            added.payload = bytes(frame.payload)
+        elif frame.block_id is not None:
+            added.block_id = frame.block_id
 
 
 def from_proto(message: kvtransfer_pb2.BlockFrame) -> Frame:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from quire.kvtransfer.errors import (
@@ -20,7 +18,7 @@ from quire.kvtransfer.errors import (
     UnknownTicketError,
 )
 from quire.kvtransfer.push_sender import PushSummary
-from quire.kvtransfer.transports import Transport
+from quire.kvtransfer.transports.transport import Transport
 
 RECEIVER_ERRORS = (
     BadBlockError,
@@ -55,7 +53,7 @@ class TransferMetrics:
         )
         self._received_blocks, self._sent_blocks = blocks.labels("received"), blocks.labels("sent")
         for direction in ("received", "sent"):
-            for transport in get_args(Transport):
+            for transport in (Transport.MESSAGES, Transport.SHARED):
                 self._bytes.labels(direction, transport)
         self._seconds = Histogram(
             "quire_kv_transfer_seconds", "Push, from open to commit.", buckets=_SECONDS, registry=registry

@@ -16,7 +16,9 @@ from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFailedError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
-from quire.kvtransfer.transports import MESSAGES, MESSAGES_ONLY, Intake, Transport, Transports
+from quire.kvtransfer.transports.interface import Intake, Transports
+from quire.kvtransfer.transports.messages import MESSAGES, MESSAGES_ONLY
+from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -75,7 +77,7 @@ class BlockPull:
 
         Raises:
             PullFailedError: the holder refused, has restarted, vanished or ran out of time.
-            NotSharedError: the holder's pool cannot be mapped, and no other transport is allowed.
+            NotSharedError: the holder's pool cannot be reached, and no other transport is allowed.
         """
         with ExitStack() as undo:
             self._peer = undo.enter_context(self._channels.peer(*self._holder))
@@ -128,8 +130,7 @@ class BlockPull:
                 lease_id=self._lease_id,
                 first_block=due,
                 num_blocks=self.num_blocks - first_block,
-                is_shared=self.transport != "grpc",
-                is_nixl=self.transport == "nixl",
+                transport=self.transport.on_wire,
             ),
             timeout=self._timeout,
         )
@@ -138,7 +139,9 @@ class BlockPull:
                 await self._peer.check(call)
             while (message := await _read(call)) is not None:
                 # Checking the digest of megabytes would block the event loop.
-                checked = await asyncio.to_thread(self._check, message, due)
+                checked = await asyncio.get_running_loop().run_in_executor(
+                    self._intake.executor, self._check, message, due
+                )
                 due += len(checked)
                 yield checked
             if due < self.num_blocks:

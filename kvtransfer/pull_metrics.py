@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire.kvtransfer.errors import BadBlockError, DigestMismatchError
-from quire.kvtransfer.transports import Transport
+from quire.kvtransfer.transports.transport import Transport
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -25,7 +23,7 @@ class PullMetrics:
         )
         self._lent_blocks, self._pulled_blocks = blocks.labels("lent"), blocks.labels("pulled")
         for direction in ("lent", "pulled"):
-            for transport in get_args(Transport):
+            for transport in (Transport.MESSAGES, Transport.SHARED):
                 self._bytes.labels(direction, transport)
         self._seconds = Histogram(
             "quire_kv_pull_seconds", "Pull, from pin to release.", buckets=_SECONDS, registry=registry

@@ -13,7 +13,9 @@ from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferErro
 from quire.kvtransfer.layout import layout_from_proto, require_equal
 from quire.kvtransfer.leases import BlockLeases, Lease
 from quire.kvtransfer.pull_metrics import PullMetrics
-from quire.kvtransfer.transports import MESSAGES_ONLY, Transports, agreed
+from quire.kvtransfer.transports.interface import Transports, agreed
+from quire.kvtransfer.transports.messages import MESSAGES_ONLY
+from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -85,13 +87,12 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         end = request.first_block + request.num_blocks
         if end > len(lease.block_ids):
             raise ProtocolError(f"{len(lease.block_ids)} blocks are pinned, block {end - 1} was asked for")
-        transport = agreed(is_shared=request.is_shared, is_nixl=request.is_nixl)
-        self._transports.require(transport)
+        transport = agreed(self._transports, request.transport)
         block_bytes = self._source.layout.block_bytes
-        num_per_message = frames.blocks_per_message(block_bytes, is_shared=request.is_shared)
+        num_per_message = frames.blocks_per_message(block_bytes, transport)
         for start in range(request.first_block, end, num_per_message):
             indices = range(start, min(end, start + num_per_message))
-            message = await asyncio.to_thread(self._message, lease, indices, request.is_shared)
+            message = await asyncio.to_thread(self._message, lease, indices, transport)
             # A copy or a digest is right only if its block stayed pinned meanwhile. After the lease has
             # ended, the block may have been overwritten.
             if lease.is_closed:
@@ -99,11 +100,11 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
             self._metrics.lent(len(indices), len(indices) * block_bytes, transport)
             yield message
 
-    def _message(self, lease: Lease, indices: range, is_shared: bool) -> pb.PullResponse:
+    def _message(self, lease: Lease, indices: range, transport: Transport) -> pb.PullResponse:
         message = pb.PullResponse()
         frames.add_to(
             message.frames,
             (self._source.frame(i, lease.block_hashes[i], lease.block_ids[i]) for i in indices),
-            is_shared=is_shared,
+            transport,
         )
         return message

@@ -15,7 +15,8 @@ from quire.kvtransfer.errors import ProtocolError, SenderGoneError, StaleEpochEr
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_from_proto, require_equal
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.kvtransfer.transports import MESSAGES_ONLY, Intake, Transports
+from quire.kvtransfer.transports.interface import Intake, Transports
+from quire.kvtransfer.transports.messages import MESSAGES_ONLY
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -104,18 +105,15 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
             window = CreditWindow(opening.first_block, opening.num_blocks, self._window_blocks)
             while True:
                 if credit := window.grant():
-                    yield pb.PushResponse(
-                        credit=pb.PushCredit(
-                            num_blocks=credit,
-                            is_shared=intake.transport != "grpc",
-                            is_nixl=intake.transport == "nixl",
-                        )
-                    )
+                    granted = pb.PushCredit(num_blocks=credit, transport=intake.transport.on_wire)
+                    yield pb.PushResponse(credit=granted)
                 request = await _next(requests)
                 if request.WhichOneof("message") == "commit":
                     break
                 # Copying and digesting megabytes would block the event loop.
-                await asyncio.to_thread(self._write, request, window, intake, reservation)
+                await asyncio.get_running_loop().run_in_executor(
+                    intake.executor, self._write, request, window, intake, reservation
+                )
             if window.num_missing:
                 raise ProtocolError(
                     f"{window.num_missing} of {opening.num_blocks} blocks were missing at commit"

@@ -19,7 +19,9 @@ from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import ProtocolError, PushFailedError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
-from quire.kvtransfer.transports import MESSAGES_ONLY, Transport, Transports, agreed
+from quire.kvtransfer.transports.interface import Transports, agreed
+from quire.kvtransfer.transports.messages import MESSAGES_ONLY
+from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -128,16 +130,17 @@ class BlockPush:
 
         Raises:
             ProtocolError: there are more blocks than the push was opened for.
+            NotSharedError: the receiver chose a transport that is not allowed here.
             PushFailedError: the receiver refused, vanished or ran out of time.
         """
         pending = await self._settled(iter(blocks))
-        is_shared = self._transport not in (None, "grpc")
+        transport = self._transport or Transport.MESSAGES
         while True:
-            limit = frames.blocks_per_message(self._block_bytes, is_shared=is_shared)
+            limit = frames.blocks_per_message(self._block_bytes, transport)
             count = min(limit, max(1, self._credit))
             # Copying and digesting megabytes would block the event loop. The message before is sent
             # meanwhile.
-            message = await asyncio.to_thread(frames.to_proto, islice(pending, count), is_shared=is_shared)
+            message = await asyncio.to_thread(frames.to_proto, islice(pending, count), transport)
             num_blocks = len(message.frames.frames)
             if not num_blocks:
                 return
@@ -161,7 +164,6 @@ class BlockPush:
         if first is None:
             return iter(())
         await self._wait_for_credit()
-        self._transports.require(self._transport or "grpc")
         return chain([first], blocks)
 
     async def commit(self, first_token_id: int | None) -> PushSummary:
@@ -183,7 +185,7 @@ class BlockPush:
             seconds=perf_counter() - self._start,
             credit_wait_seconds=self._credit_wait_seconds,
             send_seconds=self._send_seconds,
-            transport=self._transport or "grpc",
+            transport=self._transport or Transport.MESSAGES,
         )
 
     @property
@@ -197,15 +199,15 @@ class BlockPush:
         while not self._credit:
             credit = (await self._response()).credit
             self._credit += credit.num_blocks
-            self._transport = agreed(is_shared=credit.is_shared, is_nixl=credit.is_nixl)
+            self._transport = agreed(self._transports, credit.transport)
         self._credit_wait_seconds, self._waiting_since = self.credit_wait_seconds, None
 
     def _start_write(self, message: pb.PushRequest) -> asyncio.Task[None]:
         return asyncio.create_task(self._write(message))
 
     async def _write_open(self) -> None:
-        if self._open.shared_pool.nixl_metadata:
-            # It has the keys to the whole pool, so no stranger at the address may get it.
+        if self._open.shared_pool.keys:
+            # No stranger at the address may get the keys to the whole pool.
             await self._checked.wait()
             if self._unproven is not None:
                 raise await self._failure()

@@ -33,6 +33,7 @@ from quire.engine.speculation.speculators import DraftModelError, load_draft_mod
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvLayout
+from quire.kvtransfer.transports.transport import Transport
 from quire.models.source import pin_revision
 from quire.sampling.params import SamplingParams
 from quire.services.server.errors import BadFileError
@@ -123,12 +124,12 @@ def _allocate_pool(
     allocate = partial(allocate_pool, config, model, draft, device, config.num_sharing_gpu)
     if ranks is not None:
         return allocate(share=ranks.share_pool)
-    if config.transport in ("grpc", "nixl"):
+    if config.transport not in ("auto", Transport.SHARED):
         return allocate()
     try:
         return allocate(share=allocate_shared)
     except OSError as error:
-        if config.transport == "shared":
+        if config.transport == Transport.SHARED:
             raise SettingError(
                 f"--transport shared needs memory that processes can share: {error}"
             ) from error

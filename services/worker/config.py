@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,6 +18,18 @@ from quire.settings.setting import MAX_PORT, Panel, setting
 
 DEMO_MODEL = "demo"
 """Name under which the bundled model is served."""
+
+
+TRANSPORTS = ("auto", "grpc", "shared")
+PLUG_INS = "quire.transports"
+"""The group of entry points that open further transports."""
+
+
+def _transport_problem(name: str) -> str | None:
+    if name in TRANSPORTS or entry_points(group=PLUG_INS, name=name):
+        return None
+    others = entry_points(group=PLUG_INS).names
+    return f"must be one of {', '.join([*TRANSPORTS, *sorted(others)])}; got {name!r}"
 
 
 class DiskFolder(NamedTuple):
@@ -62,13 +75,14 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         "Workers serve vllm.grpc.engine.VllmEngine too, for gateways of vLLM (extra vllm-grpc).",
         Panel.NETWORK,
     )
-    transport: Literal["auto", "grpc", "shared", "nixl"] = setting(
+    transport: str = setting(
         "auto",
         "--transport",
         "How workers take KV blocks from each other: auto copies them out of the other's memory on one host, "
-        "and sends messages (grpc) elsewhere; shared refuses what auto would send in messages; nixl reads "
-        "the other's memory by NIXL (extra nixl), and refuses all else.",
+        "and sends messages (grpc) elsewhere; grpc always sends messages; shared refuses what auto would "
+        "send in messages. Any other name is that of a plug-in; see docs/transport.md.",
         Panel.NETWORK,
+        problem=_transport_problem,
     )
     transport_dir: str | None = setting(
         None,

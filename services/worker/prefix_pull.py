@@ -23,7 +23,8 @@ from quire.kvtransfer.errors import BadBlockError, PullFailedError, TransferErro
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.pull_client import BlockPull, Holder
 from quire.kvtransfer.pull_metrics import PullMetrics
-from quire.kvtransfer.transports import Transport, Transports
+from quire.kvtransfer.transports.interface import Transports
+from quire.kvtransfer.transports.transport import Transport
 from quire.protos import worker_pb2
 from quire.services.server.log import get_logger
 
@@ -136,7 +137,7 @@ class _Arrivals:
         self._writing = threading.Lock()
         self._is_closed = False
         self.num_written = 0
-        self.transport: Transport = "grpc"
+        self.transport = Transport.MESSAGES
 
     async def open(self) -> Items[bytes]:
         """Hold what is here already, so that it stays; return the hashes of the rest."""

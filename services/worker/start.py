@@ -27,15 +27,11 @@ from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.kvtransfer.channels import ChannelPool
-from quire.kvtransfer.errors import NotSharedError
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.kvtransfer.pool_socket import default_directory
 from quire.kvtransfer.proof import Caller
 from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
-from quire.kvtransfer.remedy import REMEDY
-from quire.kvtransfer.transports import Transport, Transports
 from quire.protos import kvtransfer_pb2_grpc
 from quire.services.server.background import in_background
 from quire.services.server.call_limits import READ_SECONDS
@@ -66,8 +62,8 @@ from quire.services.worker.prefix_pull import PrefixPuller
 from quire.services.worker.role import WorkerRole
 from quire.services.worker.running_requests import RunningRequests
 from quire.services.worker.sequence_reader import SequenceReader
+from quire.services.worker.transports import open_transports
 from quire.services.worker.worker_reports import WorkerReports
-from quire.settings.setting import SettingError
 from quire.tokenization.tokenizer import load_model_files
 
 PULL_SERVICE = "quire.v1.KvPullService"
@@ -80,9 +76,6 @@ ROUTER_READ_SECONDS = 2 * READ_SECONDS
 
 MIN_PING_SECONDS = 0.1
 """Routers may ping this often; they do every two seconds."""
-
-SLOW_NIXL_GIB_PER_SECOND = 1.0
-"""Below this, NIXL has probably fallen back to TCP."""
 
 _log = get_logger("worker")
 
@@ -249,62 +242,6 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
         transfers=TransferMetrics(start.registry),
         prompts=prompts,
     )
-
-
-def open_transports(config: WorkerConfig, epoch: str, memory: KvMemory) -> Transports:
-    """Offer the worker's pool to the other workers of its host, if the settings and the pool allow.
-
-    Raises:
-        SettingError: only shared pools or NIXL are allowed, and this pool cannot be reached by them.
-    """
-    if config.transport == "nixl":
-        return _open_nixl(config, epoch, memory)
-    directory = Path(config.transport_dir) if config.transport_dir else default_directory()
-    transports = Transports(config.transport, directory, _tell_transport)
-    if config.transport == "grpc":
-        return transports
-    try:
-        if memory.descriptor is None:
-            raise OSError("the pool is not in memory that processes can share")
-        transports.share(epoch, memory.descriptor)
-    except OSError as error:
-        if config.transport == "shared":
-            raise SettingError(f"--transport shared is not possible: {error}") from error
-        _log.info("kv_transport", transport="grpc", reason=f"this worker shares no pool: {error}")
-    return transports
-
-
-def _open_nixl(config: WorkerConfig, epoch: str, memory: KvMemory) -> Transports:
-    if config.cluster_tls is not None:
-        # UCX neither encrypts nor asks for a certificate, so it would be a way around both.
-        raise SettingError("--transport nixl is not possible with TLS between workers: use grpc or shared")
-    if not config.cluster_secret:
-        # Who has a pool's UCX keys can read and write all of it.
-        raise SettingError(
-            f"--transport nixl needs a cluster secret, since strangers would get the pool: {REMEDY}"
-        )
-    if config.tensor_parallel_size > 1:
-        raise SettingError(
-            "--transport nixl is possible without --tensor-parallel-size only: use grpc or shared"
-        )
-    if memory.device.type != "cpu":
-        raise SettingError("--transport nixl is possible for pools on the CPU only")
-    transports = Transports("nixl", Path(), _tell_transport, _tell_speed)
-    try:
-        transports.share_by_nixl(epoch, memory.address, memory.num_bytes)
-    except NotSharedError as error:
-        raise SettingError(f"--transport nixl is not possible: {error}") from error
-    return transports
-
-
-def _tell_speed(peer_epoch: str, gib_per_second: float) -> None:
-    """Log the speed of NIXL, which falls back to TCP in silence."""
-    log = _log.warning if gib_per_second < SLOW_NIXL_GIB_PER_SECOND else _log.info
-    log("nixl_speed", peer_epoch=peer_epoch, gib_per_second=round(gib_per_second, 3))
-
-
-def _tell_transport(peer_epoch: str, transport: Transport, reason: str) -> None:
-    _log.info("kv_transport", peer_epoch=peer_epoch, transport=transport, reason=reason)
 
 
 def _read_tokenizer(folder: Path) -> str:

@@ -333,7 +333,9 @@ class SlowCall:
     def __init__(self) -> None:
         self.takes = asyncio.Event()
         self.responses: asyncio.Queue[pb.PushResponse] = asyncio.Queue()
-        self.responses.put_nowait(pb.PushResponse(credit=pb.PushCredit(num_blocks=100)))
+        self.responses.put_nowait(
+            pb.PushResponse(credit=pb.PushCredit(num_blocks=100, transport=pb.TRANSPORT_MESSAGES))
+        )
         self.written: list[int] = []
 
     async def write(self, message: pb.PushRequest) -> None:

@@ -31,7 +31,7 @@ def blocks(start: int, end: int) -> list[Frame]:
 
 
 def credit(num_blocks: int) -> pb.PushResponse:
-    return pb.PushResponse(credit=pb.PushCredit(num_blocks=num_blocks))
+    return pb.PushResponse(credit=pb.PushCredit(num_blocks=num_blocks, transport=pb.TRANSPORT_MESSAGES))
 
 
 COMMITTED = pb.PushResponse(committed=pb.PushCommitted())

@@ -18,10 +18,17 @@ from pathlib import Path
 import pytest
 
 from quire.engine.kv_cache.shared_memory import allocate_shared
-from quire.kvtransfer import pool_socket, transports
 from quire.kvtransfer.errors import NotSharedError, PushFailedError, SenderGoneError
-from quire.kvtransfer.pool_socket import PoolSocket, fetch_pool, open_directory, remove_dead_sockets
-from quire.kvtransfer.transports import MESSAGES, Transport, Transports
+from quire.kvtransfer.transports import pool_socket, shared
+from quire.kvtransfer.transports.messages import MESSAGES
+from quire.kvtransfer.transports.pool_socket import (
+    PoolSocket,
+    fetch_pool,
+    open_directory,
+    remove_dead_sockets,
+)
+from quire.kvtransfer.transports.shared import PeerPool, SharedPools
+from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from tests.kvtransfer.transport_pair import (
     SENDER_EPOCH,
@@ -36,7 +43,7 @@ NUM_BYTES = 1 << 16
 HOLDER = """
 import asyncio, fcntl, mmap, os, sys
 from pathlib import Path
-from quire.kvtransfer.pool_socket import PoolSocket
+from quire.kvtransfer.transports.pool_socket import PoolSocket
 
 async def main():
     descriptor = os.memfd_create("quire-test-pool", os.MFD_ALLOW_SEALING)
@@ -87,6 +94,11 @@ async def push_one(pair: Pair, ticket_id: str) -> Transport:
     return summary.transport
 
 
+def mapped_epochs(pair: Pair) -> set[str]:
+    assert isinstance(pair.receiver, SharedPools)
+    return pair.receiver.mapped_epochs
+
+
 # --- what is chosen ---------------------------------------------------------------------------------------
 
 
@@ -94,7 +106,12 @@ async def test_workers_of_one_host_share_and_say_so_once(directory: Path) -> Non
     async with running_pair(directory) as pair:
         assert [await push_one(pair, f"t{number}") for number in range(3)] == ["shared"] * 3
         assert pair.told == [(SENDER_EPOCH, "shared", "")]
-        assert pair.receiver.mapped_epochs == {SENDER_EPOCH}
+        assert mapped_epochs(pair) == {SENDER_EPOCH}
+
+
+def directory_of(pair: Pair) -> Path:
+    assert isinstance(pair.sender, SharedPools)
+    return pair.sender._directory
 
 
 def another_host(pair: Pair) -> None:
@@ -102,10 +119,11 @@ def another_host(pair: Pair) -> None:
 
 
 def no_socket(pair: Pair) -> None:
-    next(pair.sender._directory.glob("*.sock")).unlink()
+    next(directory_of(pair).glob("*.sock")).unlink()
 
 
 def another_user(pair: Pair) -> None:
+    assert isinstance(pair.sender, SharedPools)
     assert pair.sender._socket is not None
     pair.sender._socket._user_id += 1
 
@@ -115,7 +133,7 @@ def a_name_that_leads_elsewhere(pair: Pair) -> None:
 
 
 def another_epoch(pair: Pair) -> None:
-    path = next(pair.sender._directory.glob("*.sock"))
+    path = next(directory_of(pair).glob("*.sock"))
     path.rename(path.with_name("sender-2.sock"))
     pair.sender.offer.epoch = "sender-2"
 
@@ -139,16 +157,16 @@ async def test_what_cannot_be_shared_comes_in_messages_and_one_line_says_why(
         [(_, transport, told)] = pair.told
         assert transport == "grpc"
         assert reason in told
-        assert pair.receiver.mapped_epochs == set()
+        assert mapped_epochs(pair) == set()
 
 
 async def test_another_user_at_the_socket_is_not_trusted(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_pair(directory) as pair:
+    async with running_pair(directory):
         monkeypatch.setattr(pool_socket, "peer_user", lambda connection: os.geteuid() + 1)
         with pytest.raises(NotSharedError, match="belongs to user"):
-            await fetch_pool(pair.sender._directory, SENDER_EPOCH)
+            await fetch_pool(directory, SENDER_EPOCH)
 
 
 async def test_a_worker_that_shares_nothing_sends_messages(directory: Path) -> None:
@@ -176,7 +194,7 @@ async def test_a_receiver_that_must_share_refuses_messages(directory: Path) -> N
 
 async def test_a_sender_that_must_share_sends_no_message(directory: Path) -> None:
     async with running_pair(directory, sender="shared", receiver="grpc") as pair:
-        with pytest.raises(NotSharedError, match="did not map"):
+        with pytest.raises(NotSharedError, match="this one allows shared"):
             await push_one(pair, "t")
 
 
@@ -222,10 +240,10 @@ async def test_a_process_that_does_not_answer_is_given_up(
 
 
 async def test_a_silent_peer_does_not_delay_the_blocks_of_others(
-    directory: Path, silent: socket.socket, borrower: Transports, monkeypatch: pytest.MonkeyPatch
+    directory: Path, silent: socket.socket, borrower: SharedPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_socket, "FETCH_SECONDS", 10 * WAIT_SECONDS)
-    lender = Transports("auto", directory)
+    lender = SharedPools(directory)
     descriptor = allocate_shared(NUM_BYTES).descriptor
     lender.share("mapped", descriptor)
     mapped = await map_pool_of(borrower, "mapped")
@@ -246,15 +264,15 @@ async def test_a_silent_peer_does_not_delay_the_blocks_of_others(
 
 
 async def test_a_pool_that_could_not_be_mapped_is_asked_for_again_after_a_pause(
-    directory: Path, silent: socket.socket, borrower: Transports, monkeypatch: pytest.MonkeyPatch
+    directory: Path, silent: socket.socket, borrower: SharedPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_socket, "FETCH_SECONDS", 0.05)
     offer = pb.SharedPool(boot_id=pool_socket.boot_id(), epoch="silent")
     assert set(await asyncio.gather(*(borrower.choose(offer) for _ in range(8)))) == {MESSAGES}
     assert await borrower.choose(offer) is MESSAGES
     assert num_waiting(silent) == 1
-    monkeypatch.setattr(transports, "FAILED_SECONDS", 0.0)
-    another = Transports("auto", directory)
+    monkeypatch.setattr(shared, "FAILED_SECONDS", 0.0)
+    another = SharedPools(directory)
     for _ in range(2):
         assert await another.choose(offer) is MESSAGES
         assert num_waiting(silent) == 1
@@ -262,7 +280,7 @@ async def test_a_pool_that_could_not_be_mapped_is_asked_for_again_after_a_pause(
 
 
 async def test_a_caller_that_is_cancelled_leaves_the_mapping_to_the_others(
-    directory: Path, borrower: Transports
+    directory: Path, borrower: SharedPools
 ) -> None:
     held = PoolSocket(directory, "epoch", allocate_shared(NUM_BYTES).descriptor)
     cancelled, other = [asyncio.create_task(map_pool_of(borrower, "epoch")) for _ in range(2)]
@@ -276,7 +294,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_mapping_to_the_others(
 @pytest.mark.parametrize("step", ["socket", "connect", "recv_fds", "mmap"])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
 async def test_a_mapping_that_fails_at_any_step_leaves_nothing_and_blocks_come_in_messages(
-    directory: Path, borrower: Transports, monkeypatch: pytest.MonkeyPatch, step: str, number: int
+    directory: Path, borrower: SharedPools, monkeypatch: pytest.MonkeyPatch, step: str, number: int
 ) -> None:
     held = PoolSocket(directory, "epoch", allocate_shared(NUM_BYTES).descriptor)
 
@@ -304,20 +322,20 @@ async def test_a_mapping_that_fails_at_any_step_leaves_nothing_and_blocks_come_i
 
 
 @pytest.fixture
-async def borrower(directory: Path) -> AsyncIterator[Transports]:
-    taking = Transports("auto", directory)
+async def borrower(directory: Path) -> AsyncIterator[SharedPools]:
+    taking = SharedPools(directory)
     yield taking
     taking.close()
 
 
-async def map_pool_of(borrower: Transports, epoch: str) -> transports.PeerPool:
+async def map_pool_of(borrower: SharedPools, epoch: str) -> PeerPool:
     offer = pb.SharedPool(boot_id=pool_socket.boot_id(), epoch=epoch)
     pool = await borrower.choose(offer)
-    assert isinstance(pool, transports.PeerPool)
+    assert isinstance(pool, PeerPool)
     return pool
 
 
-async def test_the_memory_of_a_killed_worker_is_unmapped(directory: Path, borrower: Transports) -> None:
+async def test_the_memory_of_a_killed_worker_is_unmapped(directory: Path, borrower: SharedPools) -> None:
     name = "quire-test-pool"
     holder = start_holder(directory, "killed")
     try:
@@ -344,8 +362,8 @@ async def test_the_memory_of_a_killed_worker_is_unmapped(directory: Path, borrow
     assert names(directory) == []
 
 
-async def test_a_worker_that_stops_leaves_nothing(directory: Path, borrower: Transports) -> None:
-    lender = Transports("auto", directory)
+async def test_a_worker_that_stops_leaves_nothing(directory: Path, borrower: SharedPools) -> None:
+    lender = SharedPools(directory)
     memory = allocate_shared(NUM_BYTES)
     num_before = num_mappings("quire-kv")
     lender.share("first", memory.descriptor)
@@ -362,7 +380,7 @@ async def test_a_worker_that_stops_leaves_nothing(directory: Path, borrower: Tra
 
 
 async def test_a_borrower_that_leaves_is_forgotten(directory: Path) -> None:
-    lender, borrower = Transports("auto", directory), Transports("auto", directory)
+    lender, borrower = SharedPools(directory), SharedPools(directory)
     lender.share("epoch", allocate_shared(NUM_BYTES).descriptor)
     await map_pool_of(borrower, "epoch")
     assert lender._socket is not None
@@ -372,8 +390,8 @@ async def test_a_borrower_that_leaves_is_forgotten(directory: Path) -> None:
     lender.close()
 
 
-async def test_pushes_that_come_at_once_map_a_pool_once(directory: Path, borrower: Transports) -> None:
-    lender = Transports("auto", directory)
+async def test_pushes_that_come_at_once_map_a_pool_once(directory: Path, borrower: SharedPools) -> None:
+    lender = SharedPools(directory)
     lender.share("epoch", allocate_shared(NUM_BYTES).descriptor)
     pools = await asyncio.gather(*(map_pool_of(borrower, "epoch") for _ in range(8)))
     assert len(set(map(id, pools))) == 1
@@ -425,8 +443,8 @@ async def test_only_the_sockets_of_dead_workers_are_removed(directory: Path) -> 
 async def test_a_path_that_is_too_long_shares_nothing(directory: Path) -> None:
     long = directory / ("long" * 30)
     with pytest.raises(OSError, match="too long"):
-        Transports("auto", long).share("epoch", allocate_shared(NUM_BYTES).descriptor)
+        SharedPools(long).share("epoch", allocate_shared(NUM_BYTES).descriptor)
 
 
-async def test_without_an_offer_blocks_come_in_messages(borrower: Transports) -> None:
+async def test_without_an_offer_blocks_come_in_messages(borrower: SharedPools) -> None:
     assert await borrower.choose(pb.SharedPool()) is MESSAGES

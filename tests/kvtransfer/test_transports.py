@@ -26,7 +26,10 @@ from quire.kvtransfer.errors import (
     TransferError,
 )
 from quire.kvtransfer.layout import layout_to_proto
-from quire.kvtransfer.transports import MESSAGES, Transport
+from quire.kvtransfer.transports.messages import MESSAGES
+from quire.kvtransfer.transports.nixl import NixlPools
+from quire.kvtransfer.transports.shared import SharedPools
+from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from tests.kvtransfer.transport_pair import (
@@ -47,9 +50,9 @@ FIRST_TOKEN = 42
 
 HAS_NIXL = find_spec("nixl_cu12") is not None
 NIXL = pytest.param(
-    "nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="the extra 'nixl' is not installed")
+    Transport.NIXL, marks=pytest.mark.skipif(not HAS_NIXL, reason="the extra 'nixl' is not installed")
 )
-TRANSPORTS = ("grpc", "shared", NIXL)
+TRANSPORTS = (Transport.MESSAGES, Transport.SHARED, NIXL)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +60,7 @@ def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let messages carry 3 blocks or name 4, and NIXL use the loopback device, which all machines have."""
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     monkeypatch.setattr(frames, "MESSAGE_BYTES", 3 * BLOCK)
-    monkeypatch.setattr(frames, "SHARED_MESSAGE_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(frames, "NAMED_BYTES", 4 * BLOCK)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -274,7 +277,7 @@ async def test_bytes_that_change_while_they_are_copied_are_refused(pair: Pair, t
     """A message has its own copy, and so has a READ. Of a shared pool the receiver's copy counts."""
     pair.sink.before_write = lambda index: pair.pool.flip_a_bit(index) if index == 2 else None
     expected = pair.expected(0, 4)
-    if transport != "shared":
+    if transport is not Transport.SHARED:
         async with pair.push(4) as push:
             await push.send(pair.pool.prompt(0, 4))
             await push.commit(FIRST_TOKEN)
@@ -306,7 +309,7 @@ async def _ending(
     with pair.channels.peer(pair.address, RECEIVER_EPOCH) as peer:
         call: Any = kvtransfer_pb2_grpc.KvTransferServiceStub(peer).Push(timeout=WAIT_SECONDS)
     prompt = pair.pool.prompt(indices.start, indices.stop)
-    message = frames.to_proto(prompt, is_shared=transport != "grpc")
+    message = frames.to_proto(prompt, transport)
     for name, value in changes.items():
         setattr(message.frames.frames[0], name, value)
     async with asyncio.timeout(WAIT_SECONDS):
@@ -332,7 +335,7 @@ async def test_a_truncated_payload_is_refused(directory: Path) -> None:
     async with running_pair(directory, "grpc", "grpc") as pair:
         payload = pair.pool.payload(0)[:-1]
         code, details = await _ending(
-            pair, "grpc", range(1), payload=payload, digest=frames.digest(hash_of(0), payload)
+            pair, Transport.MESSAGES, range(1), payload=payload, digest=frames.digest(hash_of(0), payload)
         )
     assert code is grpc.StatusCode.INVALID_ARGUMENT, details
 
@@ -340,7 +343,7 @@ async def test_a_truncated_payload_is_refused(directory: Path) -> None:
 @pytest.mark.parametrize("block_id", [NUM_BLOCKS, 2**32 - 1])
 async def test_a_block_beyond_the_pool_is_refused(directory: Path, block_id: int) -> None:
     async with running_pair(directory) as pair:
-        code, details = await _ending(pair, "shared", range(1), block_id=block_id)
+        code, details = await _ending(pair, Transport.SHARED, range(1), block_id=block_id)
         assert (code, details) == (
             grpc.StatusCode.INVALID_ARGUMENT,
             "block 0 is not in the sender's pool",
@@ -349,7 +352,7 @@ async def test_a_block_beyond_the_pool_is_refused(directory: Path, block_id: int
 
 async def test_a_payload_where_a_place_was_agreed_is_refused(directory: Path) -> None:
     async with running_pair(directory) as pair:
-        code, details = await _ending(pair, "grpc", range(1))
+        code, details = await _ending(pair, Transport.MESSAGES, range(1))
     assert code is grpc.StatusCode.INVALID_ARGUMENT, details
 
 
@@ -428,11 +431,11 @@ async def test_roles_may_swap(transport: Transport, directory: Path) -> None:
         async with pair.push(2) as push:
             await push.send(pair.pool.prompt(0, 2))
             await push.commit(FIRST_TOKEN)
-        if transport == "shared":
+        if isinstance(pair.receiver, SharedPools):
             pair.receiver.share(RECEIVER_EPOCH, pair.pool.descriptor)
-        if transport == "nixl":
+        if isinstance(pair.receiver, NixlPools):
             rows = pair.pool.rows
-            pair.receiver.share_by_nixl(RECEIVER_EPOCH, rows.ctypes.data, rows.nbytes)
+            pair.receiver.share(rows.ctypes.data, rows.nbytes)
         intake = await pair.sender.choose(pair.receiver.offer)
         assert intake.transport == transport
 
@@ -441,3 +444,21 @@ async def test_a_place_without_a_pool_is_an_error() -> None:
     """Messages that name a place are not taken by a receiver of payloads."""
     with pytest.raises((ProtocolError, DigestMismatchError)):
         MESSAGES.frame(pb.BlockFrame(index=0, block_id=1, digest=frames.digest(b"", b"")), BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("transport", "code"),
+    [
+        (pb.TRANSPORT_UNSPECIFIED, grpc.StatusCode.INVALID_ARGUMENT),
+        (99, grpc.StatusCode.INVALID_ARGUMENT),
+        (pb.TRANSPORT_NIXL, grpc.StatusCode.FAILED_PRECONDITION),
+    ],
+)
+async def test_a_pull_by_a_transport_that_the_holder_does_not_have_is_refused(
+    directory: Path, transport: Any, code: grpc.StatusCode
+) -> None:
+    async with running_pair(directory) as pair, pair.pull(2) as pull:
+        request = pb.PullRequest(lease_id=pull._lease_id, num_blocks=2, transport=transport)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pull._stub.Pull(request).read()
+        assert refused.value.code() is code

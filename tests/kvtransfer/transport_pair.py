@@ -26,7 +26,11 @@ from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
 from quire.kvtransfer.push_receiver import KvTransferServicer
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
-from quire.kvtransfer.transports import Choice, Transport, Transports
+from quire.kvtransfer.transports.interface import Tell, Transports
+from quire.kvtransfer.transports.messages import MESSAGES_ONLY
+from quire.kvtransfer.transports.nixl import NixlPools
+from quire.kvtransfer.transports.shared import SharedPools
+from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
@@ -140,14 +144,31 @@ class Sink:
         return target
 
 
+def open_transports(choice: str, directory: Path, epoch: str, pool: Pool | None, tell: Tell) -> Transports:
+    """Open what ``--transport`` would, and offer the pool if there is one."""
+    if choice == "grpc":
+        return MESSAGES_ONLY
+    if choice == "nixl":
+        by_nixl = NixlPools(epoch, tell)
+        if pool is not None:
+            by_nixl.share(pool.rows.ctypes.data, pool.rows.nbytes)
+        return by_nixl
+    shared = SharedPools(directory, tell, is_required=choice == "shared")
+    if pool is not None:
+        shared.share(epoch, pool.descriptor)
+    return shared
+
+
 class Pair:
     """A sender and a receiver, each with its transports and its server."""
 
-    def __init__(self, directory: Path, sender: Choice, receiver: Choice) -> None:
+    def __init__(self, directory: Path, sender: str, receiver: str) -> None:
         self.told: list[tuple[str, Transport, str]] = []
-        self.sender = Transports(sender, directory)
-        self.receiver = Transports(receiver, directory, lambda *line: self.told.append(line))
         self.pool, self.sink = Pool(), Sink()
+        self.sender = open_transports(sender, directory, SENDER_EPOCH, self.pool, lambda *line: None)
+        self.receiver = open_transports(
+            receiver, directory, RECEIVER_EPOCH, None, lambda *line: self.told.append(line)
+        )
         self.registry = CollectorRegistry()
         self.transfers, self.pulls = TransferMetrics(self.registry), PullMetrics(self.registry)
         self.leases = BlockLeases(self.pool, self.pulls, max_blocks=NUM_BLOCKS)
@@ -157,10 +178,6 @@ class Pair:
 
     @asynccontextmanager
     async def running(self, window_blocks: int) -> AsyncIterator[Pair]:
-        if self.sender._choice == "nixl":
-            self.sender.share_by_nixl(SENDER_EPOCH, self.pool.rows.ctypes.data, self.pool.rows.nbytes)
-        elif self.sender._choice != "grpc":
-            self.sender.share(SENDER_EPOCH, self.pool.descriptor)
         window_bytes = window_blocks * LAYOUT.block_bytes
         receives = KvTransferServicer(self.sink, self.transfers, self.receiver, window_bytes=window_bytes)
         kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(receives, self.server)
@@ -224,7 +241,7 @@ class Pair:
 
 @asynccontextmanager
 async def running_pair(
-    directory: Path, sender: Choice = "auto", receiver: Choice = "auto", *, window_blocks: int = 8
+    directory: Path, sender: str = "auto", receiver: str = "auto", *, window_blocks: int = 8
 ) -> AsyncIterator[Pair]:
     """Run two workers whose sockets are in a directory that only this test uses."""
     async with Pair(directory, sender, receiver).running(window_blocks) as pair:

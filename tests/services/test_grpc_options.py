@@ -55,7 +55,9 @@ class LateReceiver(kvtransfer_pb2_grpc.KvTransferServiceServicer):
     ) -> AsyncIterator[pb.PushResponse]:
         opening = await anext(request_iterator)
         await asyncio.sleep(SILENT_SECONDS)
-        yield pb.PushResponse(credit=pb.PushCredit(num_blocks=opening.open.num_blocks))
+        yield pb.PushResponse(
+            credit=pb.PushCredit(num_blocks=opening.open.num_blocks, transport=pb.TRANSPORT_MESSAGES)
+        )
         async for request in request_iterator:
             if request.WhichOneof("message") == "commit":
                 yield pb.PushResponse(committed=pb.PushCommitted(num_blocks=opening.open.num_blocks))

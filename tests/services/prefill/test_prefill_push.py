@@ -18,7 +18,7 @@ from quire.engine.sequences.sequence import Sequence
 from quire.kvindex.kv_layout import KvLayout, KvShape
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import PushFailedError
-from quire.kvtransfer.transports import MESSAGES_ONLY
+from quire.kvtransfer.transports.messages import MESSAGES_ONLY
 from quire.protos import inference_pb2 as pb
 from quire.protos import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2
 from quire.sampling.params import SamplingParams

@@ -18,7 +18,7 @@ from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
 
-from quire.kvtransfer.pool_socket import PoolSocket, socket_path
+from quire.kvtransfer.transports.pool_socket import PoolSocket, socket_path
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 

@@ -15,9 +15,9 @@ import torch
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.kv_layout import KvShape
-from quire.services.worker import build, start
+from quire.services.worker import build, transports
 from quire.services.worker.config import WorkerConfig
-from quire.services.worker.start import open_transports
+from quire.services.worker.transports import open_transports
 from quire.settings.setting import SettingError
 
 SHAPE = KvShape(1, 1, 4, 8, "float16")
@@ -71,16 +71,16 @@ def test_without_shared_memory_the_pool_is_private_and_a_line_says_so(
 
 
 async def test_the_pool_is_offered_in_the_directory(directory: str) -> None:
-    transports = open_transports(config("auto", directory), "epoch", pool("auto"))
-    assert transports.offer.epoch == "epoch"
+    opened = open_transports(config("auto", directory), "epoch", pool("auto"))
+    assert opened.offer.epoch == "epoch"
     assert names(directory) == ["epoch.sock"]
-    transports.close()
+    opened.close()
     assert names(directory) == []
 
 
 async def test_where_messages_are_chosen_nothing_is_offered(directory: str) -> None:
-    transports = open_transports(config("grpc", directory), "epoch", pool("grpc"))
-    assert not transports.offer.boot_id
+    opened = open_transports(config("grpc", directory), "epoch", pool("grpc"))
+    assert not opened.offer.boot_id
     assert names(directory) == []
 
 
@@ -93,7 +93,7 @@ async def test_a_pool_that_cannot_be_offered_is_an_error_only_where_sharing_is_a
         directory += "/open"
         os.mkdir(directory, 0o755)
     log = Mock()
-    monkeypatch.setattr(start, "_log", log)
+    monkeypatch.setattr(transports, "_log", log)
     assert not open_transports(config("auto", directory), "epoch", memory).offer.boot_id
     [line] = log.info.call_args_list
     assert (line.args, line.kwargs["transport"]) == (("kv_transport",), "grpc")
@@ -101,19 +101,9 @@ async def test_a_pool_that_cannot_be_offered_is_an_error_only_where_sharing_is_a
         open_transports(config("shared", directory), "epoch", memory)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, "needs a cluster secret"),
-        ({"cluster_secret": b"s", "tensor_parallel_size": 2}, "tensor-parallel-size"),
-    ],
-)
-def test_nixl_is_refused_where_strangers_or_ranks_have_a_part_in_the_pool(
-    change: dict[str, Any], reason: str
-) -> None:
-    settings = WorkerConfig(role="decode", num_blocks=4, transport="nixl", **change)
-    with pytest.raises(SettingError, match=reason):
-        open_transports(settings, "epoch", pool("nixl"))
+def test_an_unknown_transport_is_refused_and_the_known_ones_are_named() -> None:
+    with pytest.raises(ValueError, match="--transport must be one of auto, grpc, shared, nixl; got 'pigeon'"):
+        config("pigeon")
 
 
 def names(directory: str) -> list[str]:

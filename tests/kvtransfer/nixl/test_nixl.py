@@ -19,17 +19,17 @@ from typing import NamedTuple
 
 import pytest
 
-from quire.kvtransfer import nixl_pool
-from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
-from quire.kvtransfer.nixl_pool import NixlAgent
+from quire.kvtransfer.errors import ProtocolError, SenderGoneError
+from quire.kvtransfer.transports import nixl
+from quire.kvtransfer.transports.nixl import NixlAgent
 from quire.protos import kvtransfer_pb2 as pb
-from tests.kvtransfer.nixl_holder import BLOCK_BYTES, NUM_BLOCKS, content
+from tests.kvtransfer.nixl.holder import BLOCK_BYTES, NUM_BLOCKS, content
 
 pytest.importorskip("nixl_cu12", reason="the extra 'nixl' is not installed")
 
 WAIT_SECONDS = 10.0
 SHORT_SECONDS = 0.5
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 POOL = content()
 
 
@@ -58,7 +58,7 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_pool, "READ_SECONDS", SHORT_SECONDS)
+    monkeypatch.setattr(nixl, "READ_SECONDS", SHORT_SECONDS)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def start_holder() -> Iterator[StartHolder]:
         def start(epoch: str) -> Holder:
             process = stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.kvtransfer.nixl_holder", epoch],
+                    [sys.executable, "-m", "tests.kvtransfer.nixl.holder", epoch],
                     cwd=ROOT,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -116,7 +116,7 @@ def test_a_killed_peer_is_an_error_and_its_next_start_is_read(
     with pytest.raises(SenderGoneError):
         read(agent, holder, [3, 1])
     assert agent.known_epochs == set()
-    assert agent.num_free_slabs == nixl_pool.MAX_SLABS
+    assert agent.num_free_slabs == nixl.MAX_SLABS
     read(agent, start_holder("holder-2"), list(range(NUM_BLOCKS)))
     assert agent.known_epochs == {"holder-2"}
 
@@ -129,11 +129,11 @@ def test_a_peer_that_is_killed_in_mid_read_is_an_error_at_once(
     holder.signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, agent, holder, [1, 2])
-        wait_until(lambda: agent.num_free_slabs == nixl_pool.MAX_SLABS - 1)
+        wait_until(lambda: agent.num_free_slabs == nixl.MAX_SLABS - 1)
         holder.signal(signal.SIGKILL)
         with pytest.raises(SenderGoneError, match="failed"):
             reading.result(WAIT_SECONDS)
-    assert agent.num_free_slabs == nixl_pool.MAX_SLABS
+    assert agent.num_free_slabs == nixl.MAX_SLABS
     assert agent.known_epochs == set()
 
 
@@ -146,11 +146,11 @@ def test_a_stopped_peer_holds_one_slab_until_it_goes_on(agent: NixlAgent, start_
         read(agent, stopped, list(range(NUM_BLOCKS)))
     with pytest.raises(SenderGoneError, match="earlier READ"):
         read(agent, stopped, [1])
-    for first in range(2 * nixl_pool.MAX_SLABS):
+    for first in range(2 * nixl.MAX_SLABS):
         read(agent, other, [first, first + 1])
-    assert agent.num_free_slabs == nixl_pool.MAX_SLABS - 1, "the READ may still write into its slab"
+    assert agent.num_free_slabs == nixl.MAX_SLABS - 1, "the READ may still write into its slab"
     stopped.signal(signal.SIGCONT)
-    wait_until(lambda: agent.num_free_slabs == nixl_pool.MAX_SLABS)
+    wait_until(lambda: agent.num_free_slabs == nixl.MAX_SLABS)
     read(agent, stopped, [5, 6])
 
 
@@ -162,9 +162,9 @@ def test_a_stopped_peer_that_is_killed_gives_its_slab_back(
     stopped.signal(signal.SIGSTOP)
     with pytest.raises(SenderGoneError, match="did not end"):
         read(agent, stopped, [0])
-    assert agent.num_free_slabs == nixl_pool.MAX_SLABS - 1
+    assert agent.num_free_slabs == nixl.MAX_SLABS - 1
     stopped.signal(signal.SIGKILL)
-    wait_until(lambda: agent.num_free_slabs == nixl_pool.MAX_SLABS)
+    wait_until(lambda: agent.num_free_slabs == nixl.MAX_SLABS)
     assert agent.known_epochs == set()
 
 
@@ -172,7 +172,7 @@ def test_a_stopped_peer_that_is_killed_gives_its_slab_back(
 def test_without_a_free_slab_a_read_is_an_error_in_time(
     agent: NixlAgent, start_holder: StartHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_pool, "MAX_SLABS", 1)
+    monkeypatch.setattr(nixl, "MAX_SLABS", 1)
     stopped, other = start_holder("stopped"), start_holder("other")
     stopped.signal(signal.SIGSTOP)
     with pytest.raises(SenderGoneError, match="did not end"):
@@ -187,14 +187,14 @@ def test_without_a_free_slab_a_read_is_an_error_in_time(
 def test_the_peer_that_was_idle_for_longest_makes_room(
     agent: NixlAgent, start_holder: StartHolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_pool, "MAX_PEERS", 2)
+    monkeypatch.setattr(nixl, "MAX_PEERS", 2)
     holders = [start_holder(f"holder-{number}") for number in range(3)]
     for number in (0, 1, 0, 2):
         read(agent, holders[number], [number])
     assert agent.known_epochs == {"holder-0", "holder-2"}
     read(agent, holders[1], [7])
     assert agent.known_epochs == {"holder-1", "holder-2"}
-    monkeypatch.setattr(nixl_pool, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(nixl, "IDLE_SECONDS", 0.0)
     read(agent, holders[0], [7])
     assert agent.known_epochs == {"holder-0"}
 
@@ -206,7 +206,7 @@ def test_reads_at_a_time_bring_their_own_bytes(agent: NixlAgent, start_holder: S
         reads = [pool.submit(read, agent, holders[index % 2], each) for index, each in enumerate(ids)]
         for each in reads:
             each.result(WAIT_SECONDS)
-    assert agent.num_free_slabs == nixl_pool.MAX_SLABS
+    assert agent.num_free_slabs == nixl.MAX_SLABS
 
 
 def test_metadata_of_another_start_is_refused(agent: NixlAgent, start_holder: StartHolder) -> None:
@@ -215,8 +215,6 @@ def test_metadata_of_another_start_is_refused(agent: NixlAgent, start_holder: St
     with pytest.raises(ProtocolError, match="another start"):
         read(agent, holder, [0])
     assert agent.known_epochs == set()
-    with pytest.raises(NotSharedError):
-        agent.connect(pb.SharedPool(epoch="holder-1"))
 
 
 def test_closing_ends_a_stuck_read_and_gives_everything_back(start_holder: StartHolder) -> None:
@@ -229,7 +227,7 @@ def test_closing_ends_a_stuck_read_and_gives_everything_back(start_holder: Start
         agent = NixlAgent("reader")
         agent.offer(POOL.ctypes.data, POOL.nbytes)
         reading = pool.submit(read, agent, stopped, [0])
-        wait_until(lambda: agent.num_free_slabs == nixl_pool.MAX_SLABS - 1)
+        wait_until(lambda: agent.num_free_slabs == nixl.MAX_SLABS - 1)
         agent.close()
         with pytest.raises(SenderGoneError, match="ending"):
             reading.result(WAIT_SECONDS)
@@ -251,7 +249,7 @@ def test_a_process_with_an_open_agent_ends(start_holder: StartHolder) -> None:
     holder = start_holder("holder-1")
     code = (
         "import sys\n"
-        "from quire.kvtransfer.nixl_pool import NixlAgent\n"
+        "from quire.kvtransfer.transports.nixl import NixlAgent\n"
         "from quire.protos import kvtransfer_pb2 as pb\n"
         "agent = NixlAgent('reader')\n"
         "agent.read(pb.SharedPool.FromString(bytes.fromhex(sys.argv[1])), [0], int(sys.argv[2]))\n"

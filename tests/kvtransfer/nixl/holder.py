@@ -1,4 +1,4 @@
-"""A process with a pool that others read by NIXL: ``python -m tests.kvtransfer.nixl_holder EPOCH``.
+"""A process with a pool that others read by NIXL: ``python -m tests.kvtransfer.nixl.holder EPOCH``.
 
 It prints its offer as hexadecimal digits, and ends when its input ends.
 """
@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from quire.kvtransfer.nixl_pool import NixlAgent
+from quire.kvtransfer.transports.nixl import NixlAgent
 
 BLOCK_BYTES = 64 << 10
 NUM_BLOCKS = 32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -14,13 +13,13 @@ from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.proof import ANSWER_KEY, CHALLENGE_KEY, Caller, answer_proof
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
-from quire.kvtransfer.transports import Transports
+from quire.kvtransfer.transports.messages import MessagesOnly
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from tests.kvtransfer.transport_pair import LAYOUT, RECEIVER_EPOCH, WAIT_SECONDS
 
 SECRET = b"secret"
-METADATA = b"keys"
+KEYS = b"keys"
 
 
 class Listener(kvtransfer_pb2_grpc.KvTransferServiceServicer):
@@ -52,8 +51,8 @@ async def test_keys_go_only_to_a_process_with_the_secret(secret: bytes, reason: 
     kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(listener, server)
     await server.start()
     channels = ChannelPool(caller=Caller(SECRET))
-    transports = Transports("nixl", Path())
-    transports.offer = pb.SharedPool(epoch="sender", nixl_metadata=METADATA)
+    transports = MessagesOnly()
+    transports.offer = pb.SharedPool(epoch="sender", keys=KEYS)
     ticket = pb.Ticket(ticket_id="t", address=listener.address, receiver_epoch=RECEIVER_EPOCH)
     push = BlockPush(
         channels,
@@ -69,8 +68,8 @@ async def test_keys_go_only_to_a_process_with_the_secret(secret: bytes, reason: 
             async with push:
                 await push.commit(1)
         await asyncio.wait_for(listener.ended.wait(), WAIT_SECONDS)
-        got = [each.shared_pool.nixl_metadata for each in listener.opened]
-        assert got == ([METADATA] if secret == SECRET else [])
+        got = [each.shared_pool.keys for each in listener.opened]
+        assert got == ([KEYS] if secret == SECRET else [])
     finally:
         await channels.close()
         await server.stop(None)

@@ -15,20 +15,27 @@ until it ends, and no READ from another peer waits for it.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
 from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.remedy import REMEDY
+from quire.kvtransfer.transports.interface import Intake, OwnPool, Tell, ToldOnce
+from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
+
+logger = logging.getLogger("quire.kvtransfer")
 
 READ_SECONDS = 10.0
 """Time limit of one READ, with the wait for its peer and its slab."""
@@ -46,8 +53,67 @@ MEASURED_READS = 8
 MEASURED_BYTES = 1 << 20
 """The speed of a peer is the best of this many READs of this size or more: the first ones connect."""
 
-Measured = Callable[[str, float], None]
-"""Is told the GiB/s of READs from the worker with an epoch; called in a thread."""
+SLOW_GIB_PER_SECOND = 1.0
+"""Below this, UCX has probably fallen back to TCP."""
+MAX_THREADS = 32
+"""Threads that wait for READs; some may be stuck, each for ``READ_SECONDS``."""
+
+
+def open_transports(pool: OwnPool, tell: Tell) -> NixlPools:
+    """Offer this worker's pool to others by NIXL.
+
+    Raises:
+        NotSharedError: NIXL is not installed, cannot start, or would let strangers reach the pool.
+    """
+    if pool.has_tls:
+        # UCX neither encrypts nor asks for a certificate, so it would be a way around both.
+        raise NotSharedError("it cannot be used with TLS between workers: use grpc or shared")
+    if not pool.has_secret:
+        # Who has a pool's UCX keys can read and write all of it.
+        raise NotSharedError(f"it needs a cluster secret, since strangers would get the pool: {REMEDY}")
+    if pool.is_divided:
+        raise NotSharedError("it can be used without --tensor-parallel-size only: use grpc or shared")
+    if pool.device != "cpu":
+        raise NotSharedError("it can be used for pools on the CPU only")
+    transports = NixlPools(pool.epoch, tell)
+    transports.share(pool.address, pool.num_bytes)
+    return transports
+
+
+class NixlPools:
+    """The ``Transports`` of a worker that reads the pools of others by NIXL, and refuses all else.
+
+    Args:
+        epoch: the worker's epoch.
+        tell: is told once of each peer that it is read by NIXL.
+
+    Raises:
+        NotSharedError: NIXL is not installed, or cannot start.
+    """
+
+    def __init__(self, epoch: str, tell: Tell = lambda epoch, transport, reason: None) -> None:
+        self.offer = pb.SharedPool()
+        self.allowed = frozenset({Transport.NIXL})
+        self._tell = ToldOnce(tell)
+        self._agent = NixlAgent(epoch)
+        # A READ that is stuck must not use up the threads that others copy blocks in.
+        self._executor = ThreadPoolExecutor(MAX_THREADS, "nixl")
+
+    def share(self, address: int, num_bytes: int) -> None:
+        """Offer this worker's pool, which lies at an address of this process."""
+        self.offer = self._agent.offer(address, num_bytes)
+
+    async def choose(self, offer: pb.SharedPool) -> Intake:
+        """Return the peer's pool; see ``Transports.choose``."""
+        if not offer.keys:
+            raise NotSharedError("the other worker does not offer its pool by NIXL")
+        self._tell(offer.epoch, Transport.NIXL, "")
+        return NixlPool(self._agent, offer, self._executor)
+
+    def close(self) -> None:
+        """End all READs, and offer the pool no longer."""
+        self._agent.close()
+        self._executor.shutdown(wait=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -109,9 +175,10 @@ class _Peer:
 class NixlPool:
     """The pool of a worker that READs reach; an ``Intake``."""
 
-    transport: Literal["nixl"] = "nixl"
+    transport = Transport.NIXL
 
-    def __init__(self, agent: NixlAgent, offer: pb.SharedPool) -> None:
+    def __init__(self, agent: NixlAgent, offer: pb.SharedPool, executor: Executor) -> None:
+        self.executor: Executor | None = executor
         self._agent = agent
         self._offer = offer
 
@@ -119,7 +186,7 @@ class NixlPool:
         """Yield the blocks that messages name, each checked; see ``Intake.frames``."""
         named = list(messages)
         for each in named:
-            if not each.HasField("block_id") or (each.block_id + 1) * block_bytes > self._offer.pool_bytes:
+            if not each.HasField("block_id") or (each.block_id + 1) * block_bytes > self._offer.num_bytes:
                 raise ProtocolError(f"block {each.index} is not in the sender's pool")
         step = blocks_per_read(block_bytes)
         for start in range(0, len(named), step):
@@ -136,19 +203,20 @@ class NixlAgent:
 
     Args:
         epoch: the worker's epoch, which is the agent's name: a restarted worker is another agent.
-        measured: is told once how fast READs from each peer are.
 
     Raises:
         NotSharedError: NIXL is not installed, or cannot start.
     """
 
-    def __init__(self, epoch: str, measured: Measured = lambda epoch, rate: None) -> None:
+    def __init__(self, epoch: str) -> None:
         try:
             # Imported so, since the bindings have no annotations.
             api, bindings = import_module("nixl_cu12._api"), import_module("nixl_cu12._bindings")
         except ImportError as error:
-            raise NotSharedError(f"NIXL needs the extra 'nixl': {error}") from error
-        self._measured = measured
+            raise NotSharedError(
+                f"it needs the extra 'nixl' ({error}): in quire's clone, run "
+                ".venv/bin/pip install -e '.[nixl]'"
+            ) from error
         self._epoch = epoch
         try:
             self._agent: Any = api.nixl_agent(epoch, api.nixl_agent_config(backends=[]))
@@ -180,19 +248,7 @@ class NixlAgent:
             self._pool = self._agent.register_memory([(address, num_bytes, 0, "kv")], "DRAM")
             # Slabs are registered later, so that their keys are in no offer.
             metadata = self._agent.get_agent_metadata()
-        return pb.SharedPool(
-            epoch=self._epoch, nixl_metadata=metadata, pool_address=address, pool_bytes=num_bytes
-        )
-
-    def connect(self, offer: pb.SharedPool) -> NixlPool:
-        """Return the pool of a worker that has made this offer.
-
-        Raises:
-            NotSharedError: it offers none.
-        """
-        if not offer.nixl_metadata:
-            raise NotSharedError("it does not offer its pool by NIXL")
-        return NixlPool(self, offer)
+        return pb.SharedPool(epoch=self._epoch, keys=metadata, address=address, num_bytes=num_bytes)
 
     @property
     def known_epochs(self) -> set[str]:
@@ -302,11 +358,15 @@ class NixlAgent:
             self._changed.notify_all()
 
     def _measure(self, peer: _Peer, rate: float) -> None:
+        """Log the speed of a peer once it is known, since UCX falls back to TCP in silence."""
         with self._changed:
             peer.rates.append(rate)
-            best = max(peer.rates) if len(peer.rates) == MEASURED_READS else None
-        if best is not None:
-            self._measured(peer.epoch, best)
+            if len(peer.rates) != MEASURED_READS:
+                return
+            best = max(peer.rates)
+        level = logging.WARNING if best < SLOW_GIB_PER_SECOND else logging.INFO
+        speed = {"peer_epoch": peer.epoch, "gib_per_second": round(best, 3)}
+        logger.log(level, "nixl_speed", extra={"fields": speed})
 
     def _settle(self) -> None:
         """Take back the slabs of READs that nobody waits for and that have ended; forget failed peers."""
@@ -338,13 +398,13 @@ class NixlAgent:
         self._block_bytes = block_bytes
         self._make_room()
         try:
-            name = self._agent.add_remote_agent(offer.nixl_metadata)
+            name = self._agent.add_remote_agent(offer.keys)
             name = name.decode() if isinstance(name, bytes) else name
             if name != offer.epoch:
                 if name not in self._peers:
                     self._agent.remove_remote_agent(name)
                 raise ProtocolError("the sender's NIXL agent is that of another start of it")
-            rows = _rows(offer.pool_address, offer.pool_bytes // block_bytes, block_bytes)
+            rows = _rows(offer.address, offer.num_bytes // block_bytes, block_bytes)
             blocks = self._agent.prep_xfer_dlist(offer.epoch, rows, "DRAM")
         except ProtocolError:
             raise

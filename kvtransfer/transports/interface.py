@@ -1,0 +1,119 @@
+"""What each transport implements.
+
+The worker that takes blocks chooses the transport, for each peer. Everything but the bytes of the blocks,
+such as tickets, credit, hashes and digests, comes in messages whatever it chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from typing import NamedTuple, Protocol
+
+from quire.kvtransfer.errors import NotSharedError
+from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.transports.transport import Transport
+from quire.protos import kvtransfer_pb2 as pb
+
+_MAX_TOLD = 1024
+
+
+class OwnPool(NamedTuple):
+    """The pool that a worker offers to others, and what may forbid a transport.
+
+    Attributes:
+        epoch: names this start of the worker.
+        address: where the pool lies in this process.
+        device: kind of device whose memory it is.
+        is_divided: whether several processes of the worker have a part of it.
+        has_secret: whether others must prove the cluster secret.
+        has_tls: whether workers encrypt what they send to each other.
+    """
+
+    epoch: str
+    address: int
+    num_bytes: int
+    device: str
+    is_divided: bool
+    has_secret: bool
+    has_tls: bool
+
+
+class Intake(Protocol):
+    """Gets the bytes of one peer's blocks.
+
+    Attributes:
+        transport: what the intake is counted as.
+        executor: where ``frames`` is read; None is the event loop's default.
+    """
+
+    transport: Transport
+    executor: Executor | None
+
+    def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
+        """Yield the frames that messages describe, in order; read in a thread of ``executor``.
+
+        ``Frame.check_copy`` must accept a copy of a payload before anything uses the copy.
+
+        Raises:
+            DigestMismatchError: the payload or the hash is not what was sent.
+            ProtocolError: the block does not have ``block_bytes`` bytes, or is not in the peer's pool.
+            SenderGoneError: the peer has ended.
+        """
+
+
+class Transports(Protocol):
+    """How one worker takes blocks from others, and others from it.
+
+    Attributes:
+        offer: this worker's pool; empty if others cannot reach it.
+        allowed: the transports that it uses, in both directions.
+    """
+
+    offer: pb.SharedPool
+    allowed: frozenset[Transport]
+
+    async def choose(self, offer: pb.SharedPool) -> Intake:
+        """Return how to take the blocks of a worker that has made this offer.
+
+        Raises:
+            NotSharedError: its pool cannot be reached, and no other transport is allowed.
+        """
+
+    def close(self) -> None:
+        """Offer the pool no longer, and let go of those of others."""
+
+
+Tell = Callable[[str, Transport, str], None]
+"""Is told which transport is used for the worker with an epoch, and why."""
+
+
+class ToldOnce:
+    """Tells which transport is used for a peer, if it was not told before."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._told: set[tuple[str, Transport]] = set()
+
+    def __call__(self, epoch: str, transport: Transport, reason: str) -> None:
+        """Tell it, and why; once for each peer and transport."""
+        if (epoch, transport) in self._told:
+            return
+        if len(self._told) == _MAX_TOLD:
+            self._told.clear()
+        self._told.add((epoch, transport))
+        self._tell(epoch, transport, reason)
+
+
+def agreed(transports: Transports, value: pb.Transport) -> Transport:
+    """Return the transport that a receiver's message names.
+
+    Raises:
+        NotSharedError: this worker, which has the blocks, does not allow it.
+        ProtocolError: there is no such transport.
+    """
+    transport = Transport.from_wire(value)
+    if transport not in transports.allowed:
+        names = " and ".join(sorted(transports.allowed))
+        raise NotSharedError(f"the other worker takes blocks by {transport}, and this one allows {names}")
+    return transport

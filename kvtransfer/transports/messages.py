@@ -1,0 +1,50 @@
+"""Takes blocks from the messages themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
+
+from quire.kvtransfer import frame as frames
+from quire.kvtransfer.errors import ProtocolError
+from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.transports.interface import Intake
+from quire.kvtransfer.transports.transport import Transport
+from quire.protos import kvtransfer_pb2 as pb
+
+
+class Messages:
+    """The ``Intake`` of all peers whose blocks come in messages."""
+
+    transport = Transport.MESSAGES
+    executor: Executor | None = None
+
+    def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
+        """Yield the frames; see ``Intake.frames``."""
+        return (self.frame(each, block_bytes) for each in messages)
+
+    def frame(self, message: pb.BlockFrame, block_bytes: int) -> Frame:
+        """Return the frame with the bytes that are in the message, which have been checked."""
+        frame = frames.from_proto(message)
+        if len(frame.payload) != block_bytes:
+            raise ProtocolError(f"block {frame.index} has {len(frame.payload)} bytes, not {block_bytes}")
+        return frame
+
+
+class MessagesOnly:
+    """The ``Transports`` of a worker that shares nothing."""
+
+    def __init__(self) -> None:
+        self.offer = pb.SharedPool()
+        self.allowed = frozenset({Transport.MESSAGES})
+
+    async def choose(self, offer: pb.SharedPool) -> Intake:
+        """Take blocks from messages, whatever is offered."""
+        return MESSAGES
+
+    def close(self) -> None:
+        """Do nothing: there is no pool of others."""
+
+
+MESSAGES = Messages()
+MESSAGES_ONLY = MessagesOnly()
