@@ -16,7 +16,7 @@ from typing import Protocol
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import UnknownLeaseError
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.kvtransfer.metrics import TransferMetrics
 
 LEASE_SECONDS = 5.0
 SWEEP_SECONDS = 0.25
@@ -64,7 +64,7 @@ class BlockLeases:
     def __init__(
         self,
         source: BlockSource,
-        metrics: PullMetrics,
+        metrics: TransferMetrics,
         *,
         max_blocks: int,
         lease_seconds: float = LEASE_SECONDS,
@@ -95,7 +95,7 @@ class BlockLeases:
             return None
         lease = Lease(lease_id, wanted[: len(block_ids)], block_ids, self._clock() + self.lease_seconds)
         self._leases[lease_id] = lease
-        self._metrics.leases(len(self._leases))
+        self._metrics.set_leases(len(self._leases))
         return lease
 
     def find(self, lease_id: str) -> Lease:
@@ -123,14 +123,14 @@ class BlockLeases:
             lease.is_closed = True
             self._num_left += len(lease.block_ids)
             self.source.unpin(lease_id)
-            self._metrics.leases(len(self._leases))
+            self._metrics.set_leases(len(self._leases))
 
     def sweep(self) -> None:
         """End the leases that have expired."""
         now = self._clock()
         for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
             self.release(lease.lease_id)
-            self._metrics.expired()
+            self._metrics.record_expired()
 
     async def sweep_forever(self) -> None:
         """End expired leases every ``SWEEP_SECONDS``, until cancelled."""

@@ -1,8 +1,10 @@
-"""Metrics of the block transfers of a worker."""
+"""Metrics of the blocks that a worker moves by pushes and pulls, at either end of them."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire.kvtransfer.errors import (
     BadBlockError,
@@ -35,28 +37,36 @@ RECEIVER_ERRORS = (
 )
 """Errors with which a receiver ends a push. Each has a counter from the start: a rate needs a first value."""
 
+PULL_FAILURES = (BadBlockError.reason, DigestMismatchError.reason, "evicted", "no_blocks", "timeout")
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class TransferMetrics:
-    """Registers and updates the metrics of sent and received pushes."""
+    """Registers and updates the metrics of pushes and pulls."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        blocks = Counter(
-            "quire_kv_blocks_transferred_total", "KV blocks moved.", ["direction"], registry=registry
+        self._blocks = Counter(
+            "quire_kv_transfer_blocks_total",
+            "KV blocks moved: received and sent by pushes, pulled and lent by pulls.",
+            ["direction"],
+            registry=registry,
         )
         self._bytes = Counter(
             "quire_kv_transfer_bytes_total",
-            "KV bytes moved by pushes.",
+            "The same in bytes.",
             ["direction", "transport"],
             registry=registry,
         )
-        self._received_blocks, self._sent_blocks = blocks.labels("received"), blocks.labels("sent")
-        for direction in ("received", "sent"):
+        for direction in ("received", "sent", "pulled", "lent"):
+            self._blocks.labels(direction)
             for transport in (Transport.MESSAGES, Transport.SHARED):
                 self._bytes.labels(direction, transport)
-        self._seconds = Histogram(
-            "quire_kv_transfer_seconds", "Push, from open to commit.", buckets=_SECONDS, registry=registry
+        self._push_seconds = Histogram(
+            "quire_kv_push_seconds", "Push, from open to commit.", buckets=_SECONDS, registry=registry
+        )
+        self._pull_seconds = Histogram(
+            "quire_kv_pull_seconds", "Pull, from pin to release.", buckets=_SECONDS, registry=registry
         )
         self._credit_wait = Histogram(
             "quire_kv_credit_wait_seconds",
@@ -66,31 +76,56 @@ class TransferMetrics:
         )
         self._failures = Counter(
             "quire_kv_transfer_failures_total",
-            "Pushes that failed at the receiver.",
-            ["reason"],
+            "Pushes that failed at the receiver, and pulls that brought less than they were to.",
+            ["kind", "reason"],
             registry=registry,
         )
         for error in RECEIVER_ERRORS:
-            self._failures.labels(error.reason)
+            self._failures.labels("push", error.reason)
+        for reason in PULL_FAILURES:
+            self._failures.labels("pull", reason)
         self._saved_bytes = Counter(
             "quire_kv_transfer_saved_bytes_total",
             "KV bytes that were not sent, since the receiver had the blocks or needs none of them.",
             registry=registry,
         )
+        self._leases = Gauge("quire_kv_leases", "Leases on blocks of this worker.", registry=registry)
+        self._expired = Counter(
+            "quire_kv_leases_expired_total", "Leases that ended without a release.", registry=registry
+        )
 
     def record_push(self, summary: PushSummary) -> None:
         """Count a sent push that was committed."""
-        self._sent_blocks.inc(summary.num_blocks)
-        self._bytes.labels("sent", summary.transport).inc(summary.num_bytes)
+        self._record("sent", summary.num_blocks, summary.num_bytes, summary.transport)
         self._saved_bytes.inc(summary.num_saved_bytes)
-        self._seconds.observe(summary.seconds)
+        self._push_seconds.observe(summary.seconds)
         self._credit_wait.observe(summary.credit_wait_seconds)
 
     def record_received(self, num_bytes: int, transport: Transport) -> None:
         """Count a received block that was checked and written."""
-        self._received_blocks.inc()
-        self._bytes.labels("received", transport).inc(num_bytes)
+        self._record("received", 1, num_bytes, transport)
 
-    def record_failure(self, reason: str) -> None:
-        """Count a received push that ended without a commit."""
-        self._failures.labels(reason).inc()
+    def record_lent(self, num_blocks: int, num_bytes: int, transport: Transport) -> None:
+        """Count blocks that are being sent to a worker that pulls them."""
+        self._record("lent", num_blocks, num_bytes, transport)
+
+    def record_pull(self, num_blocks: int, num_bytes: int, seconds: float, transport: Transport) -> None:
+        """Count the blocks of one pull that were checked and written."""
+        self._record("pulled", num_blocks, num_bytes, transport)
+        self._pull_seconds.observe(seconds)
+
+    def record_failure(self, kind: Literal["push", "pull"], reason: str) -> None:
+        """Count a received push that ended without a commit, or a pull that brought less than it was to."""
+        self._failures.labels(kind, reason).inc()
+
+    def set_leases(self, count: int) -> None:
+        """Set the number of leases."""
+        self._leases.set(count)
+
+    def record_expired(self) -> None:
+        """Count a lease that expired."""
+        self._expired.inc()
+
+    def _record(self, direction: str, num_blocks: int, num_bytes: int, transport: Transport) -> None:
+        self._blocks.labels(direction).inc(num_blocks)
+        self._bytes.labels(direction, transport).inc(num_bytes)

@@ -12,7 +12,7 @@ from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferError, UnknownLeaseError
 from quire.kvtransfer.layout import layout_from_proto, require_equal
 from quire.kvtransfer.leases import BlockLeases, Lease
-from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports.interface import Transports, agreed
 from quire.kvtransfer.transports.messages import MESSAGES_ONLY
 from quire.kvtransfer.transports.transport import Transport
@@ -24,7 +24,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
     """Serves pins and pulls of one worker's blocks."""
 
     def __init__(
-        self, leases: BlockLeases, metrics: PullMetrics, transports: Transports = MESSAGES_ONLY
+        self, leases: BlockLeases, metrics: TransferMetrics, transports: Transports = MESSAGES_ONLY
     ) -> None:
         self._leases = leases
         self._source = leases.source
@@ -97,7 +97,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
             # ended, the block may have been overwritten.
             if lease.is_closed:
                 raise UnknownLeaseError("the lease ended while its blocks were copied: pin them again")
-            self._metrics.lent(len(indices), len(indices) * block_bytes, transport)
+            self._metrics.record_lent(len(indices), len(indices) * block_bytes, transport)
             yield message
 
     def _message(self, lease: Lease, indices: range, transport: Transport) -> pb.PullResponse:

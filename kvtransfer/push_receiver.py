@@ -85,11 +85,11 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
                 async for response in responses:
                     yield response
         except (asyncio.CancelledError, GeneratorExit):
-            self._metrics.record_failure(SenderGoneError.reason)
+            self._metrics.record_failure("push", SenderGoneError.reason)
             raise
         except Exception as error:
             failure = _as_transfer_error(error)
-            self._metrics.record_failure(failure.reason)
+            self._metrics.record_failure("push", failure.reason)
             refused = pb.PushRefused(status_code=failure.code.value[0], message=str(failure))
             yield pb.PushResponse(refused=refused)
             if failure is not error:

@@ -14,7 +14,6 @@ from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.instrumented_index import IndexMetrics, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.services.router.answer_copies import AnswerCopyMetrics
 from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.metrics import RouterMetrics
@@ -99,7 +98,6 @@ def worker_registry() -> RecordingRegistry:
     CacheInfo(registry).describe(block_size=16, num_blocks=1, block_bytes=1)
     describe_division(registry, 1)
     TransferMetrics(registry)
-    PullMetrics(registry)
     PublisherMetrics(registry, PublishLedger())
     _add_common(registry)
     return registry

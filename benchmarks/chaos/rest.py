@@ -29,7 +29,7 @@ _WORKER_GAUGES = (
     ("quire_requests_waiting", ""),
     ("quire_requests_transferring", ""),
     ("quire_requests_waiting_for_blocks", ""),
-    ("quire_kv_pull_leases", ""),
+    ("quire_kv_leases", ""),
     ("quire_prefill_backlog_tokens", ""),
 )
 _ROUTER_GAUGES = (("quire_router_requests_running", ""), ("quire_router_requests_waiting", ""))

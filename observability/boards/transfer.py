@@ -11,7 +11,8 @@ from quire.observability.panels import Panel, Target, chart, latency, line
 from quire.observability.promql import quotient, rate, total
 
 SIZE, SAVED = "quire_kv_transfer_bytes_total", "quire_kv_transfer_saved_bytes_total"
-PUSH, WAIT = "quire_kv_transfer_seconds", "quire_kv_credit_wait_seconds"
+PUSH, WAIT = "quire_kv_push_seconds", "quire_kv_credit_wait_seconds"
+FAILURES = "quire_kv_transfer_failures_total"
 SENT = rate(SIZE, 'direction="sent"')
 
 
@@ -36,7 +37,7 @@ def _push_panels() -> Sequence[Panel]:
             "Bytes",
             "KV bytes sent and received. On one host the receiver copies them out of the sender's"
             " memory (shared), elsewhere they come in messages (grpc).",
-            rate(SIZE, by="direction, transport"),
+            rate(SIZE, 'direction=~"received|sent"', "direction, transport"),
             "{{direction}} {{transport}}",
             "Bps",
         ),
@@ -59,7 +60,7 @@ def _push_panels() -> Sequence[Panel]:
         line(
             "Failures by reason",
             "Pushes that ended without commit, as the receiver names it.",
-            rate("quire_kv_transfer_failures_total", by="reason"),
+            rate(FAILURES, 'kind="push"', "reason"),
             "{{reason}}",
             "ops",
         ),
@@ -72,7 +73,7 @@ def _pull_panels() -> Sequence[Panel]:
         line(
             "Bytes of pulls",
             "KV bytes lent to peers and pulled from them.",
-            rate("quire_kv_pull_bytes_total", by="direction, transport"),
+            rate(SIZE, 'direction=~"pulled|lent"', "direction, transport"),
             "{{direction}} {{transport}}",
             "Bps",
         ),
@@ -80,19 +81,19 @@ def _pull_panels() -> Sequence[Panel]:
         chart(
             "Pulls that fell short",
             "By reason; the rest of the prompt was computed.",
-            [Target(rate("quire_kv_pull_failures_total", by="reason"), "{{reason}}")],
+            [Target(rate(FAILURES, 'kind="pull"', "reason"), "{{reason}}")],
             "ops",
         ),
         line(
             "Leases",
             "Leases on a worker's blocks.",
-            total("quire_kv_pull_leases", by="instance"),
+            total("quire_kv_leases", by="instance"),
             "{{instance}}",
         ),
         line(
             "Leases expired",
             "Leases that ended without a release: the puller was lost.",
-            rate("quire_kv_pull_leases_expired_total", by="instance"),
+            rate("quire_kv_leases_expired_total", by="instance"),
             "{{instance}}",
             "ops",
         ),
@@ -113,10 +114,7 @@ def _fault_panels() -> Sequence[Panel]:
             "Digest failures",
             "Blocks whose bytes were not what was sent. Each was refused and sent or computed"
             " again; more than none means broken memory or network.",
-            [
-                Target(rate("quire_kv_transfer_failures_total", 'reason="digest_mismatch"'), "pushes"),
-                Target(rate("quire_kv_pull_failures_total", 'reason="digest_mismatch"'), "pulls"),
-            ],
+            [Target(rate(FAILURES, 'reason="digest_mismatch"', "kind"), "{{kind}}")],
             "ops",
         ),
         line(

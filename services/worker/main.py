@@ -14,7 +14,6 @@ import torch
 from quire.engine.engine_thread import EngineStoppedError
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvtransfer.freed_buffers import keep_freed_buffers
-from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.services.server.background import in_background
 from quire.services.server.grpc_server import GrpcServer, Service, Stop, serve_until_signal, tell_log
 from quire.services.server.log import configure_logging, get_logger
@@ -61,9 +60,8 @@ async def serve(
         start = begin(config, models, identity, stack)
         engine = await start_engine(start)
         lag = await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(start.registry)))
-        pulls = PullMetrics(start.registry)
-        parts = await assemble_parts(start, engine, pulls)
-        services = [*await compose(config, parts), await pull_service(parts, pulls, stack)]
+        parts = await assemble_parts(start, engine)
+        services = [*await compose(config, parts), await pull_service(parts, stack)]
         server = await stack.enter_async_context(worker_server(start, services))
         server.call_before_end(parts.outputs.close)
         server.call_before_end(parts.reports.close)

@@ -21,8 +21,8 @@ from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import BadBlockError, PullFailedError, TransferError
 from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_client import BlockPull, Holder
-from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.transports.interface import Transports
 from quire.kvtransfer.transports.transport import Transport
 from quire.protos import worker_pb2
@@ -44,7 +44,7 @@ class PrefixPuller:
         layout: KvLayout,
         hash_block: HashBlock,
         channels: ChannelPool,
-        metrics: PullMetrics,
+        metrics: TransferMetrics,
         transports: Transports,
     ) -> None:
         self._transports = transports
@@ -74,7 +74,7 @@ class PrefixPuller:
                 await self._fill(arrivals, sequence.attempt_id, source)
         except (TransferError, NoFreeBlocksError, TimeoutError) as error:
             failure = _reason(error)
-            self._metrics.record_failure(failure)
+            self._metrics.record_failure("pull", failure)
             _log.warning(
                 "pull_failed",
                 attempt_id=sequence.attempt_id,
@@ -113,7 +113,7 @@ class PrefixPuller:
             arrivals.transport = pull.transport
             if pull.num_blocks < len(missing):
                 # The index was ahead of an eviction; what is still there is taken.
-                self._metrics.record_failure("evicted")
+                self._metrics.record_failure("pull", "evicted")
             if pull.num_blocks:
                 await arrivals.reserve(pull.num_blocks)
                 async for frames in pull.frames():

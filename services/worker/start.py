@@ -30,7 +30,6 @@ from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.proof import Caller
-from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2_grpc
 from quire.services.server.background import in_background
@@ -198,7 +197,7 @@ def _describe(registry: CollectorRegistry, thread: EngineThread, memory: KvMemor
     )
 
 
-async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics) -> WorkerParts:
+async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
     """Open what the services share: tracing, the connections to other workers, the compiler of formats."""
     config, identity, memory, stack = start.config, start.identity, start.models.memory, start.stack
     tracer = await stack.enter_async_context(
@@ -219,7 +218,7 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
     grammars = GrammarCompiler(lambda: _read_tokenizer(model.folder), model.vocab_size, model.eos_token_ids)
     reader = SequenceReader(identity, grammars)
     stack.callback(reader.close)
-    prompts = PromptMetrics(start.registry)
+    prompts, transfers = PromptMetrics(start.registry), TransferMetrics(start.registry)
     # Each of the two announces the state of both, since the record in Redis has both.
     drain = Drain(lambda is_draining: _announce(start, role.present, is_draining))
     role = WorkerRole(config.role, lambda: _announce(start, role.present, drain.is_draining))
@@ -238,8 +237,8 @@ async def assemble_parts(start: Start, engine: EngineThread, pulls: PullMetrics)
         blocks=BlockReader(memory, await engine.call(lambda e: e.pool)),
         channels=channels,
         transports=transports,
-        puller=PrefixPuller(engine, memory, identity.layout, block_hash, channels, pulls, transports),
-        transfers=TransferMetrics(start.registry),
+        puller=PrefixPuller(engine, memory, identity.layout, block_hash, channels, transfers, transports),
+        transfers=transfers,
         prompts=prompts,
     )
 
@@ -257,18 +256,18 @@ def _announce(start: Start, role: str, is_draining: bool) -> None:
         start.publisher.announce(replace(record, is_draining=is_draining))
 
 
-async def pull_service(parts: WorkerParts, pulls: PullMetrics, stack: AsyncExitStack) -> Service:
+async def pull_service(parts: WorkerParts, stack: AsyncExitStack) -> Service:
     """Return the service that lends this worker's blocks to others."""
     identity, memory = parts.identity, parts.memory
     leases = BlockLeases(
         PoolSource(parts.engine, parts.blocks, identity.layout, identity.epoch),
-        pulls,
+        parts.transfers,
         max_blocks=max(1, int(LENT_SHARE * memory.num_blocks)),
     )
     await stack.enter_async_context(in_background(leases.sweep_forever()))
     return Service(
         kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server,
-        KvPullServicer(leases, pulls, parts.transports),
+        KvPullServicer(leases, parts.transfers, parts.transports),
         PULL_SERVICE,
     )
 

@@ -24,8 +24,8 @@ TinyModel = Callable[[str], Path]
 BLOCK_SIZE = 16
 COUNTS = (
     "quire_step_sequences_total",
-    "quire_kv_transfer_seconds_count",
-    'quire_kv_blocks_transferred_total{direction="sent"}',
+    "quire_kv_push_seconds_count",
+    'quire_kv_transfer_blocks_total{direction="sent"}',
 )
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 32, "ignore_eos": True}
 

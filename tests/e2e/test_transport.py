@@ -97,7 +97,7 @@ async def test_pulled_blocks_come_by_nixl_and_a_killed_holder_costs_no_answer(
                 assert response.tokens[0].token_id == expected("llama", prompt)[0]
             for transport in ("grpc", "shared", "nixl"):
                 labels = {"direction": "pulled", "transport": transport}
-                num_bytes = await sample(stack, "prefill-1", "quire_kv_pull_bytes_total", **labels)
+                num_bytes = await sample(stack, "prefill-1", "quire_kv_transfer_bytes_total", **labels)
                 assert (num_bytes > 0) == (transport == "nixl")
             stack.workers["prefill-0"].process.kill()
             other = e2e.make_prompt(100)

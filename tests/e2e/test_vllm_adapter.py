@@ -95,8 +95,8 @@ def counted(stack: RunningStack, worker: str, metric: str) -> float:
     return float(value)
 
 
-LENT = 'quire_kv_pull_blocks_total{direction="lent"}'
-PULLED = 'quire_kv_pull_blocks_total{direction="pulled"}'
+LENT = 'quire_kv_transfer_blocks_total{direction="lent"}'
+PULLED = 'quire_kv_transfer_blocks_total{direction="pulled"}'
 
 
 # --- a client of the proto ----------------------------------------------------------------------------------

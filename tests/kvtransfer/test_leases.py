@@ -15,7 +15,7 @@ from quire.kvtransfer import leases as leases_module
 from quire.kvtransfer.errors import NoBlocksError, UnknownLeaseError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases, Lease
-from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.kvtransfer.metrics import TransferMetrics
 
 LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "cpu")
 MAX_BLOCKS = 10
@@ -58,7 +58,7 @@ class Setup:
     def __init__(self) -> None:
         self.now = 0.0
         self.pool, self.registry = Pool(), CollectorRegistry()
-        metrics = PullMetrics(self.registry)
+        metrics = TransferMetrics(self.registry)
         self.leases = BlockLeases(self.pool, metrics, max_blocks=MAX_BLOCKS, clock=lambda: self.now)
 
     async def pin(self, count: int) -> Lease:
@@ -67,7 +67,7 @@ class Setup:
         return lease
 
     def metric(self, name: str) -> float | None:
-        return self.registry.get_sample_value(f"quire_kv_pull_{name}")
+        return self.registry.get_sample_value(f"quire_kv_{name}")
 
 
 STEPS = st.one_of(

@@ -17,5 +17,5 @@ def test_every_error_of_a_receiver_is_counted_from_zero() -> None:
     registry = CollectorRegistry()
     TransferMetrics(registry)
     for error in RECEIVER_ERRORS:
-        labels = {"reason": error.reason}
+        labels = {"kind": "push", "reason": error.reason}
         assert registry.get_sample_value("quire_kv_transfer_failures_total", labels) == 0.0

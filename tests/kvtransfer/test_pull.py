@@ -18,9 +18,9 @@ from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFail
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases
+from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_client import BlockPull
 from quire.kvtransfer.pull_client import Holder as Remote
-from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
@@ -115,7 +115,7 @@ class Holder:
         return BlockPull(self.channels, holder, **(arguments | changes))
 
     def sample(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(f"quire_kv_pull_{name}", labels) or 0.0
+        return self.registry.get_sample_value(f"quire_kv_{name}", labels) or 0.0
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ async def holder() -> AsyncIterator[Holder]:
     server = grpc.aio.server(options=[("grpc.max_send_message_length", 16 << 20)])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     source, clock, registry = Blocks(), Clock(), CollectorRegistry()
-    metrics = PullMetrics(registry)
+    metrics = TransferMetrics(registry)
     leases = BlockLeases(source, metrics, max_blocks=MAX_LENT, clock=clock)
     kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server(KvPullServicer(leases, metrics), server)
     await server.start()
@@ -146,7 +146,7 @@ async def test_pinned_blocks_arrive_and_are_released(holder: Holder) -> None:
         frames = await all_frames(pull)
     assert frames == [Frame(index, name_of(index), payload_of(index)) for index in range(NUM_BLOCKS)]
     assert holder.source.pins == {}
-    assert holder.sample("blocks_total", direction="lent") == NUM_BLOCKS
+    assert holder.sample("transfer_blocks_total", direction="lent") == NUM_BLOCKS
     assert holder.sample("leases") == 0
 
 
@@ -291,7 +291,7 @@ class Liar(KvPullServicer):
     """Sends what it should not."""
 
     def __init__(self, leases: BlockLeases, change: Any) -> None:
-        super().__init__(leases, PullMetrics(CollectorRegistry()))
+        super().__init__(leases, TransferMetrics(CollectorRegistry()))
         self._change = change
 
     async def Pull(self, request: Any, context: Any) -> AsyncIterator[pb.PullResponse]:

@@ -15,7 +15,7 @@ from quire.kvtransfer.errors import NoBlocksError, TransferError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.leases import BlockLeases
-from quire.kvtransfer.pull_metrics import PullMetrics
+from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
@@ -53,7 +53,7 @@ class Setup:
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self.pool, self.registry = Pool(), CollectorRegistry()
-        metrics = PullMetrics(self.registry)
+        metrics = TransferMetrics(self.registry)
         self.leases = BlockLeases(self.pool, metrics, max_blocks=NUM_BLOCKS)
         servicer = KvPullServicer(self.leases, metrics)
         kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server(servicer, server)
@@ -77,7 +77,7 @@ class Setup:
     def num_lent(self) -> tuple[float | None, float | None]:
         """Return how many blocks and bytes the metrics say were lent."""
         blocks, size = (
-            self.registry.get_sample_value(f"quire_kv_pull_{unit}_total", {"direction": "lent"} | labels)
+            self.registry.get_sample_value(f"quire_kv_transfer_{unit}_total", {"direction": "lent"} | labels)
             for unit, labels in (("blocks", {}), ("bytes", {"transport": "grpc"}))
         )
         return blocks, size

@@ -152,7 +152,7 @@ class Receiver:
         return self.registry.get_sample_value(f"quire_kv_{name}", labels) or 0.0
 
     def failures(self, reason: str) -> float:
-        return self.sample("transfer_failures_total", reason=reason)
+        return self.sample("transfer_failures_total", kind="push", reason=reason)
 
     def assert_nothing_is_left(self) -> None:
         """Check that the push was aborted once and that nothing of it was admitted or kept."""
@@ -236,7 +236,7 @@ async def test_blocks_arrive_and_the_sequence_is_admitted(receiver: Receiver) ->
     assert receiver.reservation.abort_reasons == []
     assert (summary.num_blocks, summary.num_bytes) == (17, 17 * LAYOUT.block_bytes)
     assert 0 <= summary.credit_wait_seconds <= summary.seconds
-    assert receiver.sample("blocks_transferred_total", direction="received") == 17
+    assert receiver.sample("transfer_blocks_total", direction="received") == 17
     received = receiver.sample("transfer_bytes_total", direction="received", transport="grpc")
     assert received == 17 * LAYOUT.block_bytes
 
@@ -293,10 +293,10 @@ async def test_a_commit_counts_in_the_senders_metrics(receiver: Receiver) -> Non
         await push.send(blocks(0, 2))
         TransferMetrics(registry).record_push(await push.commit(FIRST_TOKEN))
     sent = {"direction": "sent"}
-    assert registry.get_sample_value("quire_kv_blocks_transferred_total", sent) == 2
+    assert registry.get_sample_value("quire_kv_transfer_blocks_total", sent) == 2
     sent_bytes = registry.get_sample_value("quire_kv_transfer_bytes_total", sent | {"transport": "grpc"})
     assert sent_bytes == 2 * LAYOUT.block_bytes
-    assert registry.get_sample_value("quire_kv_transfer_seconds_count") == 1
+    assert registry.get_sample_value("quire_kv_push_seconds_count") == 1
     assert registry.get_sample_value("quire_kv_credit_wait_seconds_count") == 1
 
 

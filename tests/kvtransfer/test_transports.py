@@ -107,7 +107,7 @@ async def test_a_pull_brings_the_bytes_and_is_counted(pair: Pair, transport: Tra
         assert pull.transport == transport
     assert target.held == pair.expected(0, 10)
     assert pair.pool.pins == {}
-    lent = pair.sample("pull_bytes_total", direction="lent", transport=transport)
+    lent = pair.sample("transfer_bytes_total", direction="lent", transport=transport)
     assert lent == 10 * BLOCK
 
 
@@ -259,7 +259,7 @@ async def test_a_push_of_bytes_that_changed_after_their_digest_is_refused(pair: 
     assert refused.value.status is grpc.StatusCode.DATA_LOSS
     assert pair.target.first_token_id is None
     assert len(pair.target.reasons) == 1
-    assert pair.sample("transfer_failures_total", reason="digest_mismatch") == 1
+    assert pair.sample("transfer_failures_total", kind="push", reason="digest_mismatch") == 1
 
 
 async def test_a_pull_of_bytes_that_changed_after_their_digest_brings_those_before(pair: Pair) -> None:

@@ -22,7 +22,6 @@ from quire.kvtransfer.frame import Frame, digest
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_client import BlockPull, Holder
-from quire.kvtransfer.pull_metrics import PullMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
 from quire.kvtransfer.push_receiver import KvTransferServicer
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
@@ -170,8 +169,8 @@ class Pair:
             receiver, directory, RECEIVER_EPOCH, None, lambda *line: self.told.append(line)
         )
         self.registry = CollectorRegistry()
-        self.transfers, self.pulls = TransferMetrics(self.registry), PullMetrics(self.registry)
-        self.leases = BlockLeases(self.pool, self.pulls, max_blocks=NUM_BLOCKS)
+        self.transfers = TransferMetrics(self.registry)
+        self.leases = BlockLeases(self.pool, self.transfers, max_blocks=NUM_BLOCKS)
         self.channels = ChannelPool()
         self.server = grpc.aio.server()
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
@@ -181,7 +180,7 @@ class Pair:
         window_bytes = window_blocks * LAYOUT.block_bytes
         receives = KvTransferServicer(self.sink, self.transfers, self.receiver, window_bytes=window_bytes)
         kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(receives, self.server)
-        lends = KvPullServicer(self.leases, self.pulls, self.sender)
+        lends = KvPullServicer(self.leases, self.transfers, self.sender)
         kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server(lends, self.server)
         await self.server.start()
         try:
