@@ -52,7 +52,6 @@ IDLE_SECONDS = 300.0
 MEASURED_READS = 8
 MEASURED_BYTES = 1 << 20
 """The speed of a peer is the best of this many READs of this size or more: the first ones connect."""
-
 SLOW_GIB_PER_SECOND = 1.0
 """Below this, UCX has probably fallen back to TCP."""
 MAX_THREADS = 32
@@ -96,7 +95,8 @@ class NixlPools:
         self.allowed = frozenset({Transport.NIXL})
         self._tell = ToldOnce(tell)
         self._agent = NixlAgent(epoch)
-        # A READ that is stuck must not use up the threads that others copy blocks in.
+        # A READ that is stuck must not use up the threads that others copy blocks in. They end with the last
+        # reference to the executor: after a shutdown, a late READ would not be a SenderGoneError.
         self._executor = ThreadPoolExecutor(MAX_THREADS, "nixl")
 
     def share(self, address: int, num_bytes: int) -> None:
@@ -113,7 +113,6 @@ class NixlPools:
     def close(self) -> None:
         """End all READs, and offer the pool no longer."""
         self._agent.close()
-        self._executor.shutdown(wait=False)
 
 
 @dataclass(eq=False, slots=True)
