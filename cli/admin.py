@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -28,37 +27,23 @@ class AdminConnection:
     admin_address: Annotated[
         str, option("--admin-address", "host:port of the router's admin port.", CONNECTION)
     ] = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"
-    cluster_cert: Annotated[
-        Path | None, option("--cluster-cert", "Certificate, if the port is not on the loopback.", CONNECTION)
-    ] = None
-    cluster_key: Annotated[Path | None, option("--cluster-key", "Key of that certificate.", CONNECTION)] = (
-        None
-    )
-    cluster_ca: Annotated[
-        Path | None, option("--cluster-ca", "Authority of the cluster's certificates.", CONNECTION)
-    ] = None
 
 
 @contextmanager
 def _router(connection: AdminConnection) -> Iterator[AdminClient]:
-    from quire.client import QuireError, Tls, Unavailable, Unsupported
+    from quire.client import QuireError, Unavailable, Unsupported
     from quire.client.admin import AdminClient
 
     address = connection.admin_address
-    tls = (
-        Tls(ca=connection.cluster_ca, certificate=connection.cluster_cert, key=connection.cluster_key)
-        if connection.cluster_ca
-        else None
-    )
     try:
-        with AdminClient(address, tls=tls) as client:
+        with AdminClient(address) as client:
             yield client
     except Unavailable as error:
         if error.reason != error.code.name:
             fail(error.message)
         if connection_problem(error.message, address) is None:
             fail(f"no router's admin port answers at {address}: name it with --admin-address")
-        fail(f"{address} is no admin port, or needs --cluster-ca: name another with --admin-address")
+        fail(f"{address} is no admin port: name one with --admin-address")
     except Unsupported as error:
         if error.reason != error.code.name:
             fail(error.message)

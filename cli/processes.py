@@ -16,7 +16,7 @@ from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
 from quire.services.server.config import ServiceConfig
 from quire.services.worker.config import WorkerConfig
 
-SPECULATION = ("speculation", "num_speculative_tokens", "draft_model")
+SPECULATION = ("speculation", "num_speculative_tokens")
 """Settings of decode workers only; a prefill worker samples one token of a request."""
 
 SHARED_IN_STACK = ("served_model_name", "cluster_cert", "cluster_key", "cluster_ca", "otlp_endpoint")
@@ -36,7 +36,6 @@ STACK_ROUTER = Offer(
         "worker_addresses",
         "model",
         "max_requests",
-        "admin_host",
     ),
     defaults={"log_level": "warning"},
     shown={"http_port": f"{DEFAULT_HTTP_PORT} where the extra http is installed"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
@@ -11,12 +11,8 @@ import grpc
 
 from quire.client.channel import channel_options
 from quire.client.errors import typed_errors
-from quire.client.tls import Tls
 from quire.protos import admin_pb2 as pb
 from quire.protos.admin_pb2_grpc import AdminServiceStub
-
-CLUSTER_NAME = "quire-cluster"
-"""DNS name in the certificates of a cluster's processes."""
 
 _LEVELS = {
     "debug": pb.LOG_LEVEL_DEBUG,
@@ -62,16 +58,9 @@ class Scaled:
 class AdminClient:
     """Calls a router's admin port; each method raises ``QuireError`` if the call fails."""
 
-    def __init__(
-        self, address: str = "127.0.0.1:8503", *, timeout: float = 10.0, tls: Tls | None = None
-    ) -> None:
+    def __init__(self, address: str = "127.0.0.1:8503", *, timeout: float = 10.0) -> None:
         self._timeout = timeout
-        if tls is None:
-            self._channel = grpc.insecure_channel(address, options=channel_options())
-        else:
-            tls = replace(tls, name=CLUSTER_NAME)
-            options = [*channel_options(), *tls.options()]
-            self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
+        self._channel = grpc.insecure_channel(address, options=channel_options())
         self._stub = AdminServiceStub(self._channel)
 
     def workers(self) -> list[WorkerStatus]:

@@ -30,7 +30,7 @@ class EngineConfig:
     )
     _: KW_ONLY
     dtype: Dtype = setting(
-        "auto", "--dtype", "Type of weights and KV cache; auto is the checkpoint's own.", Panel.MODEL
+        "auto", "--dtype", "Type of weights and KV cache; auto is the checkpoint's own.", Panel.COMMON
     )
     weight_dtype: WeightDtype = setting(
         "auto",
@@ -42,7 +42,7 @@ class EngineConfig:
         None,
         "--max-model-len",
         "Most tokens of prompt and answer; by default the model's.",
-        Panel.MODEL,
+        Panel.COMMON,
         minimum=1,
     )
     tensor_parallel_size: int = setting(
@@ -53,10 +53,11 @@ class EngineConfig:
         minimum=1,
         maximum=MAX_RANKS,
     )
-    speculation: Literal["off", "ngram", "draft"] = setting(
+    speculation: str = setting(
         "off",
         "--speculation",
-        "Where draft tokens come from, which a step then verifies: earlier text or a draft model.",
+        "Where draft tokens come from, which a step then verifies: off, ngram (earlier text), or a smaller "
+        "model's folder or hub id.",
         Panel.MODEL,
     )
     num_speculative_tokens: int = setting(
@@ -67,9 +68,6 @@ class EngineConfig:
         minimum=1,
         maximum=MAX_SPECULATIVE_TOKENS,
     )
-    draft_model: str | None = setting(
-        None, "--draft-model", "Folder or hub id of the model of --speculation draft.", Panel.MODEL
-    )
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = setting(
         "auto",
         "--kv-cache-dtype",
@@ -78,7 +76,7 @@ class EngineConfig:
     )
     block_size: int = setting(16, "--block-size", "Tokens in a KV block.", Panel.CACHE, minimum=1)
     kv_memory_bytes: int | None = setting(
-        None, "--kv-memory", "Memory for KV blocks, as 512MiB or 2GiB.", Panel.CACHE, is_size=True
+        None, "--kv-memory", "Memory for KV blocks, as 512MiB or 2GiB.", Panel.COMMON, is_size=True
     )
     num_blocks: int | None = setting(
         None,
@@ -113,11 +111,6 @@ class EngineConfig:
             raise ValueError(
                 f"give {self.name_of('num_blocks')} or {self.name_of('kv_memory_bytes')}, not both"
             )
-        if (self.speculation == "draft") != (self.draft_model is not None):
-            raise ValueError(
-                f"{self.name_of('speculation')} draft and {self.name_of('draft_model')} go together: "
-                "give both or neither"
-            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"{self.name_of('max_num_batched_tokens')} ({self.max_num_batched_tokens}) must be at least "
@@ -139,6 +132,11 @@ class EngineConfig:
     def name_of(self, field: str) -> str:
         """Return what error messages call a field: here its name, which is also the keyword of ``LLM``."""
         return field
+
+    @property
+    def draft_model(self) -> str | None:
+        """Folder or hub id of the model that proposes draft tokens; None if no model does."""
+        return None if self.speculation in ("off", "ngram") else self.speculation
 
     @property
     def model_path(self) -> str:

@@ -40,22 +40,16 @@ IN_FLIGHT_SECONDS = 5.0
 class PolicyConfig:
     """Settings that decide how requests are placed.
 
+    Attributes:
+        policy: what a choice depends on; the other one is for comparisons.
+        pulls: when blocks are copied from peers; for comparisons, too.
+
     Raises:
         ValueError: a setting is out of range.
     """
 
-    policy: Policy = setting(
-        Policy.PRECISE,
-        "--policy",
-        "Place requests by load alone, or also by the prefixes that workers have cached.",
-        Panel.ROUTING,
-    )
-    pulls: Pulls = setting(
-        Pulls.MEASURED,
-        "--pulls",
-        "Copy blocks from peers where that is measured to be sooner, or never.",
-        Panel.ROUTING,
-    )
+    policy: Policy = Policy.PRECISE
+    pulls: Pulls = Pulls.MEASURED
     local_prefill_tokens: int = setting(
         64,
         "--local-prefill-tokens",

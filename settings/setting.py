@@ -27,6 +27,7 @@ class SettingError(ValueError):
 class Panel(StrEnum):
     """A heading of ``--help``, in the order in which it shows them."""
 
+    COMMON = "What most people set"
     MODEL = "Model"
     CACHE = "KV cache"
     LIMITS = "Batch limits"

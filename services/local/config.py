@@ -26,9 +26,9 @@ class LocalStackConfig:
         ValueError: a setting is out of range.
     """
 
-    num_prefill: int = setting(1, "--prefill", "Prefill workers.", Panel.PROCESS, minimum=0)
+    num_prefill: int = setting(1, "--prefill", "Prefill workers.", Panel.COMMON, minimum=0)
     # Decode workers generate the tokens, so there has to be one.
-    num_decode: int = setting(1, "--decode", "Decode workers.", Panel.PROCESS, minimum=1)
+    num_decode: int = setting(1, "--decode", "Decode workers.", Panel.COMMON, minimum=1)
     ray: str | None = setting(
         None,
         "--ray",

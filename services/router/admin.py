@@ -24,8 +24,6 @@ from quire.services.server.errors import NotFound, ServiceError, Unavailable
 from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
 from quire.services.server.log import get_logger, set_level
 from quire.services.server.log_level import level_name
-from quire.services.server.loopback import is_loopback
-from quire.services.server.tls import ClusterTls
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
 CALL_SECONDS = 5.0
@@ -130,28 +128,14 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 
 
 @asynccontextmanager
-async def admin_server(
-    workers: WorkerSet, roles: Roles, host: str, port: int, cluster_tls: ClusterTls | None
-) -> AsyncIterator[GrpcServer]:
-    """Serve the admin calls until the context ends.
-
-    On the loopback the port is plain. On any other host it requires a certificate of the cluster.
+async def admin_server(workers: WorkerSet, roles: Roles, port: int) -> AsyncIterator[GrpcServer]:
+    """Serve the admin calls on the loopback until the context ends.
 
     Raises:
-        OSError: the address cannot be bound, or others can reach it and the cluster has no certificates.
+        OSError: the port cannot be bound.
     """
-    credentials = None
-    if not is_loopback(host):
-        if cluster_tls is None:
-            raise OSError(
-                f"the admin port does not listen on {host} without the cluster's certificates: "
-                "give --cluster-cert, --cluster-key and --cluster-ca, or leave --admin-host on the loopback"
-            )
-        credentials = cluster_tls.server_credentials()
     service = Service(pb_grpc.add_AdminServiceServicer_to_server, AdminServicer(workers, roles), SERVICE_NAME)
-    async with grpc_server(
-        [service], host=host, port=port, registry=CollectorRegistry(), credentials=credentials
-    ) as server:
+    async with grpc_server([service], host="127.0.0.1", port=port, registry=CollectorRegistry()) as server:
         await server.ready()
         yield server
 

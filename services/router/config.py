@@ -83,13 +83,13 @@ class RouterConfig(ServiceConfig):
     """
 
     port: int = setting(
-        8500, "--port", "Public gRPC port; 0 takes a free one.", Panel.NETWORK, minimum=0, maximum=MAX_PORT
+        8500, "--port", "Public gRPC port; 0 takes a free one.", Panel.COMMON, minimum=0, maximum=MAX_PORT
     )
     http_port: int | None = setting(
         None,
         "--http-port",
         "Port of the OpenAI-compatible API; 0 takes a free one.",
-        Panel.NETWORK,
+        Panel.COMMON,
         minimum=0,
         maximum=MAX_PORT,
     )
@@ -108,16 +108,10 @@ class RouterConfig(ServiceConfig):
         Panel.NETWORK,
         problem=_addresses_problem,
     )
-    admin_host: str = setting(
-        "127.0.0.1",
-        "--admin-host",
-        "Address of the admin port; beyond the loopback it takes mTLS.",
-        Panel.NETWORK,
-    )
     admin_port: int | None = setting(
         None,
         "--admin-port",
-        "Port for `quire admin`; 0 takes a free one.",
+        "Port on the loopback for `quire admin`; 0 takes a free one.",
         Panel.NETWORK,
         minimum=0,
         maximum=MAX_PORT,
@@ -165,7 +159,7 @@ class RouterConfig(ServiceConfig):
         None,
         "--api-keys",
         "File of API keys, see `quire keys`; without it no key is required.",
-        Panel.SECURITY,
+        Panel.COMMON,
     )
     tls_cert: Path | None = setting(
         None, "--tls-cert", "PEM certificate of the public ports, with its chain.", Panel.SECURITY

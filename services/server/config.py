@@ -29,12 +29,12 @@ class ServiceConfig:
         ValueError: settings are out of range or contradict each other.
     """
 
-    host: str = setting("127.0.0.1", "--host", "Address to listen on.", Panel.NETWORK)
+    host: str = setting("127.0.0.1", "--host", "Address to listen on.", Panel.COMMON)
     redis_url: str | None = setting(
         None,
         "--redis-url",
         "Redis of the prefix index and of membership.",
-        Panel.NETWORK,
+        Panel.COMMON,
         problem=_redis_problem,
         is_secret=True,
     )
@@ -43,7 +43,7 @@ class ServiceConfig:
         "--cluster-secret",
         "Keys the block hashes and proves who belongs to the cluster; the same for router and workers. "
         "Better given by the variable.",
-        Panel.NETWORK,
+        Panel.COMMON,
         is_secret=True,
     )
     metrics_port: int = setting(

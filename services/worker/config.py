@@ -51,6 +51,8 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         num_sharing_gpu: workers on this worker's GPU, itself among them: each takes its part of the memory.
         cpus: processors to stay on; None is all.
         worker_id: name in the cluster; None makes one.
+        max_step_seconds: a worker ends whose engine hangs in one step for this long, and for ten times its
+            longest recent step.
         lease_ttl_seconds: time after which Redis forgets a worker that no longer renews its lease.
         notice_seconds: how long after SIGTERM it still takes requests, from routers that do not know yet.
 
@@ -60,7 +62,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
 
     role: Literal["prefill", "decode"]
     port: int = setting(
-        0, "--port", "gRPC port; 0 takes a free one.", Panel.NETWORK, minimum=0, maximum=MAX_PORT
+        0, "--port", "gRPC port; 0 takes a free one.", Panel.COMMON, minimum=0, maximum=MAX_PORT
     )
     advertise: str | None = setting(
         None,
@@ -105,14 +107,6 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         "Folder and size for cached blocks that the host cache evicts, as /var/cache/quire:20GiB.",
         Panel.CACHE,
     )
-    max_step_seconds: float = setting(
-        60.0,
-        "--max-step-seconds",
-        "A worker ends whose engine hangs in one step for this long, and for ten times its longest recent "
-        "step; see docs/operations.md.",
-        Panel.PROCESS,
-        minimum=1.0,
-    )
     stream_interval: float = setting(
         0.05,
         "--stream-interval",
@@ -125,6 +119,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     num_sharing_gpu: int = 1
     cpus: tuple[int, ...] | None = None
     worker_id: str | None = None
+    max_step_seconds: float = 60.0
     lease_ttl_seconds: float = 10.0
     notice_seconds: float = 0.5
 

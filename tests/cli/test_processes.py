@@ -20,7 +20,6 @@ from typer.testing import Result
 from quire.cli.sizes import format_size, parse_size
 from quire.models.bundled import demo_model_path
 from quire.routing.planner import PolicyConfig
-from quire.routing.policy import Policy, Pulls
 from quire.services import worker_process
 from quire.services.local import stack as local_stack
 from quire.services.local.child_processes import end_of
@@ -81,14 +80,14 @@ def test_a_worker_listed_twice_is_a_usage_error(quire: Quire, router_configs: li
 def test_how_requests_are_placed_is_a_setting(
     quire: Quire, router_configs: list[RouterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("QUIRE_POLICY", "load")
-    quire("router", "--pulls", "never", "--local-prefill-tokens", "5")
+    quire("router", "--local-prefill-tokens", "5")
     (config,) = router_configs
-    assert config.placing == PolicyConfig(policy=Policy.LOAD, pulls=Pulls.NEVER, local_prefill_tokens=5)
+    assert config.placing == PolicyConfig(local_prefill_tokens=5)
     served: list[LocalStackConfig] = []
     monkeypatch.setattr(local_stack, "run", lambda config, on_ready: served.append(config))
-    quire("serve", "--policy", "load")
-    assert served[0].router.placing == PolicyConfig(policy=Policy.LOAD)
+    monkeypatch.setenv("QUIRE_LOCAL_PREFILL_TOKENS", "6")
+    quire("serve")
+    assert served[0].router.placing == PolicyConfig(local_prefill_tokens=6)
 
 
 def test_serve_asks_an_example_once_ready(
@@ -123,9 +122,7 @@ def test_a_worker_gets_its_settings(quire: Quire, monkeypatch: pytest.MonkeyPatc
     assert config.cluster_secret == b"hush-hush"
 
 
-@pytest.mark.parametrize(
-    "guess", [["--speculation", "ngram"], ["--num-speculative-tokens", "2"], ["--draft-model", "x"]]
-)
+@pytest.mark.parametrize("guess", [["--speculation", "ngram"], ["--num-speculative-tokens", "2"]])
 def test_prefill_workers_guess_nothing(quire: Quire, guess: list[str]) -> None:
     result = quire("prefill", *guess)
     assert result.exit_code == 2

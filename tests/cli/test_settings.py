@@ -17,7 +17,7 @@ from quire.cli.sizes import exact_size, parse_size
 from quire.services.local.config import LocalStackConfig
 from quire.services.router.config import RouterConfig, SloTargets
 from quire.services.worker.config import WorkerConfig
-from quire.settings.setting import SettingField, settings_of, variable
+from quire.settings.setting import Panel, SettingField, settings_of, variable
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 VERBS = ("serve", "router", "prefill", "decode")
@@ -29,6 +29,7 @@ NOT_FLAGS = {
         "cpus",
         "worker_id",
         "lease_ttl_seconds",
+        "max_step_seconds",
         "notice_seconds",
     },
     RouterConfig: {"http_times", "poll_seconds", "silent_seconds"},
@@ -56,6 +57,16 @@ def options_of(verb: str) -> dict[str, Any]:
         assert name is not None
         options[name] = param
     return options
+
+
+@pytest.mark.parametrize(("verb", "most"), [("prefill", 33), ("decode", 33), ("router", 30), ("serve", 50)])
+def test_help_begins_with_what_most_people_set(verb: str, most: int) -> None:
+    options = [each for each in options_of(verb).values() if each.param_type_name == "option"]
+    assert len(options) <= most, "before another flag is added, one that nobody needs goes"
+    common = [each for each in options if each.rich_help_panel == Panel.COMMON]
+    assert 5 < len(common) <= 10
+    panels = [each.rich_help_panel for each in options if each.rich_help_panel]
+    assert panels[0] == Panel.COMMON
 
 
 @pytest.mark.parametrize("config", NOT_FLAGS)

@@ -15,11 +15,8 @@ from quire.engine.config import EngineConfig
         ({"block_size": 0}, "block_size must be at least 1; got 0"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, "or a full batch cannot decode in one step"),
         ({"num_blocks": 8, "kv_memory_bytes": 1}, "not both"),
-        ({"speculation": "guess"}, "speculation must be one of"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 16"),
         ({"num_speculative_tokens": 17}, "num_speculative_tokens must be from 1 to 16"),
-        ({"speculation": "draft"}, "give both or neither"),
-        ({"speculation": "ngram", "draft_model": "model"}, "give both or neither"),
     ],
 )
 def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:

@@ -19,9 +19,7 @@ def test_another_vocabulary_is_refused(
 ) -> None:
     other = make_random_model("llama", tmp_path / "other", vocab_size=400)
     model = load("llama")
-    config = EngineConfig(
-        str(tiny_model("llama")), dtype="float32", speculation="draft", draft_model=str(other)
-    )
+    config = EngineConfig(str(tiny_model("llama")), dtype="float32", speculation=str(other))
     with pytest.raises(DraftModelError, match="has logits for 400 tokens, the model for 320"):
         load_draft_model(config, model, CPU)
     text = (other / "tokenizer.json").read_text()

@@ -206,7 +206,7 @@ def test_other_settings_give_the_same_bits_on_ranks(
 ) -> None:
     folder = model("llama", num_key_value_heads=num_kv_heads)
     if settings.get("speculation") == "draft":
-        settings = {**settings, "draft_model": str(folder)}
+        settings = {**settings, "speculation": str(folder)}
     answered = []
     for num_ranks in (1, 2):
         with start(folder, num_ranks, **settings) as llm:

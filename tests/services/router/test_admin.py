@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import grpc
 import pytest
-import trustme
 
-from quire.client import NotFound, Tls, Unavailable
+from quire.client import NotFound
 from quire.client.admin import AdminClient
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import inference_pb2 as inference_pb
-from quire.services.router import admin as admin_module
-from quire.services.router.admin import admin_server
-from quire.services.server.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 
 
 async def test_workers_are_listed_whether_they_tell_their_load_or_not(pair: Any) -> None:
@@ -69,33 +63,3 @@ async def test_the_admin_port_is_apart_from_the_public_one(pair: Any) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pb_grpc.AdminServiceStub(channel).ListWorkers(pb.ListWorkersRequest())
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-async def test_beyond_the_loopback_it_asks_for_a_certificate_of_the_cluster(
-    pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await pair.start()
-    monkeypatch.setattr(admin_module, "is_loopback", lambda host: False)
-    authority = trustme.CA()
-    issued, files = authority.issue_cert(CLUSTER_NAME), TlsFiles(*(tmp_path / n for n in ("c", "k", "a")))
-    files.certificate.write_bytes(issued.cert_chain_pems[0].bytes())
-    files.key.write_bytes(issued.private_key_pem.bytes())
-    assert files.authority is not None
-    files.authority.write_bytes(authority.cert_pem.bytes())
-    async with admin_server(
-        pair.running.workers, Mock(status=str), "127.0.0.1", 0, ClusterTls(files)
-    ) as server:
-        tls = Tls(ca=files.authority, certificate=files.certificate, key=files.key)
-        with AdminClient(server.address, tls=tls) as admin:
-            assert len(await asyncio.to_thread(admin.workers)) == 4
-        for other in (Tls(ca=files.authority), None):
-            with AdminClient(server.address, tls=other, timeout=5) as admin, pytest.raises(Unavailable):
-                await asyncio.to_thread(admin.workers)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "quire.example"])
-async def test_it_does_not_listen_for_everybody(pair: Any, host: str) -> None:
-    await pair.start()
-    with pytest.raises(OSError, match="--cluster-cert"):
-        async with admin_server(pair.running.workers, Mock(), host, 0, None):
-            pytest.fail("it listens")
