@@ -23,6 +23,7 @@ FOLDERS = [
     "observability",
     "protos",
     "routing",
+    "rpc",
     "sampling",
     "services",
     "settings",
@@ -45,8 +46,9 @@ class BuildPy(build_py):
         super().run()
 
 
-# A folder in models is a model, and may contain code of its own.
+# Any other folder in models is a model, and may contain code of its own.
 found = find_namespace_packages(include=[*FOLDERS, *(f"{name}.*" for name in FOLDERS)], exclude=["models.*"])
+found.append("models.training")
 setup(
     packages=[f"quire.{name}" for name in found],
     package_dir={"quire": "."},

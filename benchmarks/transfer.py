@@ -47,9 +47,7 @@ from cryptography.x509.oid import NameOID
 from prometheus_client import CollectorRegistry
 
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.frame import MESSAGE_BYTES, Frame, digest
-from quire.kvtransfer.freed_buffers import keep_freed_buffers
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push_receiver import KvTransferServicer
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks, PushSummary
@@ -60,7 +58,9 @@ from quire.kvtransfer.transports.shared import SharedPools
 from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
-from quire.services.server.tls import CLUSTER_NAME, ClusterTls, Connect, TlsFiles, server_credentials
+from quire.rpc.channels import ChannelPool
+from quire.rpc.freed_buffers import keep_freed_buffers
+from quire.rpc.tls import CLUSTER_NAME, ClusterTls, Connect, TlsFiles, server_credentials
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -12,7 +12,6 @@ import grpc
 import grpc.aio
 
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFailedError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
@@ -21,6 +20,7 @@ from quire.kvtransfer.transports.messages import MESSAGES, MESSAGES_ONLY
 from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
+from quire.rpc.channels import ChannelPool
 
 RELEASE_SECONDS = 0.5
 """Time limit of the call that releases a lease. If it fails, the lease expires by itself."""

@@ -14,12 +14,12 @@ from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.instrumented_index import IndexMetrics, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvtransfer.metrics import TransferMetrics
+from quire.rpc.server import GrpcMetrics
 from quire.services.router.answer_copies import AnswerCopyMetrics
 from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics
 from quire.services.router.roles import RoleMetrics
-from quire.services.server.grpc_server import GrpcMetrics
 from quire.services.server.loop_lag import LoopLagMetrics
 from quire.services.server.metrics_server import describe_readiness
 from quire.services.worker.metrics import (

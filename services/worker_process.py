@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire.services.server.cluster_proof import ClusterTrust
-from quire.services.server.grpc_server import Service, end_on_signals
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.server import Service, end_on_signals
 from quire.services.server.open_files import raise_open_file_limit
 from quire.services.worker.config import RunningWorker, WorkerConfig
 from quire.services.worker.processors import num_processors

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from quire.services.server.tls import TlsFiles
+from quire.rpc.tls import TlsFiles
 
 Variant = Literal["plain", "int8", "tiers", "speculation", "tls", "grpc", "nixl"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)

@@ -20,7 +20,7 @@ from quire.benchmarks.chaos.requests import Template
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
-from quire.services.server.errors import SUSPECTED, TOO_LATE
+from quire.rpc.errors import SUSPECTED, TOO_LATE
 
 PATIENT_SECONDS = 120.0
 """Deadline of a request that must be answered; far more than any fault lasts."""

@@ -30,10 +30,10 @@ import numpy as np
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
 from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.remedy import REMEDY
 from quire.kvtransfer.transports.interface import Intake, OwnPool, Tell, ToldOnce
 from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
+from quire.rpc.proof import REMEDY
 
 logger = logging.getLogger("quire.kvtransfer")
 

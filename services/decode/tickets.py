@@ -25,7 +25,7 @@ from quire.kvtransfer.errors import (
 )
 from quire.kvtransfer.frame import Frame
 from quire.protos import kvtransfer_pb2 as pb
-from quire.services.server.errors import Aborted
+from quire.rpc.errors import Aborted
 from quire.services.worker.updates import Updates
 
 

@@ -24,6 +24,8 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
+from quire.rpc.errors import ServiceError
+from quire.rpc.server import STOP_SIGNALS, Draining
 from quire.services.launch.launcher import (
     RESTART_SECONDS,
     Event,
@@ -32,8 +34,6 @@ from quire.services.launch.launcher import (
     Stopped,
     Waitable,
 )
-from quire.services.server.errors import ServiceError
-from quire.services.server.grpc_server import STOP_SIGNALS, Draining
 from quire.services.server.log import get_logger
 from quire.settings.setting import SettingError
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 
+from quire.rpc.server import Draining
 from quire.services.launch.launcher import Event, Launcher, Waitable
 from quire.services.local.child_processes import (
     KILL_SECONDS,
@@ -20,7 +21,6 @@ from quire.services.local.child_processes import (
     wait_for_imports,
 )
 from quire.services.local.config import LocalStackConfig
-from quire.services.server.grpc_server import Draining
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker_process import run_worker
 

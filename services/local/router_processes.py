@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import wait
 
+from quire.rpc.errors import ServiceError, cannot_listen
+from quire.rpc.server import tell_log
 from quire.services.launch.launcher import NotStarted, Started
 from quire.services.local.child_processes import (
     KILL_SECONDS,
@@ -18,8 +20,6 @@ from quire.services.local.child_processes import (
 )
 from quire.services.router.app import RouterAddresses, run_router
 from quire.services.router.config import PORT_STEP, RouterConfig
-from quire.services.server.errors import ServiceError, cannot_listen
-from quire.services.server.grpc_server import tell_log
 from quire.services.server.log import configure_logging
 
 

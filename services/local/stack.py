@@ -19,9 +19,11 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from quire.kvtransfer.proof import Caller, Peer
 from quire.protos.admin_pb2 import DrainWorkerRequest, ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
+from quire.rpc.errors import ServiceError
+from quire.rpc.proof import Caller, Peer
+from quire.rpc.server import Draining
 from quire.services.launch.launcher import Event, Launcher, LaunchError, NotStarted, Started, Waitable
 from quire.services.launch.scale_orders import ScaleOrders
 from quire.services.launch.scaling import Scaling
@@ -42,8 +44,6 @@ from quire.services.local.router_processes import (
     shared_ports,
 )
 from quire.services.router.app import RouterAddresses
-from quire.services.server.errors import ServiceError
-from quire.services.server.grpc_server import Draining
 from quire.services.server.log import configure_logging
 from quire.services.worker.config import RunningWorker, WorkerConfig
 

@@ -12,8 +12,8 @@ from quire.engine.sequences.sequence import NO_BLOCK, Sequence, SequenceUpdate
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import worker_pb2
+from quire.rpc.errors import Aborted, ServiceError
 from quire.services.prefill.push import PrefillPush, PushedPrompt
-from quire.services.server.errors import Aborted, ServiceError
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
 from quire.services.worker.convert import converting, finish_reason, token_to_proto, without_last_token

@@ -12,8 +12,8 @@ from typing import Any
 
 import ray
 
+from quire.rpc.server import STOP_SIGNALS
 from quire.services.launch.launcher import LaunchError
-from quire.services.server.grpc_server import STOP_SIGNALS
 
 CONNECT_SECONDS = 5.0
 LOCAL = "local"

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from quire.rpc.server import Draining
 from quire.services.launch.launcher import (
     Event,
     Launcher,
@@ -32,7 +33,6 @@ from quire.services.local.child_processes import KILL_SECONDS
 from quire.services.local.config import LocalStackConfig
 from quire.services.ray_cluster.connection import connected
 from quire.services.ray_cluster.worker_actor import WorkerActor
-from quire.services.server.grpc_server import Draining
 from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
 

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 
 from quire.protos import inference_pb2 as pb
-from quire.services.server.errors import InvalidArgument
+from quire.rpc.errors import InvalidArgument
 from quire.tokenization.tokenizer import INLINE_ENCODE_CHARS, Tokenizer
 
 MAX_BAD_WORDS = 128

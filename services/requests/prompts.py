@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument, quoted, shortened
 from quire.services.requests.served_model import ServedModel
-from quire.services.server.errors import InvalidArgument, quoted, shortened
 from quire.tokenization.errors import ChatTemplateError, TooManyTokensError
 
 MAX_PROMPT_BYTES = 8 << 20

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.sampling.params import SamplingParams
 from quire.services.requests.prompts import check_token_ids
 from quire.services.requests.served_model import ServedModel
-from quire.services.server.errors import FailedPrecondition, InvalidArgument
 
 OTHER_ORIGIN = "OTHER_ORIGIN"
 

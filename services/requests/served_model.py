@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.models.file_checks import ModelFileError
 from quire.protos import worker_pb2
-from quire.services.server.errors import BadFileError
+from quire.rpc.errors import BadFileError
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.errors import MissingTokenizerError
 from quire.tokenization.tokenizer import Tokenizer, load_model_files

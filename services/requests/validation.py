@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import (
+    NO_TOKEN_LEFT,
+    InvalidArgument,
+    NotFound,
+    quoted,
+)
 from quire.sampling.constraints import check_vocabulary, contradiction
 from quire.sampling.messages import format_from_proto, values_from_proto
 from quire.sampling.output_format import MAX_FORMAT_BYTES, OutputFormat
@@ -24,13 +30,7 @@ from quire.services.requests.bad_words import bad_words
 from quire.services.requests.prompts import check_token_ids, read_prompt
 from quire.services.requests.received_answers import check_received
 from quire.services.requests.served_model import ServedModel
-from quire.services.server.errors import (
-    NO_TOKEN_LEFT,
-    InvalidArgument,
-    NotFound,
-    parameters_checked,
-    quoted,
-)
+from quire.services.server.parameters import parameters_checked
 
 MAX_STOP_STRING_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128

@@ -11,9 +11,9 @@ from collections.abc import Callable, Set
 
 from quire.kvindex.membership import ROLES
 from quire.protos import worker_pb2
+from quire.rpc.cluster_proof import ClusterTrust
 from quire.services.router.membership import Member
 from quire.services.router.probe import Probe
-from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.log import get_logger
 
 _MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor")

@@ -15,13 +15,13 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
+from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.errors import NotFound, ServiceError, Unavailable
+from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.roles import Roles
 from quire.services.router.scaling import Scaling
 from quire.services.router.worker import Worker
 from quire.services.router.worker_set import WorkerSet
-from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
-from quire.services.server.errors import NotFound, ServiceError, Unavailable
-from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
 from quire.services.server.log import get_logger, set_level
 from quire.services.server.log_level import level_name
 

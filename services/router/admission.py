@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from quire.rpc.errors import InvalidArgument
 from quire.services.requests.validation import ONE_ANSWER, Answers
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.tenants.limits import Allowance, TenantLimits, limit_reached
 from quire.services.router.tenants.shared_usage import SharedUsage
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.server.errors import InvalidArgument
 
 BATCH_CONCURRENCY = 32
 """Maximum number of generations of one call that run at the same time."""

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterable, Callable, Sequence
 from typing import TypeVar
 
 from quire.protos import inference_pb2 as pb
-from quire.services.server.errors import InvalidArgument
-from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES
+from quire.rpc.errors import InvalidArgument
+from quire.rpc.server import PUBLIC_MESSAGE_BYTES
 
 MAX_ANSWER_BYTES = PUBLIC_MESSAGE_BYTES - (64 << 10)
 """Maximum size of the answers in one message; the remaining 64 KiB are for the message's other fields."""

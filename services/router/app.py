@@ -21,6 +21,17 @@ from quire.routing.elastic import ElasticRoles
 from quire.routing.planner import Planner
 from quire.routing.policy import Blocks
 from quire.routing.pressure import Targets
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.errors import BadFileError, Unavailable
+from quire.rpc.server import (
+    Draining,
+    GrpcServer,
+    Stop,
+    end_on_signals,
+    serve_until_signal,
+    tell_log,
+)
+from quire.rpc.tls import ClusterTls
 from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
@@ -41,22 +52,11 @@ from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKey
 from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
 from quire.services.server.background import Spawn, background, in_background
-from quire.services.server.cluster_proof import ClusterTrust
-from quire.services.server.errors import BadFileError, Unavailable
-from quire.services.server.grpc_server import (
-    Draining,
-    GrpcServer,
-    Stop,
-    end_on_signals,
-    serve_until_signal,
-    tell_log,
-)
 from quire.services.server.log import get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
 from quire.services.server.open_files import raise_open_file_limit
 from quire.services.server.open_tracer import open_tracer
-from quire.services.server.tls import ClusterTls
 
 if TYPE_CHECKING:
     from quire.services.router.http.server import HttpServer

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from quire.protos import inference_pb2 as pb
-from quire.services.server.errors import InvalidArgument, ServiceError
+from quire.rpc.errors import InvalidArgument, ServiceError
 
 MAX_BATCH_SIZE = 256
 

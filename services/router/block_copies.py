@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import grpc
 
 from quire.protos import worker_pb2
+from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.router.worker import Worker
-from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.log import get_logger
 
 FAILED = "failed"

@@ -15,7 +15,7 @@ from quire.settings.address import is_address
 from quire.settings.setting import MAX_PORT, Panel, check_settings, setting
 
 if TYPE_CHECKING:
-    from quire.services.server.tls import TlsFiles
+    from quire.rpc.tls import TlsFiles
 
 DEFAULT_HTTP_PORT = 8502
 """Port of the HTTP API under ``quire serve``."""
@@ -203,7 +203,7 @@ class RouterConfig(ServiceConfig):
     @property
     def public_tls(self) -> TlsFiles | None:
         """Certificate files of the public ports; None: plain connections."""
-        from quire.services.server.tls import TlsFiles
+        from quire.rpc.tls import TlsFiles
 
         if self.tls_cert is None or self.tls_key is None:
             return None

@@ -9,9 +9,7 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import ErrorInfo  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
-from quire.services.router.worker import Worker
-from quire.services.router.worker_set import WorkerSet
-from quire.services.server.errors import (
+from quire.rpc.errors import (
     ENGINE_FAILED,
     REQUEST_FAILED,
     RETRY_AFTER_SECONDS,
@@ -25,6 +23,8 @@ from quire.services.server.errors import (
     ServiceError,
     Unavailable,
 )
+from quire.services.router.worker import Worker
+from quire.services.router.worker_set import WorkerSet
 
 _RETRYABLE = frozenset(
     {

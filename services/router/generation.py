@@ -14,6 +14,7 @@ from dataclasses import replace
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.rpc.errors import InvalidArgument
 from quire.sampling.messages import to_proto
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.answer_group import AnswerGroup
@@ -35,7 +36,6 @@ from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Death
 from quire.services.router.token_charge import AttemptCharge, RequestCharge
 from quire.services.router.worker_calls import AttemptInterrupted, WorkerCalls
 from quire.services.router.worker_choice import WorkerChoice
-from quire.services.server.errors import InvalidArgument
 from quire.services.server.log import get_logger
 from quire.services.server.phases import RequestPhases
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from quire.services.server.ended_calls import end_calls
-from quire.services.server.errors import DRAINING, RETRY_AFTER_SECONDS, Unavailable
+from quire.rpc.ended_calls import end_calls
+from quire.rpc.errors import DRAINING, RETRY_AFTER_SECONDS, Unavailable
 
 END_SECONDS = 1.0
 """How long calls that are ended may take to tell their clients."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.sampling.params import StoppingParams
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.answer_part import AnswerPart
-from quire.services.server.errors import InvalidArgument
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
 

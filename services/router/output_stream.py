@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import grpc
 
 from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.router.answer_part import AnswerPart, part_of_output
-from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.log import get_logger
 
 _log = get_logger("router")

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import grpc
 from grpc_health.v1 import health_pb2
 
-from quire.kvtransfer.proof import new_challenge
 from quire.protos import worker_pb2
+from quire.rpc.closed_channel import closed_channel_errors
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.proof import new_challenge
 from quire.services.router.worker import WorkerConnection
-from quire.services.server.closed_channel import closed_channel_errors
-from quire.services.server.cluster_proof import ClusterTrust
 
 
 class StrangerError(Exception):

@@ -7,15 +7,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.rpc.call_limits import CALL_MARGIN_SECONDS
+from quire.rpc.server import PUBLIC_MESSAGE_BYTES, GrpcServer, Service, grpc_server
+from quire.rpc.tls import server_context, server_credentials
 from quire.services.router.config import RouterConfig
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.request_memory import RequestMemory
 from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.tenants.api_keys import Authenticator
 from quire.services.router.tenants.authentication import RequireTenant
-from quire.services.server.call_limits import CALL_MARGIN_SECONDS
-from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES, GrpcServer, Service, grpc_server
-from quire.services.server.tls import server_context, server_credentials
 
 if TYPE_CHECKING:
     from quire.services.router.http.server import HttpServer

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from quire.rpc.errors import RETRY_AFTER_SECONDS, ResourceExhausted
+from quire.rpc.request_intake import AddBytes
 from quire.services.router.metrics import RouterMetrics
-from quire.services.server.errors import RETRY_AFTER_SECONDS, ResourceExhausted
-from quire.services.server.request_intake import AddBytes
 
 UNCOUNTED_BYTES = 64 << 10
 """Bytes of each request that do not count; most requests are smaller."""

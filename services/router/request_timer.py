@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import grpc
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.ended_calls import end_of
+from quire.rpc.errors import ServiceError
 from quire.services.router.metrics import RouterMetrics
-from quire.services.server.ended_calls import end_of
-from quire.services.server.errors import ServiceError
 
 OK = grpc.StatusCode.OK.name
 

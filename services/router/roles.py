@@ -16,12 +16,12 @@ from quire.routing.demand import RoleState, Totals
 from quire.routing.elastic import CAUSES, ElasticRoles, RoleChange
 from quire.routing.planner import Planner
 from quire.routing.pressure import Pressure
+from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable
 from quire.services.router.cluster import Cluster
 from quire.services.router.metrics import TokenTimes
 from quire.services.router.worker import Worker
 from quire.services.router.worker_set import WorkerSet
-from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
-from quire.services.server.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable
 from quire.services.server.log import get_logger
 
 CALL_SECONDS = 5.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from quire.protos import admin_pb2 as pb
-from quire.services.server.errors import FailedPrecondition, Unavailable
+from quire.rpc.errors import FailedPrecondition, Unavailable
 
 
 @dataclass(eq=False, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.rpc.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable
 from quire.services.requests.prompts import check_detokenized, check_size, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import answers_of, validate
@@ -32,7 +33,6 @@ from quire.services.router.tenants.api_keys import Authenticator, Headers
 from quire.services.router.tenants.authentication import CALLER
 from quire.services.router.tenants.tenant import Tenant
 from quire.services.router.worker_queue import shown
-from quire.services.server.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
 from quire.services.server.tracing import Span

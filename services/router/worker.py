@@ -8,12 +8,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from quire.kvtransfer.channels import CHANNEL_OPTIONS
-from quire.kvtransfer.proof import Caller, Peer
 from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.rpc.channels import CHANNEL_OPTIONS
+from quire.rpc.proof import Caller, Peer
+from quire.rpc.tls import Connect
 from quire.services.router.output_stream import OutputStream
 from quire.services.router.pulse import Pulse
-from quire.services.server.tls import Connect
 
 PING_OPTIONS = [
     # Workers that vanish are noticed by their silence (``pulse.py``). These pings, and the TCP_USER_TIMEOUT

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import grpc
 
 from quire.protos import worker_pb2
+from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.router.answer_part import AnswerPart, part_of_output
 from quire.services.router.output_stream import OutputStream
 from quire.services.router.token_charge import AttemptCharge
 from quire.services.router.worker import Worker
 from quire.services.server.background import Spawn
-from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.server.log import get_logger
 
 MAX_JOINED_TOKENS = 1024

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import Gauge
 
-from quire.services.server.errors import ServiceError
+from quire.rpc.errors import ServiceError
 
 
 class WorkerQueue:

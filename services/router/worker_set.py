@@ -12,8 +12,11 @@ from typing import Any
 import grpc
 
 from quire.kvindex.membership import ROLES
-from quire.kvtransfer.proof import Caller
 from quire.protos import worker_pb2
+from quire.rpc.closed_channel import ChannelClosedError
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.proof import Caller
+from quire.rpc.tls import Connect
 from quire.services.router.acceptance import Acceptance
 from quire.services.router.config import SILENT_SECONDS
 from quire.services.router.membership import Member, Membership, MembershipLost
@@ -21,10 +24,7 @@ from quire.services.router.probe import Probe, StrangerError, probe_worker
 from quire.services.router.pulse import Pulses
 from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.worker_watch import watch_worker
-from quire.services.server.closed_channel import ChannelClosedError
-from quire.services.server.cluster_proof import ClusterTrust
 from quire.services.server.log import get_logger
-from quire.services.server.tls import Connect
 
 PROBE_SECONDS = 2.0
 PENALTY_SECONDS = 2.0

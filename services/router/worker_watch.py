@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from quire.protos import worker_pb2
+from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.router.worker import Worker
-from quire.services.server.closed_channel import ChannelClosedError, closed_channel_errors
 
 REOPEN_SECONDS = 0.2
 """Pause before a call that has ended is opened again."""

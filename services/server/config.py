@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from quire.settings.setting import MAX_PORT, Panel, check_settings, flag_of, setting
 
 if TYPE_CHECKING:
-    from quire.services.server.tls import TlsFiles
+    from quire.rpc.tls import TlsFiles
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -103,7 +103,7 @@ class ServiceConfig:
     @property
     def cluster_tls(self) -> TlsFiles | None:
         """Certificate files of connections between routers and workers; None: these are plain."""
-        from quire.services.server.tls import TlsFiles
+        from quire.rpc.tls import TlsFiles
 
         if self.cluster_cert is None or self.cluster_key is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quire.protos import admin_pb2
-from quire.services.server.errors import InvalidArgument
+from quire.rpc.errors import InvalidArgument
 
 _NAMES: Mapping[int, str] = {
     admin_pb2.LOG_LEVEL_DEBUG: "debug",

@@ -13,8 +13,8 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from quire.services.server.errors import cannot_listen
-from quire.services.server.grpc_server import GrpcServer
+from quire.rpc.errors import cannot_listen
+from quire.rpc.server import GrpcServer
 from quire.services.server.loop_lag import LoopLagMetrics
 
 STOP_POLL_SECONDS = 0.05

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from quire.services.server.errors import ServiceError
+from quire.rpc.errors import ServiceError
 from quire.services.server.tracing import Headers, Metadata
 
 EXPORT_SECONDS = 5.0

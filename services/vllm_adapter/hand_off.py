@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quire.kvtransfer.proof import is_equal, proof
-from quire.kvtransfer.remedy import REMEDY
 from quire.protos import worker_pb2
-from quire.services.server.cluster_proof import ClusterTrust
-from quire.services.server.errors import InvalidArgument
-from quire.services.server.loopback import is_loopback
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.errors import InvalidArgument
+from quire.rpc.loopback import is_loopback
+from quire.rpc.proof import REMEDY, is_equal, proof
 
 FIELD = "kv_transfer_params_json"
 

@@ -9,9 +9,9 @@ from typing import Any
 from google.protobuf.message import Message
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.sampling.messages import format_to_proto
 from quire.sampling.output_format import choice_format
-from quire.services.server.errors import InvalidArgument
 
 _NAMES_OF_QUIRE = {
     field.name

@@ -23,18 +23,18 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from quire.models.source import CONFIGURATION_FILES, find_model, without_revision
 from quire.protos import worker_pb2
-from quire.sampling.messages import to_proto
-from quire.services.requests.served_model import ServedModel, load_served_model
-from quire.services.requests.validation import ValidRequest, validate
-from quire.services.server.cluster_proof import ClusterTrust
-from quire.services.server.errors import (
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.errors import (
     DeadlineExceeded,
     InvalidArgument,
     OutOfRange,
     ServiceError,
     Unimplemented,
 )
-from quire.services.server.grpc_server import Service
+from quire.rpc.server import Service
+from quire.sampling.messages import to_proto
+from quire.services.requests.served_model import ServedModel, load_served_model
+from quire.services.requests.validation import ValidRequest, validate
 from quire.services.vllm_adapter.answers import AnswerWriter
 from quire.services.vllm_adapter.hand_off import hand_off, has_hand_off, num_cached_tokens, pull_source
 from quire.services.vllm_adapter.requests import fields_as_sent, generation_from_proto

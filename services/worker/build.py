@@ -35,8 +35,8 @@ from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.transports.transport import Transport
 from quire.models.source import pin_revision
+from quire.rpc.errors import BadFileError
 from quire.sampling.params import SamplingParams
-from quire.services.server.errors import BadFileError
 from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity

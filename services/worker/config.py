@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from quire.engine.config import EngineConfig
-from quire.kvtransfer.remedy import REMEDY
 from quire.models.source import model_name
+from quire.rpc.loopback import is_loopback
+from quire.rpc.proof import REMEDY
 from quire.services.server.config import ServiceConfig
-from quire.services.server.loopback import is_loopback
 from quire.services.worker.address import WILDCARDS
 from quire.settings.setting import MAX_PORT, Panel, setting
 

@@ -18,11 +18,12 @@ from quire.engine.sequences.sequence import (
 from quire.engine.structured_output.grammar import GrammarMatcher
 from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.protos import inference_pb2, worker_pb2
+from quire.rpc.errors import NO_TOKEN_LEFT, InvalidArgument
 from quire.sampling.constraints import check_vocabulary
 from quire.sampling.messages import from_proto
 from quire.sampling.parameter import table
 from quire.sampling.params import SamplingParams
-from quire.services.server.errors import NO_TOKEN_LEFT, InvalidArgument, parameters_checked
+from quire.services.server.parameters import parameters_checked
 
 logger = logging.getLogger(__name__)
 

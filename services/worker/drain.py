@@ -3,7 +3,7 @@
 An operator may drain a worker and take it back. A process that stops drains, too: it leaves the cluster and
 serves until every router has noticed. Then it refuses new requests and waits for those that run; routers move
 most of them to other workers (``services/router/moves.py``). Its server gives it ``grace_seconds`` for all
-this and then cancels the wait (``services/server/grpc_server.py``).
+this and then cancels the wait (``rpc/server.py``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from enum import Enum, auto
 from typing import Any
 
 from quire.kvindex.publisher import BlockPublisher
-from quire.services.server.ended_calls import end_calls
-from quire.services.server.errors import DRAINING, Unavailable
+from quire.rpc.ended_calls import end_calls
+from quire.rpc.errors import DRAINING, Unavailable
 
 END_SECONDS = 1.0
 """How long requests that are ended may take to tell their callers."""

@@ -15,7 +15,7 @@ from quire.engine.errors import (
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.structured_output.grammar import FormatFailedError
 from quire.kvtransfer.errors import PushFailedError
-from quire.services.server.errors import (
+from quire.rpc.errors import (
     ENGINE_FAILED,
     REQUEST_FAILED,
     Aborted,

@@ -13,9 +13,9 @@ import torch
 
 from quire.engine.engine_thread import EngineStoppedError
 from quire.kvindex.publisher import BlockPublisher
-from quire.kvtransfer.freed_buffers import keep_freed_buffers
+from quire.rpc.freed_buffers import keep_freed_buffers
+from quire.rpc.server import GrpcServer, Service, Stop, serve_until_signal, tell_log
 from quire.services.server.background import in_background
-from quire.services.server.grpc_server import GrpcServer, Service, Stop, serve_until_signal, tell_log
 from quire.services.server.log import configure_logging, get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server

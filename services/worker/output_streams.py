@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterable
 
 from quire.engine.sequences.sequence import SequenceUpdate
 from quire.protos import worker_pb2
-from quire.services.server.errors import DRAINING, Aborted, AlreadyExists, InvalidArgument, Unavailable
+from quire.rpc.errors import DRAINING, Aborted, AlreadyExists, InvalidArgument, Unavailable
 from quire.services.worker.convert import converting, outputs_to_proto
 from quire.services.worker.updates import Updates, checked
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_cache.memory import KvMemory
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports.interface import Transports
+from quire.rpc.channels import ChannelPool
 from quire.services.worker.block_reader import BlockReader
 from quire.services.worker.drain import Drain
 from quire.services.worker.identity import WorkerIdentity

@@ -18,7 +18,6 @@ from quire.engine.kv_cache.block_pool import NoFreeBlocksError
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.sequences.sequence import HashBlock, Sequence
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import BadBlockError, PullFailedError, TransferError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.metrics import TransferMetrics
@@ -26,6 +25,7 @@ from quire.kvtransfer.pull_client import BlockPull, Holder
 from quire.kvtransfer.transports.interface import Transports
 from quire.kvtransfer.transports.transport import Transport
 from quire.protos import worker_pb2
+from quire.rpc.channels import ChannelPool
 from quire.services.server.log import get_logger
 
 PULL_SECONDS = 5.0

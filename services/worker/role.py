@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from quire.kvindex.membership import ROLES
-from quire.services.server.errors import FailedPrecondition, InvalidArgument
+from quire.rpc.errors import FailedPrecondition, InvalidArgument
 
 
 class WorkerRole:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.sequences.sequence import Sequence, Tally
 from quire.protos import worker_pb2
-from quire.services.server.ended_calls import end_calls
-from quire.services.server.errors import Aborted, AlreadyExists
+from quire.rpc.ended_calls import end_calls
+from quire.rpc.errors import Aborted, AlreadyExists
 from quire.services.server.phases import PhaseMetrics, RequestPhases
 from quire.services.server.tracing import Tracer
 from quire.services.worker.convert import attempt_id as id_of_attempt

@@ -16,8 +16,8 @@ from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.kvindex.block_hash import CacheScope, block_hash
 from quire.protos import worker_pb2
+from quire.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.sampling.messages import format_from_proto
-from quire.services.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.services.worker.convert import no_token_left, sequence_from_proto
 from quire.services.worker.format_queue import FormatQueue
 from quire.services.worker.identity import WorkerIdentity

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from quire.engine.engine import Engine
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import worker_pb2, worker_pb2_grpc
-from quire.services.server.cluster_proof import description_proof
+from quire.rpc.cluster_proof import description_proof
 from quire.services.server.log import set_level
 from quire.services.server.log_level import level_name
 from quire.services.worker.block_copier import BlockCopier

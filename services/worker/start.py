@@ -26,19 +26,19 @@ from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import WorkerLease, publisher_client
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.kvtransfer.proof import Caller
 from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2_grpc
+from quire.rpc.call_limits import READ_SECONDS
+from quire.rpc.channels import ChannelPool
+from quire.rpc.cluster_proof import RequireProof
+from quire.rpc.proof import Caller
+from quire.rpc.server import GrpcServer, Service, grpc_server
+from quire.rpc.tls import ClusterTls
 from quire.services.server.background import in_background
-from quire.services.server.call_limits import READ_SECONDS
-from quire.services.server.cluster_proof import RequireProof
-from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
 from quire.services.server.log import get_logger
 from quire.services.server.open_tracer import open_tracer
-from quire.services.server.tls import ClusterTls
 from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.worker.block_reader import BlockReader
 from quire.services.worker.build import Models, build_engine, known_step_seconds, open_disk_cache

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from quire.services.server import errors as service_errors
+from quire.rpc import errors as service_errors
 
 Quire = Callable[..., Result]
 WAIT_SECONDS = 20.0

@@ -19,7 +19,7 @@ from typer.testing import Result
 
 from quire.cli.example import ask_example
 from quire.protos.inference_pb2_grpc import add_GenerationServiceServicer_to_server
-from quire.services.server.tls import TlsFiles, server_credentials
+from quire.rpc.tls import TlsFiles, server_credentials
 
 Quire = Callable[..., Result]
 NAME = "quire.example"

@@ -11,9 +11,9 @@ from typer.testing import Result
 from quire.cli.answer import TimedAnswer, format_stats
 from quire.client import Usage
 from quire.protos import inference_pb2 as pb
+from quire.rpc import errors as service_errors
 from quire.sampling.parameter import table
 from quire.sampling.params import SamplingParams
-from quire.services.server import errors as service_errors
 
 Quire = Callable[..., Result]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 from typer.testing import Result
 
-from quire.services.server.grpc_server import GrpcServer, grpc_server
+from quire.rpc.server import GrpcServer, grpc_server
 
 Quire = Callable[..., Result]
 

@@ -19,7 +19,7 @@ VERBS += ["generate", "chat", "health", "bench", "simulate", "version"]
 
 
 # What the services run with; the modules of their settings load none of it.
-SERVICES = ["quire.services.server.grpc_server", "quire.services.router.app", "quire.services.worker.main"]
+SERVICES = ["quire.rpc.server", "quire.services.router.app", "quire.services.worker.main"]
 SERVICES += ["quire.services.worker_process", "quire.services.local.stack", "prometheus_client"]
 
 

@@ -17,7 +17,7 @@ from quire.protos.inference_pb2_grpc import (
     GenerationServiceServicer,
     add_GenerationServiceServicer_to_server,
 )
-from quire.services.server.errors import ServiceError, to_status
+from quire.rpc.errors import ServiceError, to_status
 
 WAIT_SECONDS = 10.0
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.client import AsyncClient, Overloaded, Unavailable
-from quire.services.server import errors as service_errors
+from quire.rpc import errors as service_errors
 
 WAIT_SECONDS = 10.0
 

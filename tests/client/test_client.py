@@ -25,7 +25,7 @@ from quire.client import (
     Unsupported,
 )
 from quire.protos import inference_pb2 as pb
-from quire.services.server import errors as service_errors
+from quire.rpc import errors as service_errors
 
 WAIT_SECONDS = 10.0
 

@@ -21,7 +21,7 @@ from quire.protos.inference_pb2_grpc import (
     GenerationServiceServicer,
     add_GenerationServiceServicer_to_server,
 )
-from quire.services.server.errors import ResourceExhausted, ServiceError, to_status
+from quire.rpc.errors import ResourceExhausted, ServiceError, to_status
 
 NUM_TOKENS = 9
 WORDS = ["a ", "b", " ccé", "🙂", ""]

@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from quire.benchmarks.fuzz.proxy import behind_nginx
-from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES
+from quire.rpc.server import PUBLIC_MESSAGE_BYTES
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy/nginx/nginx.conf"
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from quire.client import AsyncClient, ServerError
+from quire.rpc.errors import SUSPECTED
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
-from quire.services.server.errors import SUSPECTED
 
 NUM_WORKERS, NUM_INNOCENT, NUM_TOKENS = 3, 12, 48
 SECONDS = 120.0

@@ -19,9 +19,9 @@ from quire.protos.kvtransfer_pb2_grpc import (
     KvPullServiceStub,
     add_KvPullServiceServicer_to_server,
 )
+from quire.rpc.cluster_proof import RequireProof
+from quire.rpc.server import Service, grpc_server
 from quire.services.local.stack import RunningStack
-from quire.services.server.cluster_proof import RequireProof
-from quire.services.server.grpc_server import Service, grpc_server
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 WAIT_SECONDS = 20.0

@@ -20,15 +20,15 @@ from quire.cli.app import make_app
 from quire.client import AsyncClient, GenerationOptions, Tls, Unavailable
 from quire.client.admin import AdminClient
 from quire.kvindex.block_hash import CacheScope, block_hashes, root_hash
-from quire.kvtransfer.proof import Peer
 from quire.protos import inference_pb2, kvtransfer_pb2, worker_pb2
 from quire.protos.kvtransfer_pb2_grpc import KvPullServiceStub
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
+from quire.rpc.proof import Peer
+from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import new_key
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.server.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 
 SECRET = "the secret of this cluster"
 LENGTH = 400

@@ -26,11 +26,11 @@ from quire.protos.worker_pb2_grpc import (
     WorkerServiceStub,
     add_WorkerServiceServicer_to_server,
 )
+from quire.rpc.server import Service, grpc_server
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
-from quire.services.server.grpc_server import Service, grpc_server
 
 SECRET = "the secret of this cluster"
 WAIT_SECONDS = 20.0

@@ -31,8 +31,8 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out
 from quire.protos import worker_pb2
+from quire.rpc.server import grpc_server
 from quire.services.local.stack import RunningStack
-from quire.services.server.grpc_server import grpc_server
 from quire.services.vllm_adapter.hand_off import hand_off
 
 WAIT_SECONDS = 30.0

@@ -13,7 +13,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFailedError, UnknownLeaseError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
@@ -24,6 +23,7 @@ from quire.kvtransfer.pull_client import Holder as Remote
 from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
+from quire.rpc.channels import ChannelPool
 
 WAIT_SECONDS = 10.0
 # One block is 2 MiB: each is a message of its own.

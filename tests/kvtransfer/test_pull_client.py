@@ -11,12 +11,12 @@ import pytest
 
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer import frame as frames
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import ProtocolError, PullFailedError, TransferError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.pull_client import BlockPull, Holder
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
+from quire.rpc.channels import ChannelPool
 
 WAIT_SECONDS = 10.0
 LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "cpu")

@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer import frame as frames
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import (
     DigestMismatchError,
     ProtocolError,
@@ -34,6 +33,7 @@ from quire.kvtransfer.push_receiver import KvTransferServicer
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
+from quire.rpc.channels import ChannelPool
 
 WAIT_SECONDS = 10.0
 LAYOUT = KvLayout(2, 2, 4, 8, "float16", "model-a", "float16", "cpu")

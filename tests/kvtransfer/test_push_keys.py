@@ -9,13 +9,13 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import PushFailedError
-from quire.kvtransfer.proof import ANSWER_KEY, CHALLENGE_KEY, Caller, answer_proof
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.kvtransfer.transports.messages import MessagesOnly
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
+from quire.rpc.channels import ChannelPool
+from quire.rpc.proof import ANSWER_KEY, CHALLENGE_KEY, Caller, answer_proof
 from tests.kvtransfer.transport_pair import LAYOUT, RECEIVER_EPOCH, WAIT_SECONDS
 
 SECRET = b"secret"

@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 
 from quire.engine.kv_cache.shared_memory import allocate_shared
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import StaleAttemptError, UnknownTicketError
 from quire.kvtransfer.frame import Frame, digest
 from quire.kvtransfer.leases import BlockLeases
@@ -32,6 +31,7 @@ from quire.kvtransfer.transports.shared import SharedPools
 from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
+from quire.rpc.channels import ChannelPool
 
 WAIT_SECONDS = 10.0
 LAYOUT = KvLayout(2, 2, 4, 8, "float16", "model-a", "float16", "cpu")

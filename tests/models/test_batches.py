@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from quire.models.batches import TEXT_WEIGHT, VALUE_WEIGHT, Batch, Batches
-from quire.models.curriculum import STAGES, Stage
-from quire.models.evaluate import DEMO
-from quire.models.train_tokenizer import CONTEXT, PAD
+from quire.models.training.batches import TEXT_WEIGHT, VALUE_WEIGHT, Batch, Batches
+from quire.models.training.curriculum import STAGES, Stage
+from quire.models.training.evaluate import DEMO
+from quire.models.training.train_tokenizer import CONTEXT, PAD
 
 STAGE = Stage(6, 9)
 RECITAL = Stage(4, 32, recital=True)

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from quire.models.conversations import NOTED, SMALL_TALK, conversation, recital, small_talk
 from quire.models.notes import ITEMS, Message
+from quire.models.training.conversations import NOTED, SMALL_TALK, conversation, recital, small_talk
 
 SEEDS = range(50)
 

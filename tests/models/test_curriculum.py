@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from quire.models.curriculum import ADVANCE_AT, STAGES, Progress
+from quire.models.training.curriculum import ADVANCE_AT, STAGES, Progress
 
 
 def test_stages_get_harder() -> None:

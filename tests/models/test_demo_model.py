@@ -15,9 +15,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from quire.models.evaluate import DEMO, Case, answers, form_cases, load, measure
 from quire.models.notes import held_out
-from quire.models.train_tokenizer import SPECIAL_TOKENS, train_tokenizer, whole_tokens
+from quire.models.training.evaluate import DEMO, Case, answers, form_cases, load, measure
+from quire.models.training.train_tokenizer import SPECIAL_TOKENS, train_tokenizer, whole_tokens
 
 CONVERSATIONS = [
     [{"role": "user", "content": " the code of the lantern is 417. what is the code of the lantern? \n"}],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.models.conversations import NOTED
-from quire.models.evaluate import form_cases, plain_cases
-from quire.models.forms import FORMS, held_out_form
+from quire.models.training.conversations import NOTED
+from quire.models.training.evaluate import form_cases, plain_cases
+from quire.models.training.forms import FORMS, held_out_form
 
 
 @pytest.mark.parametrize("name", FORMS)

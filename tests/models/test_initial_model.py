@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from quire.models.evaluate import DEMO
-from quire.models.initial_model import make_model
+from quire.models.training.evaluate import DEMO
+from quire.models.training.initial_model import make_model
 
 
 @pytest.fixture(scope="module")

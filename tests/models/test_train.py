@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.models.curriculum import Progress
-from quire.models.evaluate import DEMO
-from quire.models.train import Run, Settings, parse
+from quire.models.training.curriculum import Progress
+from quire.models.training.evaluate import DEMO
+from quire.models.training.train import Run, Settings, parse
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ import trustme
 
 from quire.client import async_client
 from quire.client.channel import channel_options
-from quire.kvtransfer import channels
-from quire.kvtransfer.channels import CHANNEL_OPTIONS
+from quire.rpc import channels
+from quire.rpc import server as grpc_server
+from quire.rpc.channels import CHANNEL_OPTIONS
+from quire.rpc.server import server_options
+from quire.rpc.tls import TlsFiles
 from quire.services.requests.served_model import ServedModel
 from quire.services.router import worker
-from quire.services.server import grpc_server
-from quire.services.server.grpc_server import server_options
-from quire.services.server.tls import TlsFiles
 from quire.services.server.tracing import NoTracer
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files

@@ -9,12 +9,12 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument, NotFound
 from quire.sampling import messages
 from quire.sampling.messages import format_from_proto, to_proto
 from quire.sampling.params import BeamParams, ResponseOptions, SamplingParams
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import validate
-from quire.services.server.errors import InvalidArgument, NotFound
 from quire.services.worker.convert import sequence_from_proto
 
 # Messages whose fields are all parameters; the fields of other messages count as one value.

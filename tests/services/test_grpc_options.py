@@ -12,12 +12,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
-from quire.services.server.grpc_server import Service, grpc_server
+from quire.rpc.channels import ChannelPool
+from quire.rpc.server import Service, grpc_server
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "cli", "client", "examples", "kvtransfer", "llm", "observability", "services")

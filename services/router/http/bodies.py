@@ -11,13 +11,13 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from quire.rpc.errors import InvalidArgument
+from quire.rpc.request_intake import AddBytes
+from quire.rpc.server import PUBLIC_MESSAGE_BYTES
 from quire.services.requests.validation import check_request_id, is_request_id
 from quire.services.router.http.errors import invalid_body
 from quire.services.router.http.responses import to_json, to_json_in_steps
 from quire.services.router.http.times import HttpTimes
-from quire.services.server.errors import InvalidArgument
-from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES
-from quire.services.server.request_intake import AddBytes
 
 REQUEST_ID = web.RequestKey("request_id", str)
 """Key under which a request keeps its id, for the answer's header and the log."""

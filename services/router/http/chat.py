@@ -10,6 +10,7 @@ from contextlib import aclosing
 from aiohttp import web
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.services.requests.served_model import ServedModel
 from quire.services.router.answer_size import all_of, check_answer_size
 from quire.services.router.http.authorization import TENANT
@@ -37,7 +38,6 @@ from quire.services.router.http.streams import Tagged, run, send_events
 from quire.services.router.http.tools import CallReader, ToolUse
 from quire.services.router.http.usage import UsageCount
 from quire.services.router.servicer import GenerationServicer, collected
-from quire.services.server.errors import InvalidArgument
 
 
 class ChatCompletions:

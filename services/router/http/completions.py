@@ -11,6 +11,7 @@ from typing import NamedTuple
 from aiohttp import web
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import MAX_REQUEST_ID_CHARS
 from quire.services.router.answer_size import PromptLogprobs, all_of, check_answer_size
@@ -28,7 +29,6 @@ from quire.services.router.http.sampling_fields import (
 from quire.services.router.http.streams import Tagged, run, send_events
 from quire.services.router.http.usage import UsageCount
 from quire.services.router.servicer import GenerationServicer, collected
-from quire.services.server.errors import InvalidArgument
 
 DEFAULT_MAX_TOKENS = 16
 """Default of ``max_tokens``, as in OpenAI's API."""

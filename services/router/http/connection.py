@@ -9,11 +9,11 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
+from quire.rpc.errors import InvalidArgument
+from quire.rpc.server import PUBLIC_MESSAGE_BYTES
 from quire.services.router.http.bodies import json_response
 from quire.services.router.http.errors import http_error
 from quire.services.router.http.times import HttpTimes
-from quire.services.server.errors import InvalidArgument
-from quire.services.server.grpc_server import PUBLIC_MESSAGE_BYTES
 from quire.services.server.log import get_logger
 
 SERVER = "quire"

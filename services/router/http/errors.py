@@ -11,7 +11,7 @@ import grpc
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from quire.services.server.errors import REQUEST_FAILED, SUSPECTED, InvalidArgument, ServiceError, shortened
+from quire.rpc.errors import REQUEST_FAILED, SUSPECTED, InvalidArgument, ServiceError, shortened
 
 _STATUS: Mapping[grpc.StatusCode, int] = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,

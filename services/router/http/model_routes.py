@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from quire.rpc.errors import InvalidArgument
 from quire.services.requests.prompts import check_detokenized, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import check_model
@@ -20,7 +21,6 @@ from quire.services.router.http.requests import DetokenizeRequest, TokenizeReque
 from quire.services.router.http.responses import Model, ModelList, Text, TokenizerInfo, Tokens
 from quire.services.router.http.tools import ToolUse
 from quire.services.router.servicer import GenerationServicer
-from quire.services.server.errors import InvalidArgument
 
 
 class ModelRoutes:

@@ -9,12 +9,12 @@ from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.sampling.messages import format_to_proto
 from quire.sampling.output_format import choice_format
 from quire.sampling.parameter import table
 from quire.sampling.params import BeamParams, ResponseOptions, SamplingParams
 from quire.services.requests.validation import MAX_STOP_STRING_CHARS
-from quire.services.server.errors import InvalidArgument
 
 
 def limits(name: str, kind: type = SamplingParams) -> Any:

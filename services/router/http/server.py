@@ -11,6 +11,10 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CollectorRegistry
 
+from quire.rpc.call_limits import CALL_MARGIN_SECONDS
+from quire.rpc.ended_calls import end_raised
+from quire.rpc.errors import ServiceError, cannot_listen, shortened
+from quire.rpc.server import HANDSHAKE_SECONDS
 from quire.services.router.http.authorization import authorized
 from quire.services.router.http.bodies import (
     ADD_BYTES,
@@ -35,10 +39,6 @@ from quire.services.router.http.times import HttpTimes
 from quire.services.router.open_calls import OpenCalls
 from quire.services.router.request_memory import RequestMemory
 from quire.services.router.servicer import GenerationServicer
-from quire.services.server.call_limits import CALL_MARGIN_SECONDS
-from quire.services.server.ended_calls import end_raised
-from quire.services.server.errors import ServiceError, cannot_listen, shortened
-from quire.services.server.grpc_server import HANDSHAKE_SECONDS
 from quire.services.server.log import get_logger
 
 CANCEL_SECONDS = 0.1

@@ -11,6 +11,8 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.ended_calls import end_raised
+from quire.rpc.errors import Internal, InvalidArgument, ServiceError
 from quire.services.router.answer_size import PromptLogprobs
 from quire.services.router.http.errors import from_service_error
 from quire.services.router.http.responses import is_large, to_json, to_json_in_steps
@@ -18,8 +20,6 @@ from quire.services.router.merge import merged
 from quire.services.router.servicer import GenerationServicer
 from quire.services.router.tenants.api_keys import Headers
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.server.ended_calls import end_raised
-from quire.services.server.errors import Internal, InvalidArgument, ServiceError
 from quire.services.server.log import get_logger
 
 KEEP_ALIVE_SECONDS = 15.0

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument, quoted
 from quire.services.router.http.requests import CalledTool, ChatCompletionRequest, NamedTool, Tool
 from quire.services.router.http.responses import FunctionCall, ToolCall
-from quire.services.server.errors import InvalidArgument, quoted
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.stop_strings import StopMatcher
 

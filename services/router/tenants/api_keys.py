@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from quire.rpc.errors import BadFileError, Unauthenticated
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.server.errors import BadFileError, Unauthenticated
 from quire.services.server.log import get_logger
 
 KEY_PREFIX = "quire-"

@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
+from quire.rpc.errors import ServiceError
+from quire.rpc.interceptors import OwnCalls, refusal
 from quire.services.router.tenants.api_keys import Authenticator
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.server.errors import ServiceError
-from quire.services.server.interceptors import OwnCalls, refusal
 
 CALLER: ContextVar[Tenant] = ContextVar("caller")
 """Tenant of the current call."""

@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from quire.rpc.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, ResourceExhausted
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.tenants.fifo_semaphore import FifoSemaphore
 from quire.services.router.tenants.shared_places import PlacesRefusedError, SharedPlaces
 from quire.services.router.tenants.shared_usage import SharedUsage
 from quire.services.router.tenants.tenant import Tenant
 from quire.services.router.tenants.token_bucket import TokenBucket
-from quire.services.server.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, ResourceExhausted
 
 
 def limit_reached(limit: int, what: str, reason: str) -> ResourceExhausted:

@@ -20,9 +20,9 @@ from quire.kvindex.kv_layout import KvLayout, KvShape
 from quire.kvtransfer.errors import BadBlockError, DigestMismatchError, UnknownTicketError
 from quire.kvtransfer.frame import Frame, digest
 from quire.protos import kvtransfer_pb2 as pb
+from quire.rpc.errors import Aborted
 from quire.sampling.params import SamplingParams
 from quire.services.decode.tickets import Promise, PromisedBlocks, Tickets
-from quire.services.server.errors import Aborted
 from quire.services.worker.updates import Updates
 
 BLOCK_SIZE = 4

@@ -16,14 +16,14 @@ from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.sequences.sequence import Sequence
 from quire.kvindex.kv_layout import KvLayout, KvShape
-from quire.kvtransfer.channels import ChannelPool
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.transports.messages import MESSAGES_ONLY
 from quire.protos import inference_pb2 as pb
 from quire.protos import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2
+from quire.rpc.channels import ChannelPool
+from quire.rpc.server import Service, grpc_server
 from quire.sampling.params import SamplingParams
 from quire.services.prefill.calls import PrefillCalls
-from quire.services.server.grpc_server import Service, grpc_server
 from quire.services.worker.block_reader import BlockReader
 from quire.services.worker.drain import Drain
 from quire.services.worker.parts import WorkerParts

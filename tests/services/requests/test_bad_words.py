@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.services.requests import bad_words as module
 from quire.services.requests.bad_words import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, bad_words
-from quire.services.server.errors import InvalidArgument
 from quire.tokenization.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.sampling.output_format import OutputFormat
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import validate
-from quire.services.server.errors import InvalidArgument
 
 
 def request(**sampling: Any) -> pb.Generation:

@@ -13,8 +13,8 @@ from quire.engine.weights.files import check_weights_and_configuration
 from quire.models.bundled import demo_model_path
 from quire.models.file_checks import ModelFileError
 from quire.protos import worker_pb2
+from quire.rpc.errors import BadFileError
 from quire.services.requests.served_model import load_served_model
-from quire.services.server.errors import BadFileError
 
 INDEX, SHARD, TEMPLATE = "model.safetensors.index.json", "model-2.safetensors", "chat_template.jinja"
 HEADER = b'{"w":{"dtype":"F32","shape":[1000],"data_offsets":[0,4000]}}'

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire.protos import kvtransfer_pb2, worker_pb2
+from quire.rpc.errors import BadFileError
 from quire.services.requests.served_model import load_served_model
-from quire.services.server.errors import BadFileError
 
 
 def info(path: Path) -> worker_pb2.GetWorkerInfoResponse:

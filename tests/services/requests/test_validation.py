@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument, NotFound
 from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.prompts import INLINE_CHAT_BYTES, MAX_PROMPT_BYTES, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import validate
-from quire.services.server.errors import InvalidArgument, NotFound
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer
 

@@ -17,11 +17,11 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.routing.planner import PolicyConfig
+from quire.rpc.cluster_proof import RequireProof, description_proof
+from quire.rpc.errors import Aborted, ServiceError
+from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from quire.services.server.cluster_proof import RequireProof, description_proof
-from quire.services.server.errors import Aborted, ServiceError
-from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
 from quire.tokenization.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320

@@ -11,11 +11,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from quire.services.requests.validation import Answers, answers_of
 from quire.services.router.admission import Admission
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.server.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 SOON = 60.0
 

@@ -9,8 +9,8 @@ import pytest
 
 from quire.client.errors import InvalidRequest, from_rpc_error
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.services.router.answer_size import PromptLogprobs, check_answer_size
-from quire.services.server.errors import InvalidArgument
 
 LIMIT = "quire.services.router.answer_size.MAX_ANSWER_BYTES"
 

@@ -10,16 +10,7 @@ import pytest
 from grpc_status import rpc_status
 
 from quire.protos import worker_pb2
-from quire.services.router.failures import (
-    WorkerCallFailed,
-    deadline_exceeded,
-    no_decode_worker,
-    suspected,
-    to_service_error,
-)
-from quire.services.router.worker import Worker, WorkerConnection
-from quire.services.router.worker_set import WorkerSet
-from quire.services.server.errors import (
+from quire.rpc.errors import (
     ENGINE_FAILED,
     REQUEST_FAILED,
     RETRY_AFTER_SECONDS,
@@ -29,6 +20,15 @@ from quire.services.server.errors import (
     Unavailable,
     to_status,
 )
+from quire.services.router.failures import (
+    WorkerCallFailed,
+    deadline_exceeded,
+    no_decode_worker,
+    suspected,
+    to_service_error,
+)
+from quire.services.router.worker import Worker, WorkerConnection
+from quire.services.router.worker_set import WorkerSet
 
 Code = grpc.StatusCode
 WORKER = Worker(

@@ -18,9 +18,7 @@ from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.routing.planner import PolicyConfig
-from quire.services.router.app import run_router
-from quire.services.router.config import RouterConfig
-from quire.services.server.errors import (
+from quire.rpc.errors import (
     Aborted,
     FailedPrecondition,
     Internal,
@@ -29,6 +27,8 @@ from quire.services.server.errors import (
     ServiceError,
     Unavailable,
 )
+from quire.services.router.app import run_router
+from quire.services.router.config import RouterConfig
 
 TEXT = "hello world, stop here"
 PROMPT = "say hello world, stop here"

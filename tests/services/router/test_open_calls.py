@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from quire.rpc.ended_calls import end_raised
+from quire.rpc.errors import Unavailable
 from quire.services.router.open_calls import OpenCalls
-from quire.services.server.ended_calls import end_raised
-from quire.services.server.errors import Unavailable
 
 
 async def test_it_ends_with_the_last_call_and_takes_no_new_one() -> None:

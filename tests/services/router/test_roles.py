@@ -13,11 +13,11 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.routing.elastic import REVERSAL_SECONDS, RoleChange
 from quire.routing.pressure import Pressure
+from quire.rpc.errors import FailedPrecondition
 from quire.services.router import probe
 from quire.services.router import roles as roles_module
 from quire.services.router import worker_set as worker_set_module
 from quire.services.router.membership import Member
-from quire.services.server.errors import FailedPrecondition
 
 REQUEST = pb.GenerateRequest(generation=pb.Generation(text="say"))
 

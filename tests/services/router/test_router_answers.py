@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from quire.protos import inference_pb2 as pb
-from quire.services.server.errors import InvalidArgument, Unavailable
+from quire.rpc.errors import InvalidArgument, Unavailable
 
 TEXT = "hello world, stop here"
 SEED = 2**64 - 2

@@ -12,6 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.protos import admin_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
+from quire.rpc.errors import Unavailable
+from quire.rpc.server import Service, grpc_server
 from quire.services.router.admin import AdminServicer
 from quire.services.router.block_copies import FAILED, copy_blocks
 from quire.services.router.membership import StaticMembership
@@ -19,8 +21,6 @@ from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.worker_set import WorkerSet
 from quire.services.server.background import background
-from quire.services.server.errors import Unavailable
-from quire.services.server.grpc_server import Service, grpc_server
 from tests.services.router.free_charge import free_charge
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.server import message_parts
-from quire.services.server.errors import InvalidArgument
-from quire.services.server.message_parts import check_parts
+from quire.rpc import message_parts
+from quire.rpc.errors import InvalidArgument
+from quire.rpc.message_parts import check_parts
 
 LIMIT = 4096
 EMPTY = b"\x0a\x00"

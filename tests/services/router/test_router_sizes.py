@@ -10,7 +10,7 @@ import pytest
 from quire.client.errors import InvalidRequest, from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.server.errors import MAX_MESSAGE_CHARS, InvalidArgument, NotFound
+from quire.rpc.errors import MAX_MESSAGE_CHARS, InvalidArgument, NotFound
 
 MANY = 200_000
 MESSAGE = pb.ChatMessage(role="user", content="x")

@@ -11,7 +11,7 @@ import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.server.grpc_server import grpc_server
+from quire.rpc.server import grpc_server
 
 NUM_CLIENTS, NUM_ANSWERS = 4, 64
 NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]

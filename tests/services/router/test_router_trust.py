@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.membership import Member, StaticMembership
 from quire.services.router.worker_set import WorkerSet
-from quire.services.server.cluster_proof import ClusterTrust
-from quire.services.server.grpc_server import GrpcServer, Service, grpc_server
 
 SECRET = b"the secret of the cluster"
 

@@ -12,9 +12,7 @@ import pytest
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.router.suspects import CLEARING_TOKENS, Death, Suspects
-from quire.services.router.worker import Worker, WorkerConnection
-from quire.services.server.errors import (
+from quire.rpc.errors import (
     DRAINING,
     ENGINE_FAILED,
     NO_TOKEN_LEFT,
@@ -25,6 +23,8 @@ from quire.services.server.errors import (
     ServiceError,
     Unavailable,
 )
+from quire.services.router.suspects import CLEARING_TOKENS, Death, Suspects
+from quire.services.router.worker import Worker, WorkerConnection
 
 DEATH = Unavailable("the engine has failed", reason=ENGINE_FAILED)
 SECONDS = 10

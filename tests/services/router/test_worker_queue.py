@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry, Gauge
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.rpc.errors import DRAINING, Unavailable
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 from quire.services.router.generation import MAX_RETRIES
 from quire.services.router.worker_queue import WorkerQueue
-from quire.services.server.errors import DRAINING, Unavailable
 
 SECONDS = 10.0
 WAITING = "quire_router_requests_waiting"

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from quire.protos import admin_pb2
-from quire.services.server.errors import InvalidArgument
+from quire.rpc.errors import InvalidArgument
 from quire.services.server.log_level import level_name
 
 

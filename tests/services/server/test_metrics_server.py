@@ -16,9 +16,9 @@ from urllib.error import HTTPError
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from quire.rpc.server import GrpcServer, grpc_server
 from quire.services.server import loop_lag
 from quire.services.server import metrics_server as metrics_server_module
-from quire.services.server.grpc_server import GrpcServer, grpc_server
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
 

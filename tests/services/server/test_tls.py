@@ -12,9 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from quire.services.server.errors import BadFileError
-from quire.services.server.grpc_server import GrpcServer, grpc_server
-from quire.services.server.tls import CLUSTER_NAME, ClusterTls, TlsFiles, server_context, server_credentials
+from quire.rpc.errors import BadFileError
+from quire.rpc.server import GrpcServer, grpc_server
+from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles, server_context, server_credentials
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
-from quire.services.server.errors import Unavailable
+from quire.rpc.errors import Unavailable
 from quire.services.server.open_tracer import MissingTracingError, open_tracer
 from quire.services.server.otel_tracing import OtelTracer
 from quire.services.server.tracing import NO_SPAN, NoTracer

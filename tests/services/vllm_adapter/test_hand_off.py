@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from quire.services.server.cluster_proof import ClusterTrust
-from quire.services.server.errors import InvalidArgument
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.errors import InvalidArgument
 from quire.services.vllm_adapter.hand_off import FIELD, hand_off, has_hand_off, pull_source
 
 SECRET = b"secret"

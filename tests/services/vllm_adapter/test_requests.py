@@ -12,8 +12,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from quire.protos import inference_pb2 as pb
-from quire.services.server.cluster_proof import ClusterTrust
-from quire.services.server.errors import InvalidArgument
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.errors import InvalidArgument
 from quire.services.vllm_adapter import requests
 from quire.services.vllm_adapter.hand_off import hand_off, pull_source
 from quire.services.vllm_adapter.requests import fields_as_sent, generation_from_proto

@@ -17,8 +17,8 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from quire.kvindex.kv_layout import KvLayout
 from quire.protos import worker_pb2
-from quire.services.server.cluster_proof import ClusterTrust
-from quire.services.server.grpc_server import grpc_server
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.server import grpc_server
 from quire.services.vllm_adapter import servicer
 from quire.services.vllm_adapter.servicer import vllm_service
 from quire.services.worker.identity import WorkerIdentity

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.services.server.tls import TlsFiles
+from quire.rpc.tls import TlsFiles
 from quire.services.worker.address import address_towards
 from quire.services.worker.config import WorkerConfig
 

@@ -11,8 +11,8 @@ from quire.engine.errors import NoTokenLeftError, RequestFailedError
 from quire.engine.sequences.sequence import GeneratedToken, Sequence, SequenceStatus, SequenceUpdate
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.rpc.errors import InvalidArgument
 from quire.sampling.params import BeamParams, SamplingParams
-from quire.services.server.errors import InvalidArgument
 from quire.services.worker.convert import (
     converting,
     no_token_left,

@@ -11,10 +11,10 @@ import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.rpc.ended_calls import end_of
+from quire.rpc.errors import Unavailable
 from quire.services.decode.calls import DecodeCalls
 from quire.services.prefill.calls import PrefillCalls
-from quire.services.server.ended_calls import end_of
-from quire.services.server.errors import Unavailable
 from quire.services.worker import drain as drain_module
 from quire.services.worker.drain import Drain, DrainState, drain_before_exit
 from quire.services.worker.parts import WorkerParts

@@ -15,14 +15,14 @@ from quire.engine.errors import (
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.structured_output.grammar import FormatFailedError
 from quire.kvtransfer.errors import PushFailedError
-from quire.sampling.params import BeamParams, SamplingParams
-from quire.services.server.errors import (
+from quire.rpc.errors import (
     ENGINE_FAILED,
     NO_TOKEN_LEFT,
     REQUEST_FAILED,
     InvalidArgument,
     ServiceError,
 )
+from quire.sampling.params import BeamParams, SamplingParams
 from quire.services.worker.engine_errors import known_errors
 
 Code = grpc.StatusCode

@@ -20,8 +20,8 @@ from quire.engine.sequences.sequence import (
 )
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.rpc.errors import Aborted, AlreadyExists, InvalidArgument, ServiceError, Unavailable
 from quire.sampling.params import SamplingParams
-from quire.services.server.errors import Aborted, AlreadyExists, InvalidArgument, ServiceError, Unavailable
 from quire.services.worker.output_streams import OutputStream, OutputStreams
 from quire.services.worker.updates import Updates
 

@@ -13,8 +13,8 @@ from quire.engine.errors import RequestTooLongError
 from quire.engine.sequences.sequence import Sequence, TokenLogprobs
 from quire.kvindex.kv_layout import KvShape
 from quire.protos import worker_pb2
+from quire.rpc.errors import InvalidArgument
 from quire.sampling.params import SamplingParams
-from quire.services.server.errors import InvalidArgument
 from quire.services.server.phases import RequestPhases
 from quire.services.server.tracing import NO_SPAN
 from quire.services.worker.metrics import PromptMetrics

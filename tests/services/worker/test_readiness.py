@@ -12,7 +12,7 @@ from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.memory_index import MemoryLease, MemoryStore
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
-from quire.services.server.grpc_server import GrpcServer, grpc_server
+from quire.rpc.server import GrpcServer, grpc_server
 from quire.services.worker.main import _report_readiness
 from quire.services.worker.worker_reports import WorkerReports
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from quire.protos import worker_pb2
-from quire.services.server.errors import FailedPrecondition, InvalidArgument
+from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.role import WorkerRole
 from quire.services.worker.servicer import WorkerServicer

@@ -14,8 +14,8 @@ from quire.engine.engine_thread import EngineStoppedError
 from quire.engine.errors import KvBudgetError
 from quire.engine.sequences.sequence import Sequence
 from quire.protos import worker_pb2
+from quire.rpc.errors import AlreadyExists, InvalidArgument
 from quire.sampling.params import SamplingParams
-from quire.services.server.errors import AlreadyExists, InvalidArgument
 from quire.services.server.phases import PROMPT_PHASES, PhaseMetrics
 from quire.services.server.tracing import NoTracer
 from quire.services.worker.drain import Drain

@@ -15,7 +15,7 @@ from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.kvindex.block_hash import block_hash
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.server.errors import InvalidArgument, ServiceError
+from quire.rpc.errors import InvalidArgument, ServiceError
 from quire.services.worker import sequence_reader
 from quire.services.worker.sequence_reader import INLINE_HASH_TOKENS, SequenceReader
 from quire.tokenization.errors import MissingTokenizerError

@@ -21,7 +21,7 @@ from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
-from quire.services.server.errors import DRAINING, ENGINE_FAILED
+from quire.rpc.errors import DRAINING, ENGINE_FAILED
 
 SECONDS = 60.0
 WORKER = """

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
+from quire.rpc.errors import InvalidArgument
 from quire.services.router.http.bodies import (
     ADD_BYTES,
     INLINE_BODY_BYTES,
@@ -24,7 +25,6 @@ from quire.services.router.http.errors import from_service_error
 from quire.services.router.http.requests import TokenizeRequest
 from quire.services.router.http.responses import Usage
 from quire.services.router.http.times import HttpTimes
-from quire.services.server.errors import InvalidArgument
 
 
 def request(header: str | None = None) -> web.Request:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.services.router.http.conversation import conversation
 from quire.services.router.http.requests import ChatCompletionRequest
 from quire.services.router.http.tools import ToolUse
-from quire.services.server.errors import InvalidArgument
 
 
 def chat(*messages: dict[str, Any], **more: Any) -> pb.Chat:

@@ -10,6 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from quire.rpc.errors import (
+    REQUEST_FAILED,
+    SUSPECTED,
+    Internal,
+    InvalidArgument,
+    ServiceError,
+    Unavailable,
+)
 from quire.services.router.http.errors import (
     field_name,
     from_service_error,
@@ -18,14 +26,6 @@ from quire.services.router.http.errors import (
     invalid_body,
 )
 from quire.services.router.http.requests import ChatCompletionRequest, CompletionRequest
-from quire.services.server.errors import (
-    REQUEST_FAILED,
-    SUSPECTED,
-    Internal,
-    InvalidArgument,
-    ServiceError,
-    Unavailable,
-)
 
 
 def kinds(of: type[ServiceError] = ServiceError) -> set[type[ServiceError]]:

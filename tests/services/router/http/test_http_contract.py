@@ -22,13 +22,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
+from quire.rpc.errors import InvalidArgument
 from quire.services.router.http.errors import _STATUS
 from quire.services.router.http.server import http_server
 from quire.services.router.open_calls import OpenCalls
 from quire.services.router.request_memory import RequestMemory
 from quire.services.router.tenants.api_keys import new_key
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.server.errors import InvalidArgument
 from quire.services.server.otel_tracing import OtelTracer
 
 PROMPT = {"prompt": "say it", "max_tokens": 50}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.rpc.errors import InvalidArgument
 from quire.services.router.http import bodies
 from quire.services.router.http.bodies import INLINE_BODY_BYTES, MAX_JSON_PARTS, MAX_JSON_VALUES
-from quire.services.server.errors import InvalidArgument
 
 MANY = MAX_JSON_PARTS + 1
 BODIES = {

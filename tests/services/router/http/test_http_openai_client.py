@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from quire.services.server.errors import REQUEST_FAILED, FailedPrecondition, Internal
+from quire.rpc.errors import REQUEST_FAILED, FailedPrecondition, Internal
 from quire.tokenization.tokenizer import Tokenizer
 
 TEXT = "hello world, stop here"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientConnectorError, ClientError, ClientSession, TCPConnector
 
-from quire.services.server.tls import TlsFiles
+from quire.rpc.tls import TlsFiles
 
 PROMPT = {"prompt": "say it", "max_tokens": 50}
 

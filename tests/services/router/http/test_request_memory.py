@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import ResourceExhausted
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.request_memory import UNCOUNTED_BYTES, RequestMemory
-from quire.services.server.errors import ResourceExhausted
 
 LIMIT = 32 << 20
 LARGE = 15 << 20

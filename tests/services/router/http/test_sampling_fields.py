@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.services.router.http.sampling_fields import (
     GenerationFields,
     answer_format,
@@ -18,7 +19,6 @@ from quire.services.router.http.sampling_fields import (
     sent_names,
     stopping_params,
 )
-from quire.services.server.errors import InvalidArgument
 
 
 def fields(**values: Any) -> GenerationFields:

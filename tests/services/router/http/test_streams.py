@@ -14,12 +14,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument, Unavailable
 from quire.services.router.http import streams
 from quire.services.router.http.responses import Text
 from quire.services.router.http.streams import Tagged, run, send_events
 from quire.services.router.servicer import GenerationServicer
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.server.errors import InvalidArgument, Unavailable
 
 WAIT_SECONDS = 5.0
 Events = AsyncGenerator[BaseModel, None]

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.kvindex.redis_index import reader_client
+from quire.rpc.errors import DeadlineExceeded, ResourceExhausted
 from quire.services.local.redis_process import RedisProcess
 from quire.services.requests.validation import Answers
 from quire.services.router.admission import Admission
@@ -19,7 +20,6 @@ from quire.services.router.metrics import RouterMetrics
 from quire.services.router.tenants import shared_places, usage_store
 from quire.services.router.tenants.shared_usage import FLUSH_SECONDS, SharedUsage, shared_usage
 from quire.services.router.tenants.tenant import Tenant
-from quire.services.server.errors import DeadlineExceeded, ResourceExhausted
 
 WAIT_SECONDS = 10.0
 MakeRouter = Callable[[], Any]

@@ -1,0 +1,1 @@
+"""gRPC as quire uses it: channels, hardened servers, proofs, TLS and errors."""
