@@ -95,7 +95,9 @@ class BlockPublisher:
         self._task = self._loop.create_task(self._run())
 
     def announce(self, record: WorkerRecord) -> None:
-        """Join again with a changed record."""
+        """Join again with a record if it has changed."""
+        if record == self._record:
+            return
         self._record = record
         # A lease cannot change its record, so stop following; the task then joins again.
         self._ledger.stop()

@@ -67,7 +67,13 @@ async def _services(config: WorkerConfig, parts: WorkerParts) -> list[Service]:
         trust = ClusterTrust(config.cluster_secret, has_tls=config.cluster_tls is not None)
         services.append(
             await asyncio.to_thread(
-                vllm_service, worker, parts.identity, config.max_num_seqs, parts.address, trust
+                vllm_service,
+                worker,
+                parts.identity,
+                parts.state,
+                config.max_num_seqs,
+                parts.address,
+                trust,
             )
         )
     return services

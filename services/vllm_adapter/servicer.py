@@ -41,6 +41,7 @@ from quire.services.vllm_adapter.requests import fields_as_sent, generation_from
 from quire.services.vllm_adapter.tokenizer_archive import pieces, tokenizer_archive
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.servicer import WorkerServicer
+from quire.services.worker.state import WorkerState
 from quire.tokenization.tokenizer import load_model_files
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -57,6 +58,7 @@ _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 def vllm_service(
     worker: WorkerServicer,
     identity: WorkerIdentity,
+    state: WorkerState,
     max_num_seqs: int,
     address: Callable[[], str],
     trust: ClusterTrust,
@@ -70,7 +72,7 @@ def vllm_service(
         MissingTokenizerError: the model has no ``tokenizer.json``.
     """
     model = load_served_model(identity.to_proto())
-    servicer = VllmEngineServicer(worker, identity, model, max_num_seqs, address, trust)
+    servicer = VllmEngineServicer(worker, identity, state, model, max_num_seqs, address, trust)
     return Service(vllm_grpc.add_VllmEngineServicer_to_server, servicer, SERVICE)
 
 
@@ -81,6 +83,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         self,
         worker: WorkerServicer,
         identity: WorkerIdentity,
+        state: WorkerState,
         model: ServedModel,
         max_num_seqs: int,
         address: Callable[[], str],
@@ -88,6 +91,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     ) -> None:
         self._worker = worker
         self._identity = identity
+        self._state = state
         self._model = model
         self._max_num_seqs = max_num_seqs
         self._address = address
@@ -101,13 +105,14 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     ) -> AsyncIterator[vllm.GenerateResponse]:
         """Generate the answers of a request; a prefill worker computes only the prompt and one token."""
         generation = generation_from_proto(request)
-        if self._identity.role == "prefill":
+        run = self._decode
+        if self._state.role == "prefill":
+            run = self._prefill
             # The decode worker samples the first token again, so the format has no effect here. Gateways send
             # it together with ignore_eos, and the two contradict each other.
             generation.ClearField("format")
         with fields_as_sent():
             valid = await validate(generation, self._model)
-        run = self._prefill if self._identity.role == "prefill" else self._decode
         # gRPC itself ends a call with a deadline.
         seconds = NO_DEADLINE_SECONDS if context.time_remaining() is None else None
         try:
@@ -190,8 +195,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             await self._worker.GetLoad(worker_pb2.GetLoadRequest(), context)
         except ServiceError as error:
             return vllm.HealthCheckResponse(healthy=False, message=str(error))
-        info = await self._worker.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), context)
-        if info.is_draining:
+        if self._state.is_draining:
             return vllm.HealthCheckResponse(healthy=False, message="draining")
         return vllm.HealthCheckResponse(healthy=True, message="serving")
 
@@ -229,7 +233,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             data_parallel_size=1,
             max_num_seqs=self._max_num_seqs,
             kv_connector="QuireConnector",
-            kv_role=_KV_ROLES[identity.role],
+            kv_role=_KV_ROLES[self._state.role],
             kv_engine_id=identity.epoch,
             kv_cache_dtype=identity.layout.dtype,
             block_size=identity.layout.block_size,
@@ -311,7 +315,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         if request.start_sequence_number:
             raise OutOfRange("this stream has no history: subscribe with start_sequence_number 0")
         for sample in count():
-            if self._worker.is_stopping:
+            if self._state.is_stopping:
                 return
             load = await self._worker.GetLoad(worker_pb2.GetLoadRequest(), context)
             record = common_pb2.EngineLoad(

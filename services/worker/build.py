@@ -142,7 +142,6 @@ def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIden
     model, memory = models.model, models.memory
     return WorkerIdentity(
         worker_id=worker_id,
-        role=config.role,
         epoch=secrets.token_hex(8),
         model=config.model_name,
         model_path=pin_revision(config.model_path, model.folder),

@@ -10,18 +10,14 @@ from quire.kvindex.kv_layout import KvLayout
 from quire.kvindex.membership import WorkerRecord
 from quire.kvtransfer.layout import layout_to_proto
 from quire.protos import worker_pb2
+from quire.services.worker.state import WorkerState
 
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Facts of a running worker that do not change.
-
-    Attributes:
-        role: the role that the worker began with; ``WorkerRole`` has the present one.
-    """
+    """Facts of a running worker that do not change; ``WorkerState`` has those that do."""
 
     worker_id: str
-    role: str
     epoch: str
     model: str
     model_path: str
@@ -46,21 +42,21 @@ class WorkerIdentity:
         """Return the parent of the first blocks of a scope."""
         return root_hash(self.cache_descriptor, self.cluster_secret, scope)
 
-    def record(self, address: str, role: str) -> WorkerRecord:
-        """Return what the membership keeps of a worker that is reached at ``address`` and has ``role``."""
+    def record(self, address: str, state: WorkerState) -> WorkerRecord:
+        """Return what the membership keeps of a worker that is reached at ``address``."""
         return WorkerRecord(
             worker_id=self.worker_id,
-            role=role,
+            role=state.role,
             address=address,
             epoch=self.epoch,
             fingerprint=self.fingerprint,
+            is_draining=state.is_draining,
         )
 
     def to_proto(self) -> worker_pb2.GetWorkerInfoResponse:
-        """Return the facts that routers ask for, with the first role."""
+        """Return the facts that routers ask for; the present state is added to them."""
         return worker_pb2.GetWorkerInfoResponse(
             worker_id=self.worker_id,
-            role=self.role,
             epoch=self.epoch,
             model=self.model,
             model_path=self.model_path,

@@ -33,7 +33,7 @@ from quire.services.worker.start import (
     start_engine,
     worker_server,
 )
-from quire.services.worker.worker_reports import WorkerReports
+from quire.services.worker.state import WorkerState
 
 Compose = Callable[[WorkerConfig, WorkerParts], Awaitable[Sequence[Service]]]
 """Makes the services that use a worker's parts; a process hands in those of its choice."""
@@ -71,42 +71,46 @@ async def serve(
         )
         await _join(start)
         await stack.enter_async_context(in_background(engine.watch()))
-        readiness = _report_readiness(server, parts.reports, start.publisher)
+        readiness = _report_readiness(server, start.state, start.publisher)
         await stack.enter_async_context(in_background(readiness))
         _log_ready(start)
         if on_ready is not None:
             on_ready(_running(identity, server, metrics_port))
         drain = partial(
-            drain_before_exit, parts.drain, parts.requests.tasks, start.publisher, config.notice_seconds
+            drain_before_exit, start.state, parts.requests.tasks, start.publisher, config.notice_seconds
         )
         await serve_until_signal(server, Stop(drain, lambda: len(parts.requests), tell_log), start.failure)
 
 
 async def _join(start: Start) -> None:
     """Publish the worker and its blocks, until it stops or its engine fails."""
-    if start.publisher is None:
+    if (publisher := start.publisher) is None:
         return
-    start.publisher.start(start.identity.record(start.address.result(), start.config.role))
-    start.stack.push_async_callback(start.publisher.close)
-    await start.stack.enter_async_context(in_background(_leave_on_failure(start.publisher, start.failure)))
+    record = partial(start.identity.record, start.address.result(), start.state)
+    publisher.start(record())
+    start.state.call_on_change(lambda: publisher.announce(record()))
+    start.stack.push_async_callback(publisher.close)
+    await start.stack.enter_async_context(in_background(_leave_on_failure(publisher, start.failure)))
 
 
-async def _report_readiness(
-    server: GrpcServer, reports: WorkerReports, publisher: BlockPublisher | None
-) -> None:
-    """Report SERVING while the engine makes progress, from the first lease on.
+async def _report_readiness(server: GrpcServer, state: WorkerState, publisher: BlockPublisher | None) -> None:
+    """Report SERVING while the engine makes progress, from the first lease on, until cancelled.
 
     Before its first lease no router finds the worker. Later routers keep it without one.
     """
     if publisher is not None:
         await publisher.has_joined.wait()
-    async for report in reports.follow(router_id=""):
-        await (server.not_ready() if report.is_stalled else server.ready())
+    has_changed = asyncio.Event()
+    state.call_on_change(has_changed.set)
+    while True:
+        has_changed.clear()
+        await (server.not_ready() if state.is_stalled else server.ready())
+        await has_changed.wait()
 
 
 def _log_ready(start: Start) -> None:
     address = start.address.result()
-    _log.info("worker_ready", role=start.config.role, address=address, blocks=start.identity.num_blocks)
+    _log.info("worker_ready", role=start.state.role, address=address, blocks=start.identity.num_blocks)
     if start.publisher is None:
         remedy = f"give router and workers --redis-url, or the router --worker {address}"
         _log.warning("worker_not_registered", details=f"no router finds this worker by itself: {remedy}")

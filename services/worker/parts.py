@@ -11,14 +11,13 @@ from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports.interface import Transports
 from quire.rpc.channels import ChannelPool
 from quire.services.worker.block_reader import BlockReader
-from quire.services.worker.drain import Drain
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.metrics import PromptMetrics
 from quire.services.worker.output_streams import OutputStreams
 from quire.services.worker.prefix_pull import PrefixPuller
-from quire.services.worker.role import WorkerRole
 from quire.services.worker.running_requests import RunningRequests
 from quire.services.worker.sequence_reader import SequenceReader
+from quire.services.worker.state import WorkerState
 from quire.services.worker.worker_reports import WorkerReports
 
 
@@ -32,8 +31,7 @@ class WorkerParts:
         blocks: reads the blocks that are sent to other workers.
         channels: the connections to other workers.
         transports: how blocks come from other workers and go to them.
-        role: the present role, by which routers send requests.
-        reports: tells routers what has changed on this worker.
+        reports: reports the state to the routers.
         outputs: the streams in which routers get the outputs of their decodes.
         puller: fills the prefix cache from other workers.
     """
@@ -44,8 +42,7 @@ class WorkerParts:
     memory: KvMemory
     reader: SequenceReader
     requests: RunningRequests
-    drain: Drain
-    role: WorkerRole
+    state: WorkerState
     reports: WorkerReports
     outputs: OutputStreams
     blocks: BlockReader

@@ -16,9 +16,9 @@ from quire.rpc.errors import Aborted, AlreadyExists
 from quire.services.server.phases import PhaseMetrics, RequestPhases
 from quire.services.server.tracing import Tracer
 from quire.services.worker.convert import attempt_id as id_of_attempt
-from quire.services.worker.drain import Drain
 from quire.services.worker.engine_errors import known_errors
 from quire.services.worker.request_loads import RequestLoads
+from quire.services.worker.state import WorkerState
 from quire.services.worker.updates import Updates
 
 TALLY_SECONDS = 10.0
@@ -38,13 +38,13 @@ class RunningRequests:
     def __init__(
         self,
         engine: EngineThread,
-        drain: Drain,
+        state: WorkerState,
         phases: PhaseMetrics,
         tracer: Tracer,
         loads: RequestLoads,
     ) -> None:
         self._engine = engine
-        self._drain = drain
+        self._state = state
         self._phases = phases
         self._tracer = tracer
         self._loads = loads
@@ -78,7 +78,7 @@ class RunningRequests:
         attempt_id, sequence_id = sequence.attempt_id, message.sequence_id
         task = asyncio.current_task()
         assert task is not None
-        self._drain.check_not_stopping()
+        self._state.check_not_stopping()
         if self._engine.is_subscribed(attempt_id):
             raise AlreadyExists(f"request {attempt_id} is already here")
         self._handlers[sequence_id][task] = message.attempt

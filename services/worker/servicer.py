@@ -49,11 +49,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._decode = decode
         self._copier = BlockCopier(parts.engine, parts.puller)
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether requests are refused because the process is about to end."""
-        return self._parts.drain.is_stopping
-
     async def Prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
@@ -95,14 +90,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetWorkerInfoRequest, context: Any
     ) -> worker_pb2.GetWorkerInfoResponse:
         """Describe this worker."""
-        identity = self._parts.identity
+        identity, state = self._parts.identity, self._parts.state
         info = identity.to_proto()
         info.address = self._parts.address()
-        info.role = self._parts.role.present
+        info.role = state.role
         if request.nonce and identity.cluster_secret:
             info.proof = description_proof(identity.cluster_secret, request.nonce, info)
-        info.is_draining = self._parts.drain.is_draining
-        info.is_stalled = self._parts.engine.is_stalled
+        info.is_draining = state.is_draining
+        info.is_stalled = state.is_stalled
         return info
 
     async def WatchWorker(
@@ -121,12 +116,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.SetDrainingRequest, context: Any
     ) -> worker_pb2.SetDrainingResponse:
         """Tell the routers; what they still send until they know is served."""
-        self._parts.drain.set_draining(request.is_draining)
+        self._parts.state.set_draining(request.is_draining)
         return worker_pb2.SetDrainingResponse()
 
     async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
         """Change the role and tell the routers; requests of the old role are served to their end."""
-        self._parts.role.change(request.role, request.min_seconds_in_role)
+        self._parts.state.change_role(request.role, request.min_seconds_in_role)
         return worker_pb2.SetRoleResponse()
 
     async def ClearCache(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +43,6 @@ from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.worker.block_reader import BlockReader
 from quire.services.worker.build import Models, build_engine, known_step_seconds, open_disk_cache
 from quire.services.worker.config import WorkerConfig
-from quire.services.worker.drain import Drain
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.metrics import (
     CacheInfo,
@@ -58,9 +57,9 @@ from quire.services.worker.output_streams import OutputStreams
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.pool_source import PoolSource
 from quire.services.worker.prefix_pull import PrefixPuller
-from quire.services.worker.role import WorkerRole
 from quire.services.worker.running_requests import RunningRequests
 from quire.services.worker.sequence_reader import SequenceReader
+from quire.services.worker.state import WorkerState
 from quire.services.worker.transports import open_transports
 from quire.services.worker.worker_reports import WorkerReports
 from quire.tokenization.tokenizer import load_model_files
@@ -86,7 +85,6 @@ class Start:
     Attributes:
         address: host:port at which others reach the worker, once the server is bound.
         failure: gets the error of an engine that fails or is given up.
-        reports: tells routers what has changed on this worker.
         stack: ends what a step began, the latest first.
     """
 
@@ -98,7 +96,7 @@ class Start:
     tls: ClusterTls | None
     address: asyncio.Future[str]
     failure: asyncio.Future[EngineStoppedError]
-    reports: WorkerReports
+    state: WorkerState
     stack: AsyncExitStack
 
 
@@ -114,7 +112,7 @@ def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack:
         tls=None if config.cluster_tls is None else ClusterTls(config.cluster_tls),
         address=loop.create_future(),
         failure=loop.create_future(),
-        reports=WorkerReports(config.role),
+        state=WorkerState(config.role),
         stack=stack,
     )
 
@@ -157,7 +155,7 @@ async def start_engine(start: Start) -> EngineThread:
         engine,
         StepMetrics(start.registry).stepped,
         start.failure.set_result,
-        start.reports.tell_stalled,
+        start.state.set_stalled,
         watch,
     )
     thread.start()
@@ -219,20 +217,17 @@ async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
     reader = SequenceReader(identity, grammars)
     stack.callback(reader.close)
     prompts, transfers = PromptMetrics(start.registry), TransferMetrics(start.registry)
-    # Each of the two announces the state of both, since the record in Redis has both.
-    drain = Drain(lambda is_draining: _announce(start, role.present, is_draining))
-    role = WorkerRole(config.role, lambda: _announce(start, role.present, drain.is_draining))
-    describe_role(start.registry, lambda: role.present)
+    reports = WorkerReports(start.state)
+    describe_role(start.registry, lambda: start.state.role)
     return WorkerParts(
         identity=identity,
         address=start.address.result,
         engine=engine,
         memory=memory,
         reader=reader,
-        requests=RunningRequests(engine, drain, prompts.phases, tracer, start.reports.loads),
-        drain=drain,
-        role=role,
-        reports=start.reports,
+        requests=RunningRequests(engine, start.state, prompts.phases, tracer, reports.loads),
+        state=start.state,
+        reports=reports,
         outputs=OutputStreams(config.stream_interval),
         blocks=BlockReader(memory, await engine.call(lambda e: e.pool)),
         channels=channels,
@@ -245,15 +240,6 @@ async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
 
 def _read_tokenizer(folder: Path) -> str:
     return (load_model_files(str(folder)).folder / "tokenizer.json").read_text("utf-8")
-
-
-def _announce(start: Start, role: str, is_draining: bool) -> None:
-    """Tell the routers the worker's role and whether it drains, in its reports and in its record."""
-    start.reports.tell_role(role)
-    start.reports.tell_draining(is_draining)
-    if start.publisher is not None:
-        record = start.identity.record(start.address.result(), role)
-        start.publisher.announce(replace(record, is_draining=is_draining))
 
 
 async def pull_service(parts: WorkerParts, stack: AsyncExitStack) -> Service:

@@ -1,27 +1,19 @@
-"""Tells routers at once what has changed on this worker: engine, drain, role, load of other routers."""
+"""Reports the state of this worker, and the load of other routers, to each router as soon as they change."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import NamedTuple
 
 from quire.protos import worker_pb2
 from quire.services.worker.request_loads import RequestLoads
+from quire.services.worker.state import WorkerState
 
 BEAT_SECONDS = 0.4
 """Longest interval between two reports: routers measure how long a worker is silent."""
 LOAD_SECONDS = 0.1
 """Shortest interval between two reports of the load, which changes with each request."""
-
-
-class _State(NamedTuple):
-    """The present state of a worker; the names are those of ``WatchWorkerResponse``."""
-
-    role: str
-    is_stalled: bool = False
-    is_draining: bool = False
 
 
 class WorkerReports:
@@ -31,28 +23,14 @@ class WorkerReports:
         loads: the loads of the running requests.
     """
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, state: WorkerState) -> None:
         self.loads = RequestLoads(self._wake_later)
-        self._now = _State(role)
+        self._state = state
         self._is_closed = False
         self._waking: asyncio.TimerHandle | None = None
         self._has_changed = asyncio.Event()
         """Replaced by a new one at each change, so that every reader is woken once for each."""
-
-    def tell_stalled(self, is_stalled: bool) -> None:
-        """Report that the engine is stalled, or that it makes progress again."""
-        self._now = self._now._replace(is_stalled=is_stalled)
-        self._wake()
-
-    def tell_role(self, role: str) -> None:
-        """Report the worker's new role."""
-        self._now = self._now._replace(role=role)
-        self._wake()
-
-    def tell_draining(self, is_draining: bool) -> None:
-        """Report that the worker drains, or no longer does."""
-        self._now = self._now._replace(is_draining=is_draining)
-        self._wake()
+        state.call_on_change(self._wake)
 
     def close(self) -> None:
         """End all calls, and refuse new ones: an open call would hold up the end of the process."""
@@ -71,7 +49,10 @@ class WorkerReports:
             # Taken before the report is made: a change from then on wakes this reader.
             has_changed = self._has_changed
             report = worker_pb2.WatchWorkerResponse(
-                **self._now._asdict(), load_of_others=self.loads.of_others(router_id)
+                role=self._state.role,
+                is_draining=self._state.is_draining,
+                is_stalled=self._state.is_stalled,
+                load_of_others=self.loads.of_others(router_id),
             )
             if report != told or loop.time() >= told_at + BEAT_SECONDS:
                 told, told_at = report, loop.time()

@@ -88,7 +88,7 @@ def make_parts() -> Callable[..., WorkerParts]:
     def make(**given: Any) -> WorkerParts:
         parts = {field.name: Mock() for field in fields(WorkerParts)} | given
         parts["requests"] = RunningRequests(
-            parts["engine"], parts["drain"], parts["prompts"].phases, NoTracer(), RequestLoads(Mock())
+            parts["engine"], parts["state"], parts["prompts"].phases, NoTracer(), RequestLoads(Mock())
         )
         parts["reader"] = SequenceReader(parts["identity"], Mock())
         return WorkerParts(**parts)

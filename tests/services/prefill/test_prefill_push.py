@@ -25,8 +25,8 @@ from quire.rpc.server import Service, grpc_server
 from quire.sampling.params import SamplingParams
 from quire.services.prefill.calls import PrefillCalls
 from quire.services.worker.block_reader import BlockReader
-from quire.services.worker.drain import Drain
 from quire.services.worker.parts import WorkerParts
+from quire.services.worker.state import WorkerState
 
 LAYOUT = KvLayout(1, 1, 16, 8, "float32", "tiny", "float32", "cpu")
 NUM_TOKENS = 2 * LAYOUT.block_size
@@ -75,7 +75,7 @@ async def pushed(make_parts: Callable[..., WorkerParts], seconds: float | None) 
             blocks=Mock(block_size=LAYOUT.block_size),
             transports=MESSAGES_ONLY,
             channels=channels,
-            drain=Drain(Mock()),
+            state=WorkerState("prefill"),
         )
         request = worker_pb2.PrefillRequest(
             sequence=worker_pb2.Sequence(
@@ -157,7 +157,7 @@ async def test_blocks_that_are_damaged_in_memory_are_forgotten_with_those_after_
         reader.frame(index, block_hash, sequence.block_table[index])
     memory.write(sequence.block_table[1], b"x" * memory.shape.block_bytes)
     parts = make_parts(
-        identity=Mock(vocab_size=100), engine=PoolEngine(pool), blocks=reader, drain=Drain(Mock())
+        identity=Mock(vocab_size=100), engine=PoolEngine(pool), blocks=reader, state=WorkerState("prefill")
     )
     push: Any = RefusedPush(status)
     with pytest.raises(PushFailedError):

@@ -23,6 +23,7 @@ from quire.services.vllm_adapter import servicer
 from quire.services.vllm_adapter.servicer import vllm_service
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.servicer import WorkerServicer
+from quire.services.worker.state import WorkerState
 
 WAIT_SECONDS = 20.0
 
@@ -44,20 +45,26 @@ class Silent:
 
 
 class Idle:
-    """Has nothing to do, until it stops."""
+    """Has nothing to do, and ends each answer before its first token."""
 
-    is_stopping = False
+    async def Decode(
+        self, request: worker_pb2.DecodeRequest, context: Any
+    ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
+        return
+        yield
 
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
         return worker_pb2.GetLoadResponse()
 
 
 @asynccontextmanager
-async def served(worker: Any, folder: Path) -> AsyncIterator[VllmEngineStub]:
-    """Serve a worker, and yield a stub of it."""
+async def served(
+    worker: Any, folder: Path, state: WorkerState | None = None
+) -> AsyncIterator[VllmEngineStub]:
+    """Serve a worker, by default one that decodes, and yield a stub of it."""
+    state = state or WorkerState("decode")
     identity = WorkerIdentity(
         worker_id="w",
-        role="decode",
         epoch="e",
         model="tiny",
         model_path=str(folder),
@@ -68,7 +75,9 @@ async def served(worker: Any, folder: Path) -> AsyncIterator[VllmEngineStub]:
         eos_token_ids=frozenset({1}),
         cluster_secret=b"",
     )
-    service = vllm_service(cast(WorkerServicer, worker), identity, 8, lambda: "127.0.0.1:1", ClusterTrust())
+    service = vllm_service(
+        cast(WorkerServicer, worker), identity, state, 8, lambda: "127.0.0.1:1", ClusterTrust()
+    )
     async with (
         asyncio.timeout(WAIT_SECONDS),
         grpc_server([service], registry=CollectorRegistry()) as server,
@@ -108,11 +117,30 @@ async def test_a_request_with_a_deadline_has_no_other_limit(
 
 
 async def test_subscribers_do_not_keep_a_worker_from_stopping(model_folder: Path) -> None:
-    worker = Idle()
-    async with served(worker, model_folder) as engine:
+    state = WorkerState("decode")
+    async with served(Idle(), model_folder, state) as engine:
         batches = aiter(engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()))
         assert not (await anext(batches)).load.load_only
         assert (await anext(batches)).load.load_only
-        worker.is_stopping = True
+        state.stop()
         async for batch in batches:
             assert batch.load.sample <= 2
+
+
+async def test_a_worker_serves_gateways_in_its_present_role(model_folder: Path) -> None:
+    state = WorkerState("decode")
+
+    async def kv_role(engine: VllmEngineStub) -> str:
+        info = await engine.GetServerInfo(vllm.GetServerInfoRequest())
+        return str(info.kv_role)
+
+    async with served(Idle(), model_folder, state) as engine:
+        assert await kv_role(engine) == "kv_consumer"
+        assert [response async for response in engine.Generate(REQUEST)] == []
+        state.change_role("prefill")
+        assert await kv_role(engine) == "kv_producer"
+        with pytest.raises(grpc.aio.AioRpcError, match="must be 1 at a prefill worker"):
+            await engine.Generate(REQUEST).read()
+        assert (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy
+        state.set_draining(True)
+        assert not (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy

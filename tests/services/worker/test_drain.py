@@ -1,11 +1,11 @@
-"""An operator drains a worker, or it stops: what it says, and what it refuses."""
+"""A worker that stops refuses new requests, and lets the running ones end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,9 +16,10 @@ from quire.rpc.errors import Unavailable
 from quire.services.decode.calls import DecodeCalls
 from quire.services.prefill.calls import PrefillCalls
 from quire.services.worker import drain as drain_module
-from quire.services.worker.drain import Drain, DrainState, drain_before_exit
+from quire.services.worker.drain import drain_before_exit
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.servicer import WorkerServicer
+from quire.services.worker.state import WorkerState
 
 SEQUENCE = worker_pb2.Sequence(
     sequence_id="r",
@@ -32,10 +33,9 @@ SEQUENCE = worker_pb2.Sequence(
 async def test_requests_are_sent_elsewhere(role: str, make_parts: Callable[..., WorkerParts]) -> None:
     engine = Mock()
     identity = Mock(vocab_size=100, root_hash=lambda scope: bytes(16), layout=Mock(block_size=16))
-    parts = make_parts(engine=engine, identity=identity, drain=Drain(Mock()))
+    parts = make_parts(engine=engine, identity=identity, state=WorkerState("decode"))
     servicer = WorkerServicer(parts, PrefillCalls(parts), DecodeCalls(parts, Mock()))
-    parts.drain.stop()
-    assert servicer.is_stopping
+    parts.state.stop()
     answer: AsyncGenerator[worker_pb2.PrefillResponse | worker_pb2.DecodeResponse, None]
     if role == "prefill":
         answer = servicer.Prefill(worker_pb2.PrefillRequest(sequence=SEQUENCE), Mock())
@@ -47,46 +47,23 @@ async def test_requests_are_sent_elsewhere(role: str, make_parts: Callable[..., 
     engine.subscribe.assert_not_called()
 
 
-def test_an_operator_drains_a_worker_and_takes_it_back() -> None:
-    announce = Mock()
-    drain = Drain(announce)
-    found = []
-    for is_draining in (True, True, False, False, True):
-        drain.set_draining(is_draining)
-        found.append((drain.is_draining, drain.is_stopping))
-    assert found == [(True, False), (True, False), (False, False), (False, False), (True, False)]
-    assert announce.mock_calls == [call(True), call(False), call(True)]
-
-
-@pytest.mark.parametrize("is_draining", [False, True])
-def test_a_worker_that_stops_is_not_taken_back(is_draining: bool) -> None:
-    announce = Mock()
-    drain = Drain(announce)
-    drain.stop()
-    drain.set_draining(is_draining)
-    assert drain.state is DrainState.STOPPING
-    assert (drain.is_draining, drain.is_stopping) == (True, True)
-    announce.assert_not_called()
-
-
 def start_request() -> asyncio.Task[Any]:
     """Return the task of a request that runs until it is cancelled."""
     return asyncio.create_task(asyncio.Event().wait())
 
 
 async def test_a_process_that_stops_waits_for_what_runs() -> None:
-    announce = Mock()
-    drain, request = Drain(announce), start_request()
+    state, request = WorkerState("decode"), start_request()
     waiting = asyncio.create_task(
-        drain_before_exit(drain, lambda: [] if request.done() else [request], None, 0.0)
+        drain_before_exit(state, lambda: [] if request.done() else [request], None, 0.0)
     )
     await asyncio.sleep(0)
-    announce.assert_called_once_with(True)
-    drain.check_not_stopping()
-    while not drain.is_stopping:
+    assert state.is_draining
+    state.check_not_stopping()
+    while not state.is_stopping:
         await asyncio.sleep(0)
     with pytest.raises(Unavailable) as refused:
-        drain.check_not_stopping()
+        state.check_not_stopping()
     assert refused.value.reason == "DRAINING"
     assert not waiting.done()
     request.cancel()
@@ -100,7 +77,7 @@ async def test_the_end_tells_each_caller_and_waits_only_for_a_while(monkeypatch:
     end_of(hangs).is_sending = True
     waiting = asyncio.create_task(
         drain_before_exit(
-            Drain(Mock()), lambda: [each for each in (ends, hangs) if not each.done()], None, 0.0
+            WorkerState("decode"), lambda: [each for each in (ends, hangs) if not each.done()], None, 0.0
         )
     )
     for _ in range(3):

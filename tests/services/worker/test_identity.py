@@ -11,11 +11,11 @@ from quire.kvindex.block_hash import CacheScope
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.layout import layout_from_proto
 from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.state import WorkerState
 
 LAYOUT = KvLayout(2, 2, 4, 8, "float16", "digest", "float16", "cpu")
 IDENTITY = WorkerIdentity(
     worker_id="w",
-    role="decode",
     epoch="epoch",
     model="tiny",
     model_path="/models/tiny",
@@ -32,7 +32,7 @@ SCOPE = CacheScope("tenant", "salt")
 @pytest.mark.parametrize(
     ("change", "is_equal"),
     [
-        ({"worker_id": "x", "epoch": "e2", "role": "prefill", "num_blocks": 7, "model": "other"}, True),
+        ({"worker_id": "x", "epoch": "e2", "num_blocks": 7, "model": "other"}, True),
         ({"layout": replace(LAYOUT, dtype="int8")}, False),
         ({"layout": replace(LAYOUT, model_digest="other")}, False),
         ({"cluster_secret": b"another"}, False),
@@ -51,17 +51,19 @@ def test_scopes_share_no_blocks() -> None:
 
 
 def test_nothing_that_leaves_the_worker_has_the_secret() -> None:
-    record, info = IDENTITY.record("10.0.0.5:9000", "prefill"), IDENTITY.to_proto()
+    state = WorkerState("prefill")
+    state.set_draining(True)
+    record, info = IDENTITY.record("10.0.0.5:9000", state), IDENTITY.to_proto()
     for text in (repr(IDENTITY), repr(record), str(info)):
         assert "very secret" not in text
     assert b"very secret" not in info.SerializeToString()
     assert (record.worker_id, record.role, record.address) == ("w", "prefill", "10.0.0.5:9000")
-    assert (record.epoch, record.fingerprint) == ("epoch", IDENTITY.fingerprint)
+    assert (record.epoch, record.fingerprint, record.is_draining) == ("epoch", IDENTITY.fingerprint, True)
 
 
 def test_a_router_learns_all_that_it_needs() -> None:
     info = IDENTITY.to_proto()
-    assert (info.worker_id, info.role, info.epoch, info.model) == ("w", "decode", "epoch", "tiny")
+    assert (info.worker_id, info.epoch, info.model) == ("w", "epoch", "tiny")
     assert (info.max_model_len, info.vocab_size, info.num_blocks) == (64, 320, 100)
     assert list(info.eos_token_ids) == [1, 5]
     assert layout_from_proto(info.layout) == LAYOUT

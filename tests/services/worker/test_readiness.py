@@ -14,7 +14,7 @@ from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.rpc.server import GrpcServer, grpc_server
 from quire.services.worker.main import _report_readiness
-from quire.services.worker.worker_reports import WorkerReports
+from quire.services.worker.state import WorkerState
 
 SECONDS = 10.0
 
@@ -48,25 +48,24 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_a_worker_is_not_ready_while_its_engine_is_stalled(server: GrpcServer) -> None:
-    reports = WorkerReports("decode")
-    reporting = asyncio.create_task(_report_readiness(server, reports, None))
+    state = WorkerState("decode")
+    reporting = asyncio.create_task(_report_readiness(server, state, None))
     await until(lambda: server.is_ready)
-    reports.tell_stalled(True)
+    state.set_stalled(True)
     await until(lambda: not server.is_ready)
-    reports.tell_stalled(False)
+    state.set_stalled(False)
     await until(lambda: server.is_ready)
-    reports.close()
-    await asyncio.wait_for(reporting, SECONDS)
+    reporting.cancel()
 
 
 async def test_a_worker_is_ready_from_its_first_lease_on_even_if_it_loses_it(server: GrpcServer) -> None:
     lease, ledger = FailingLease(MemoryStore(), 30.0), PublishLedger()
     publisher = BlockPublisher(lease, ledger, asyncio.get_running_loop(), beat_seconds=0.01)
     publisher.start(WorkerRecord("d", "decode", "d:1", "epoch", "fingerprint"))
-    reports = WorkerReports("decode")
-    reporting = asyncio.create_task(_report_readiness(server, reports, publisher))
-    reports.tell_stalled(True)
-    reports.tell_stalled(False)
+    state = WorkerState("decode")
+    reporting = asyncio.create_task(_report_readiness(server, state, publisher))
+    state.set_stalled(True)
+    state.set_stalled(False)
     await asyncio.sleep(0)
     assert not server.is_ready
     lease.is_refused = False
@@ -74,6 +73,5 @@ async def test_a_worker_is_ready_from_its_first_lease_on_even_if_it_loses_it(ser
     lease.is_refused = True
     await until(lambda: not ledger.is_following)
     assert server.is_ready
-    reports.close()
-    await asyncio.wait_for(reporting, SECONDS)
+    reporting.cancel()
     await publisher.close()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from quire.protos import worker_pb2
 from quire.services.worker import worker_reports
 from quire.services.worker.request_loads import RequestLoads
+from quire.services.worker.state import WorkerState
 from quire.services.worker.worker_reports import LOAD_SECONDS, WorkerReports
 
 ROUTERS = ("a", "b", "")
@@ -67,13 +68,14 @@ async def reported(reports: AsyncGenerator[worker_pb2.WatchWorkerResponse, None]
 
 async def test_reports_are_repeated_though_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_reports, "BEAT_SECONDS", 0.01)
-    async with aclosing(WorkerReports("decode").follow("a")) as told:
+    async with aclosing(WorkerReports(WorkerState("decode")).follow("a")) as told:
         assert [await reported(told) for _ in range(3)] == [(False, 0)] * 3
 
 
 async def test_load_is_told_in_time_and_a_stall_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_reports, "BEAT_SECONDS", 3600.0)
-    reports = WorkerReports("decode")
+    state = WorkerState("decode")
+    reports = WorkerReports(state)
     async with aclosing(reports.follow("a")) as told:
         assert await reported(told) == (False, 0)
         with ExitStack() as stack:
@@ -87,13 +89,13 @@ async def test_load_is_told_in_time_and_a_stall_at_once(monkeypatch: pytest.Monk
             stack.enter_context(
                 reports.loads.counted("4", load_of("b"), is_resident=True, computes_prompt=False)
             )
-            reports.tell_stalled(True)
+            state.set_stalled(True)
             assert await reported(told) == (True, 4)
 
 
 async def test_a_routers_own_requests_cause_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_reports, "BEAT_SECONDS", 3600.0)
-    reports = WorkerReports("decode")
+    reports = WorkerReports(WorkerState("decode"))
     async with aclosing(reports.follow("a")) as told:
         assert await reported(told) == (False, 0)
         waiting = asyncio.create_task(anext(told))

@@ -18,9 +18,9 @@ from quire.rpc.errors import AlreadyExists, InvalidArgument
 from quire.sampling.params import SamplingParams
 from quire.services.server.phases import PROMPT_PHASES, PhaseMetrics
 from quire.services.server.tracing import NoTracer
-from quire.services.worker.drain import Drain
 from quire.services.worker.request_loads import RequestLoads
 from quire.services.worker.running_requests import RunningRequests
+from quire.services.worker.state import WorkerState
 
 
 class Engine:
@@ -58,7 +58,9 @@ class Setup:
         self.engine = Engine()
         phases = PhaseMetrics(CollectorRegistry(), PROMPT_PHASES)
         engine: Any = self.engine
-        self.requests = RunningRequests(engine, Drain(Mock()), phases, NoTracer(), RequestLoads(Mock()))
+        self.requests = RunningRequests(
+            engine, WorkerState("decode"), phases, NoTracer(), RequestLoads(Mock())
+        )
         self.tasks: list[asyncio.Task[None]] = []
 
     async def serve(

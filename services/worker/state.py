@@ -1,0 +1,134 @@
+"""Keeps the present state of a worker: its role, whether it drains, and whether its engine is stalled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+
+from quire.kvindex.membership import ROLES
+from quire.rpc.errors import DRAINING, FailedPrecondition, InvalidArgument, Unavailable
+
+
+class DrainState(Enum):
+    """How far a worker drains."""
+
+    SERVING = auto()
+    DRAINED = auto()
+    """Routers choose other workers, and move answers there; what they still send is served."""
+    STOPPING = auto()
+    """The process is about to end, and new requests are refused."""
+
+
+class WorkerState:
+    """The state of one worker; its listeners are called after each change.
+
+    It has three parts, which do not depend on each other:
+
+    | Part       | Changes                       | By                                       |
+    |------------|-------------------------------|------------------------------------------|
+    | role       | prefill <-> decode            | a router, for an operator or by itself   |
+    | drain      | SERVING <-> DRAINED           | an operator                              |
+    |            | SERVING, DRAINED -> STOPPING  | the process, when it is about to end     |
+    | is_stalled | False <-> True                | the engine's thread, by its watch        |
+
+    The role only tells routers which new requests to send here. The worker serves the same calls in both
+    roles, so a change of it stops no request and drops no block.
+
+    Args:
+        role: the first role.
+        clock: returns seconds that never go back.
+    """
+
+    def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._role = role
+        self._role_changed_at: float | None = None
+        self._drain = DrainState.SERVING
+        self._is_stalled = False
+        self._clock = clock
+        self._listeners: list[Callable[[], None]] = []
+
+    def call_on_change(self, listener: Callable[[], None]) -> None:
+        """Call a function after each change from now on."""
+        self._listeners.append(listener)
+
+    @property
+    def role(self) -> str:
+        """Present role, by which routers send requests."""
+        return self._role
+
+    @property
+    def drain(self) -> DrainState:
+        """How far the worker drains."""
+        return self._drain
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether routers should send requests to other workers."""
+        return self._drain is not DrainState.SERVING
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether requests are refused because the process is about to end."""
+        return self._drain is DrainState.STOPPING
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the engine makes no progress."""
+        return self._is_stalled
+
+    def change_role(self, role: str, min_seconds_in_role: float = 0.0) -> None:
+        """Change the role.
+
+        Args:
+            min_seconds_in_role: least time since the previous change; the first role counts as old enough.
+
+        Raises:
+            InvalidArgument: there is no such role.
+            FailedPrecondition: the previous change was too recent.
+        """
+        if role not in ROLES:
+            raise InvalidArgument("role", f"must be prefill or decode; got {role!r}")
+        if role == self._role:
+            return
+        now, changed_at = self._clock(), self._role_changed_at
+        if changed_at is not None and now - changed_at < min_seconds_in_role:
+            raise FailedPrecondition(
+                f"this worker became a {self._role} worker {now - changed_at:.0f} s ago, "
+                f"and may change again after {min_seconds_in_role:g} s",
+                reason="ROLE_TOO_NEW",
+            )
+        self._role, self._role_changed_at = role, now
+        self._announce()
+
+    def set_draining(self, is_draining: bool) -> None:
+        """Begin or end to drain; a worker that stops goes on stopping."""
+        self._change_drain(DrainState.DRAINED if is_draining else DrainState.SERVING)
+
+    def stop(self) -> None:
+        """Refuse new requests from now on."""
+        self._change_drain(DrainState.STOPPING)
+
+    def check_not_stopping(self) -> None:
+        """Check that a new request may run.
+
+        Raises:
+            Unavailable: the process is about to end.
+        """
+        if self.is_stopping:
+            raise Unavailable("this worker is stopping; send requests to another", reason=DRAINING)
+
+    def set_stalled(self, is_stalled: bool) -> None:
+        """Record that the engine is stalled, or that it makes progress again."""
+        if is_stalled != self._is_stalled:
+            self._is_stalled = is_stalled
+            self._announce()
+
+    def _change_drain(self, drain: DrainState) -> None:
+        if self._drain not in (drain, DrainState.STOPPING):
+            self._drain = drain
+            self._announce()
+
+    def _announce(self) -> None:
+        for listener in self._listeners:
+            listener()
