@@ -145,7 +145,7 @@ async def _status(worker: Worker) -> pb.WorkerStatus:
         worker_id=worker.worker_id,
         role=worker.role,
         address=worker.address,
-        is_draining=worker.is_draining,
+        is_draining=worker.health.is_draining,
         num_requests=worker.num_requests,
         load=await _load(worker),
     )

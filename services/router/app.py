@@ -43,10 +43,10 @@ from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics, Moves
 from quire.services.router.open_calls import OpenCalls, router_stops
 from quire.services.router.public_servers import public_grpc_server, public_http_server
-from quire.services.router.pulse import TICK_SECONDS
 from quire.services.router.request_memory import RequestMemory
 from quire.services.router.roles import RoleMetrics, Roles
 from quire.services.router.servicer import GenerationServicer
+from quire.services.router.silences import TICK_SECONDS
 from quire.services.router.sources import Sources, open_sources
 from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
 from quire.services.router.worker_queue import WorkerQueue

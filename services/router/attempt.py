@@ -103,7 +103,7 @@ class Attempt:
             prefill = worker_pb2.PrefillRequest(
                 sequence=sequence, ticket=accepted.ticket, pull_from=plan.pull_from
             )
-            if plan.prefill.is_lost:
+            if plan.prefill.health.is_lost:
                 raise WorkerCallFailed(plan.prefill, connection_lost())
             remaining = remaining_seconds()
             call = plan.prefill.stub.Prefill(prefill, timeout=remaining, metadata=metadata)

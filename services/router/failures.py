@@ -78,7 +78,7 @@ class WorkerCallFailed(Exception):
         """
         if self.reason:
             return self.reason == ENGINE_FAILED
-        if self.worker.pulse.has_stopped or self.code is not grpc.StatusCode.UNAVAILABLE:
+        if self.worker.health.has_vanished or self.code is not grpc.StatusCode.UNAVAILABLE:
             return False
         details = self.details.lower()
         return not details.startswith(_NEVER_REACHED) and not any(text in details for text in _NO_ANSWER)

@@ -309,7 +309,7 @@ class GenerationRun:
                 # Workers always get token ids: name the field in which the client sent the prompt.
                 error = error.renamed({"token_ids": self._request.prompt_field})
             raise error from failure
-        self._choice.avoid(failure.worker)
+        self._choice.record_failure(failure.worker)
         group.attempt += 1
 
     @property

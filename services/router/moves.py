@@ -105,7 +105,7 @@ class Moves:
             return
         attempt = _Movable(group, worker, scope, interrupt)
         self._running[worker].add(attempt)
-        if worker.is_draining:
+        if worker.health.is_draining:
             self._start(worker)
         try:
             yield
@@ -116,7 +116,7 @@ class Moves:
 
     def _start_all(self) -> None:
         """Try again: another worker has come."""
-        for worker in [worker for worker in self._running if worker.is_draining]:
+        for worker in [worker for worker in self._running if worker.health.is_draining]:
             self._start(worker)
 
     def _start(self, worker: Worker) -> None:
@@ -157,7 +157,7 @@ class Moves:
 
     def _must_move(self, attempt: _Movable) -> bool:
         """Return whether the attempt still runs on a worker that drains."""
-        return attempt.worker.is_draining and attempt in self._running.get(attempt.worker, ())
+        return attempt.worker.health.is_draining and attempt in self._running.get(attempt.worker, ())
 
     def _target(self, attempt: _Movable) -> Worker | None:
         """Return the decode worker with the most room, or None if no other takes requests.
@@ -167,7 +167,7 @@ class Moves:
         descriptor = attempt.worker.info.cache_descriptor
         others = (each for each in self._workers.serving("decode") if each is not attempt.worker)
         serving = [worker for worker in others if worker.info.cache_descriptor == descriptor]
-        healthy = [worker for worker in serving if not self._workers.is_unhealthy(worker)]
+        healthy = [worker for worker in serving if not worker.health.is_unhealthy]
         return min(healthy or serving, key=self._share_in_use, default=None)
 
     def _share_in_use(self, worker: Worker) -> float:

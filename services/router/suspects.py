@@ -34,12 +34,12 @@ class Death(NamedTuple):
     @classmethod
     def of(cls, worker: Worker) -> Death:
         """Return the death of a worker that has just ended or hangs."""
-        return cls(worker, worker.is_stalled)
+        return cls(worker, worker.health.is_stalled)
 
     @property
     def has_lasted(self) -> bool:
         """Whether the worker is still gone: an engine that seemed to hang may have had a very long step."""
-        return not self.is_hang or self.worker.is_stalled
+        return not self.is_hang or self.worker.health.is_stalled
 
 
 class Suspects:

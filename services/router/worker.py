@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +13,13 @@ from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.channels import CHANNEL_OPTIONS
 from quire.rpc.proof import Caller, Peer
 from quire.rpc.tls import Connect
+from quire.services.router.health import WorkerHealth
 from quire.services.router.output_stream import OutputStream
-from quire.services.router.pulse import Pulse
 
 PING_OPTIONS = [
-    # Workers that vanish are noticed by their silence (``pulse.py``). These pings, and the TCP_USER_TIMEOUT
-    # that gRPC sets with them, end what that cannot see: a single connection that is broken, and the
-    # connections to workers that have left.
+    # Workers that vanish are noticed by their silence (``silences.py``). These pings, and the
+    # TCP_USER_TIMEOUT that gRPC sets with them, end what that cannot see: a single connection that is broken,
+    # and the connections to workers that have left.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 7_000),
     ("grpc.http2.ping_timeout_ms", 7_000),
@@ -41,9 +42,9 @@ class WorkerConnection:
     health: health_pb2_grpc.HealthStub
     peer: Peer | None = None
     """Set once the worker has proved its identity; ``stub`` then signs its calls."""
+    on_proof_missing: Callable[[], None] | None = None
+    """Called when a call has failed before the worker has proved its identity; set together with ``peer``."""
     outputs: OutputStream = field(init=False)
-    is_doubted: bool = False
-    """Whether another process may have answered a call: probe the address again even if the lease is live."""
 
     def __post_init__(self) -> None:
         self.outputs = OutputStream(self)
@@ -56,10 +57,13 @@ class WorkerConnection:
         channel = connect(address, options=list(options.items()))
         return cls(channel, worker_stub(channel), health_pb2_grpc.HealthStub(channel))
 
-    def sign_as(self, caller: Caller, info: worker_pb2.GetWorkerInfoResponse) -> None:
+    def sign_as(
+        self, caller: Caller, info: worker_pb2.GetWorkerInfoResponse, on_proof_missing: Callable[[], None]
+    ) -> None:
         """Sign all later calls as ``caller``, for the worker that ``info`` describes."""
         self.peer = Peer(self.channel, caller, info.address, info.epoch)
         self.stub = worker_stub(self.peer)
+        self.on_proof_missing = on_proof_missing
 
     async def check(self, call: Any) -> None:
         """Return once the call has reached the worker that proved its identity; see ``Peer.check``.
@@ -72,7 +76,8 @@ class WorkerConnection:
         try:
             await self.peer.check(call)
         except grpc.aio.AioRpcError:
-            self.is_doubted = True
+            if self.on_proof_missing is not None:
+                self.on_proof_missing()
             raise
 
 
@@ -83,30 +88,11 @@ class Worker:
     address: str
     info: worker_pb2.GetWorkerInfoResponse
     connection: WorkerConnection
+    health: WorkerHealth = field(default_factory=WorkerHealth)
     role: str = field(init=False)
     """Present role, by which it gets new requests; ``info`` has the one that it had when it joined."""
-    is_draining: bool = False
     last_report: worker_pb2.WatchWorkerResponse = field(default_factory=worker_pb2.WatchWorkerResponse)
     """What it said last about itself."""
-    has_left: bool = False
-    is_lost: bool = False
-    """Whether it was removed because it was silent: its calls have ended, and new ones would never return."""
-    is_asked_to_stay: bool = False
-    """Whether its lease is gone, and it has not answered yet whether it stays."""
-    is_stalled: bool = False
-    """Whether it reports that its engine makes no progress."""
-    is_set_aside: bool = False
-    """Whether its connection has broken, or it refused a call, and it has not answered a probe since then."""
-    pulse: Pulse = field(default_factory=Pulse)
-    """How long it has been silent in its watch."""
-    silent_since: float | None = None
-    """Start of the first unanswered probe, a reading of the clock; None: the last probe was answered."""
-    num_unanswered: int = 0
-    """Number of consecutive probes that it has not answered."""
-    answered_at: float = 0.0
-    """Time at which the last probe that it answered began, a reading of the clock."""
-    unhealthy_until: float = 0.0
-    """Time until which it counts as unhealthy after a failure, a reading of the clock."""
     num_requests: int = 0
     """Number of this router's requests in flight on the worker."""
     pending_tokens: int = 0
@@ -134,13 +120,11 @@ class Worker:
         """Stub for calls to the worker's service over its present connection."""
         return self.connection.stub
 
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether it may be unable to serve; the router prefers other workers until it answers a probe."""
-        is_unsure = self.is_asked_to_stay or self.is_set_aside or self.is_stalled
-        return is_unsure or self.num_unanswered > 0 or self.pulse.is_late
 
-    @property
-    def can_serve(self) -> bool:
-        """Whether it may get requests."""
-        return not (self.is_draining or self.is_set_aside or self.is_stalled)
+def has_substitute(worker: Worker, workers: Iterable[Worker]) -> bool:
+    """Return whether one of ``workers`` can take over; decode workers can compute prompts too."""
+    return any(
+        other.role in (worker.role, "decode") and not (other.health.is_draining or other.health.has_symptom)
+        for other in workers
+        if other is not worker
+    )

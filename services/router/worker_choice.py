@@ -23,7 +23,7 @@ LATE_FACTOR = 2.0
 
 
 class WorkerChoice:
-    """Chooses by what the workers have cached and what they have to do, and avoids those that have failed.
+    """Chooses by what the workers have cached and have to do, and prefers those that have not failed.
 
     Args:
         remaining_seconds: returns the time until the request's deadline, or raises DeadlineExceeded.
@@ -44,11 +44,11 @@ class WorkerChoice:
         self._phases = phases
         self._account = account
         self._remaining_seconds = remaining_seconds
-        self._avoided: set[str] = set()
+        self._failed: set[str] = set()
 
-    def avoid(self, worker: Worker) -> None:
+    def record_failure(self, worker: Worker) -> None:
         """Prefer other workers from now on, since a call to this one has failed."""
-        self._avoided.add(worker.worker_id)
+        self._failed.add(worker.worker_id)
 
     async def choose(self, group: AnswerGroup) -> Plan | None:
         """Return the workers of a group's next attempt, or None if no decode worker takes requests any more.
@@ -60,7 +60,7 @@ class WorkerChoice:
         cluster = self._cluster
         start = cluster.clock()
         only, group.next_worker = group.next_worker, None
-        if only is None or not only.worker.can_serve:
+        if only is None or not only.worker.health.can_serve:
             only = None
             prefix = await cluster.prefixes.look_up(group.token_ids, self._scope)
         else:
@@ -104,12 +104,12 @@ class WorkerChoice:
         )
 
     def _is_unhealthy(self, worker: Worker) -> bool:
-        return self._cluster.workers.is_unhealthy(worker) or worker.worker_id in self._avoided
+        return worker.health.is_unhealthy or worker.worker_id in self._failed
 
     def _serving(self, role: str, group: AnswerGroup) -> list[Worker]:
         """Return the workers that may get a group: a suspect, those that have outlived the dead."""
         serving = self._cluster.workers.serving(role)
-        return [worker for worker in serving if not group.deaths or worker.answered_at >= group.died_at]
+        return [each for each in serving if not group.deaths or each.health.answered_at >= group.died_at]
 
     def _healthy_decode_workers(self, group: AnswerGroup) -> list[str]:
         serving = self._serving("decode", group)

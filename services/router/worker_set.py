@@ -1,4 +1,4 @@
-"""Tracks the live workers: their descriptions, whether they answer, and the router's work in flight there."""
+"""Tracks the workers of a router: which there are, and what changes on them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ import grpc
 
 from quire.kvindex.membership import ROLES
 from quire.protos import worker_pb2
-from quire.rpc.closed_channel import ChannelClosedError
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.proof import Caller
 from quire.rpc.tls import Connect
 from quire.services.router.acceptance import Acceptance
 from quire.services.router.config import SILENT_SECONDS
+from quire.services.router.connections import Connections
+from quire.services.router.health import WorkerHealth
 from quire.services.router.membership import Member, Membership, MembershipLost
-from quire.services.router.probe import Probe, StrangerError, probe_worker
-from quire.services.router.pulse import Pulses
-from quire.services.router.worker import Worker, WorkerConnection
+from quire.services.router.probe import Probe
+from quire.services.router.probing import Probing
+from quire.services.router.silences import Silences
+from quire.services.router.worker import Worker, has_substitute
 from quire.services.router.worker_watch import watch_worker
 from quire.services.server.log import get_logger
-
-PROBE_SECONDS = 2.0
-PENALTY_SECONDS = 2.0
-ASK_AGAIN_SECONDS = 0.2
-"""Pause between two probes of a worker that is set aside."""
 
 _log = get_logger("router")
 
@@ -57,15 +54,13 @@ class WorkerSet:
         self.router_id = secrets.token_hex(8)
         """Names this router's requests, so that workers can report the load of all others."""
         self._membership = membership
-        self._connect = connect
-        self._silent_seconds = silent_seconds
-        self._probe_seconds = min(PROBE_SECONDS, silent_seconds / 3)
-        self._trust = trust or ClusterTrust()
-        self._caller = Caller(self._trust.secret)
+        trust = trust or ClusterTrust()
         self._clock = clock
-        self._pulses = Pulses(clock, self._reach)
+        self._connections = Connections(connect, Caller(trust.secret))
+        self._probing = Probing(trust, silent_seconds, clock, self._hear_answer, self._leave)
+        self._silences = Silences(clock, self._connections.reach)
+        self._acceptance = Acceptance(trust, expected_fingerprint)
         self._workers: dict[str, Worker] = {}
-        self._acceptance = Acceptance(self._trust, expected_fingerprint)
         self._is_membership_lost = False
         self.expects_workers = False
         """Whether the membership lists workers that have not joined."""
@@ -73,11 +68,6 @@ class WorkerSet:
         self._on_return: list[Callable[[], None]] = []
         self._on_drain: list[Callable[[Worker], None]] = []
         self._watches: dict[Worker, asyncio.Task[None]] = {}
-        self._asking: dict[Worker, asyncio.Task[None]] = {}
-        """Probes of the workers that are set aside."""
-        self._asked_again: dict[Worker, asyncio.Task[None]] = {}
-        """Probes for the sake of suspects, which share them."""
-        self._closing: set[asyncio.Task[None]] = set()
         self._refreshing = asyncio.Lock()
 
     def call_on_leave(self, forget: Callable[[str], None]) -> None:
@@ -103,46 +93,28 @@ class WorkerSet:
 
     def live(self, role: str) -> list[Worker]:
         """Return the workers of a role that do not drain."""
-        return [w for w in self._workers.values() if w.role == role and not w.is_draining]
+        return [w for w in self._workers.values() if w.role == role and not w.health.is_draining]
 
     def serving(self, role: str) -> list[Worker]:
         """Return the workers of a role that may get requests: they are live and not set aside or stalled."""
-        return [w for w in self._workers.values() if w.role == role and w.can_serve]
-
-    def is_unhealthy(self, worker: Worker) -> bool:
-        """Return whether the worker is unhealthy: it failed recently, or it may be unable to serve."""
-        return worker.is_in_doubt or self._clock() < worker.unhealthy_until
+        return [w for w in self._workers.values() if w.role == role and w.health.can_serve]
 
     async def ask_again(self, since: float) -> None:
         """Ask the workers that may get requests, except those that have answered since a clock reading.
 
         Those that have just ended then leave, and those that do not answer stay without a newer answer.
         """
-        serving = [worker for role in ROLES for worker in self.serving(role) if worker.answered_at < since]
-        for worker in serving:
-            if worker not in self._asked_again:
-                self._asked_again[worker] = asyncio.create_task(self._ask_once(worker))
-        if serving:
-            await asyncio.wait([self._asked_again[worker] for worker in serving])
-
-    async def _ask_once(self, worker: Worker) -> None:
-        try:
-            await self._ask(worker)
-        finally:
-            del self._asked_again[worker]
+        serving = [worker for role in ROLES for worker in self.serving(role)]
+        await self._probing.ask_once(each for each in serving if each.health.answered_at < since)
 
     def set_aside(self, worker: Worker) -> asyncio.Task[None]:
         """Give a worker no requests until it has answered a probe; return the task that asks it.
 
         Then other workers are preferred for another ``PENALTY_SECONDS``.
         """
-        worker.unhealthy_until = self._clock() + PENALTY_SECONDS
-        if not worker.is_set_aside:
-            worker.is_set_aside = True
+        if worker.health.failed():
             _log.warning("worker_set_aside", worker=worker.worker_id)
-        if worker not in self._asking:
-            self._asking[worker] = asyncio.create_task(self._ask_until_answered(worker))
-        return self._asking[worker]
+        return self._probing.ask_until_answered(worker)
 
     @contextmanager
     def dispatched(
@@ -168,8 +140,8 @@ class WorkerSet:
             computed()
             worker.resident_tokens -= resident_tokens
             worker.num_requests -= 1
-            if worker.has_left and worker.num_requests == 0:
-                self._close_soon(worker.connection)
+            if worker.health.is_gone and worker.num_requests == 0:
+                self._connections.close_soon(worker.connection)
 
     async def refresh(self) -> None:
         """Bring the set up to date with the membership."""
@@ -183,29 +155,23 @@ class WorkerSet:
             self.expects_workers = not records.keys() <= self._workers.keys()
 
     async def ask_busy(self) -> None:
-        """Probe the workers that have requests or are in doubt; end the calls of those that do not serve.
+        """Probe the workers that have requests or a symptom; end the calls of those that do not serve.
 
         A lease is not enough for a busy worker: it expires late, and it stays alive when the engine is stuck.
         """
-        busy = [worker for worker in self._workers.values() if worker.num_requests or worker.is_in_doubt]
-        await asyncio.gather(*map(self._ask, busy))
+        busy = [each for each in self._workers.values() if each.num_requests or each.health.has_symptom]
+        await asyncio.gather(*map(self._probing.ask, busy))
 
     def listen(self) -> None:
-        """Set aside the workers that have vanished, and end their calls; call it every ``TICK_SECONDS``.
-
-        If all workers of a role are silent, this process or its network is the likely reason, and no other
-        worker could take over. Then only the probes decide.
-        """
-        heard = [worker for worker in self._workers.values() if not worker.is_set_aside]
-        for worker in self._pulses.tick(heard):
-            if self._has_substitute(worker):
-                _log.warning("worker_vanished", worker=worker.worker_id, silence=worker.pulse.silence)
-                self.set_aside(worker)
-                self._replace_connection(worker)
+        """Set aside the workers that have vanished, and end their calls; call it every ``TICK_SECONDS``."""
+        for worker in self._silences.tick(self.all()):
+            _log.warning("worker_vanished", worker=worker.worker_id, silence=worker.health.silence)
+            self.set_aside(worker)
+            self._connections.replace(worker)
 
     def draining(self, role: str) -> list[Worker]:
         """Return the workers of a role that drain: they finish their requests and take no new ones."""
-        return [w for w in self._workers.values() if w.role == role and w.is_draining]
+        return [w for w in self._workers.values() if w.role == role and w.health.is_draining]
 
     async def set_draining(
         self, worker: Worker, is_draining: bool, tell: Callable[[], Awaitable[Any]]
@@ -230,13 +196,13 @@ class WorkerSet:
 
     async def close(self) -> None:
         """Close every channel."""
-        tasks = [*self._watches.values(), *self._asking.values(), *self._asked_again.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, self._pulses.close(), return_exceptions=True)
+        for watch in self._watches.values():
+            watch.cancel()
+        ends = (self._probing.close(), self._silences.close())
+        await asyncio.gather(*self._watches.values(), *ends, return_exceptions=True)
         connections = [worker.connection for worker in self._workers.values()]
         self._workers.clear()
-        await asyncio.gather(*(c.channel.close(grace=None) for c in connections), *self._closing)
+        await self._connections.close(connections)
 
     async def _members(self) -> Sequence[Member]:
         try:
@@ -245,7 +211,7 @@ class WorkerSet:
             if not self._is_membership_lost:
                 _log.warning("membership_lost", error=error, kept_workers=len(self._workers))
             self._is_membership_lost = True
-            return [Member(address, is_draining=w.is_draining) for address, w in self._workers.items()]
+            return [Member(address, is_draining=w.health.is_draining) for address, w in self._workers.items()]
         if self._is_membership_lost:
             _log.info("membership_back", members=len(members))
         self._is_membership_lost = False
@@ -257,20 +223,22 @@ class WorkerSet:
         if worker is None:
             await self._meet(address, records)
             return
+        health = worker.health
         is_its_record = [worker.info.epoch] == [record.epoch for record in records]
-        known = (worker.is_draining, worker.role)
+        known = (health.is_draining, worker.role)
         is_same = is_its_record and known == (records[0].is_draining, records[0].role or worker.role)
-        if is_same and not worker.connection.is_doubted:
+        if is_same and not health.may_be_stranger:
             return
         # The worker may be about to stop and would refuse requests: prefer others until it has answered.
-        worker.is_asked_to_stay = not records
-        probe = await self._ask(worker)
-        worker.is_asked_to_stay = False
+        if not records:
+            health.lease_ended()
+        probe = await self._probing.ask(worker)
+        health.lease_checked()
         if probe is None:
             if is_its_record:
                 self._mark(worker, records[0].is_draining)
             return
-        worker.connection.is_doubted = False
+        health.proved()
         if probe.info.epoch != worker.info.epoch:
             self._leave(worker, "restarted")
             await self._meet(address, records)
@@ -284,117 +252,70 @@ class WorkerSet:
         """Probe the address of a new record, and let its worker join if it stays and is accepted."""
         if not records:
             return
-        connection = WorkerConnection.to(address, self._connect)
-        try:
-            probe = await probe_worker(connection, self._trust, self._probe_seconds)
-        except (grpc.aio.AioRpcError, ChannelClosedError):
-            probe = None
-        if probe is not None and not probe.is_stopping:
+        connection = self._connections.open(address)
+        if probe := await self._probing.meet(connection):
             member = next((record for record in records if record.epoch == probe.info.epoch), records[0])
-            may_change = all(worker.is_draining for worker in self._workers.values())
+            may_change = all(worker.health.is_draining for worker in self._workers.values())
             if self._acceptance.accepts(member, probe, may_change=may_change):
-                connection.sign_as(self._caller, probe.info)
-                self._join(Worker(address, probe.info, connection, is_draining=probe.info.is_draining))
+                health = WorkerHealth(self._clock, is_draining=probe.info.is_draining)
+                self._join(Worker(address, probe.info, connection, health))
                 return
         await connection.channel.close(grace=None)
 
-    async def _ask(self, worker: Worker) -> Probe | None:
-        """Probe a worker and return its answer, or None if there is none.
-
-        A worker that does not answer for ``silent_seconds`` leaves, and its calls end.
-        """
-        begin, role = self._clock(), worker.role
-        code = None
-        try:
-            probe = await probe_worker(worker.connection, self._trust, self._probe_seconds)
-        except StrangerError:
-            if self._workers.get(worker.address) is worker:
-                self._leave(worker, "stranger")
-            return None
-        except (grpc.aio.AioRpcError, ChannelClosedError) as error:
-            probe, code = None, error.code() if isinstance(error, grpc.aio.AioRpcError) else None
-        if self._workers.get(worker.address) is not worker:
-            return None
-        if probe is not None:
-            worker.silent_since, worker.num_unanswered = None, 0
-            worker.answered_at = max(worker.answered_at, begin)
-            if probe.info.epoch == worker.info.epoch:
-                self._set_stalled(worker, probe.info.is_stalled)
-                # The answer may be older than a role that was learned while the probe was on its way.
-                if worker.role == role:
-                    self.set_role(worker, probe.info.role)
-                if worker.is_set_aside:
-                    self._take_back(worker, probe)
-        elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            worker.num_unanswered += 1
-            worker.silent_since = begin if worker.silent_since is None else worker.silent_since
-            # One late answer may be this process's own delay; a second unanswered probe rules that out.
-            if worker.num_unanswered > 1 and self._clock() - worker.silent_since >= self._silent_seconds:
-                self._leave(worker, "silent")
-                worker.is_lost = True
-                self._close_soon(worker.connection)
-        elif code is not None:
-            self._leave(worker, "no_answer")
-        return probe
-
-    async def _ask_until_answered(self, worker: Worker) -> None:
-        try:
-            while worker.is_set_aside and self._workers.get(worker.address) is worker:
-                await self._ask(worker)
-                if worker.is_set_aside:
-                    await asyncio.sleep(ASK_AGAIN_SECONDS)
-        finally:
-            del self._asking[worker]
-
-    async def _until_answered(self, worker: Worker) -> None:
-        await asyncio.wait([self.set_aside(worker)])
-
-    def _take_back(self, worker: Worker, probe: Probe) -> None:
-        """Use a worker again that was set aside, unless its answer says that it is about to end."""
-        worker.is_set_aside = False
-        worker.pulse.hear()
-        _log.info("worker_answers", worker=worker.worker_id)
-        self._mark(worker, worker.is_draining or probe.info.is_draining)
-        self._tell_return(worker)
-
     def _tell_return(self, worker: Worker) -> None:
-        if worker.can_serve:
+        if worker.health.can_serve:
             for notice in self._on_return:
                 notice()
 
     def _join(self, worker: Worker) -> None:
         self._acceptance.joined(worker.info)
+        self._connections.sign(worker)
         self._workers[worker.address] = worker
         _log.info("worker_joined", worker=worker.worker_id, role=worker.role, address=worker.address)
-        watch = watch_worker(worker, self.router_id, self._hear, self._until_answered)
+        watch = watch_worker(worker, self.router_id, self._hear_report, self._until_answered)
         self._watches[worker] = asyncio.create_task(watch)
         self._tell_return(worker)
 
     def _leave(self, worker: Worker, reason: str) -> None:
+        if self._workers.get(worker.address) is not worker:
+            return
         del self._workers[worker.address]
         self._watches.pop(worker).cancel()
         _log.warning("worker_left", worker=worker.worker_id, address=worker.address, reason=reason)
         for forget in self._on_leave:
             forget(worker.worker_id)
+        worker.health.left()
         # Closing the channel would end the requests that still run over it.
-        worker.has_left = True
-        if worker.num_requests == 0:
-            self._close_soon(worker.connection)
+        if worker.health.is_lost or worker.num_requests == 0:
+            self._connections.close_soon(worker.connection)
 
     def _mark(self, worker: Worker, is_draining: bool) -> None:
-        if worker.is_draining != is_draining:
-            if self.reference and worker.info.cache_descriptor != self.reference.cache_descriptor:
-                self._leave(worker, "other_arithmetic")
-                return
-            worker.is_draining = is_draining
-            _log.info("worker_draining" if is_draining else "worker_serving", worker=worker.worker_id)
-            self._tell_return(worker)
-            for notice in self._on_drain if is_draining else ():
-                notice(worker)
+        """Record whether a worker drains; one with another version of the arithmetic may not come back."""
+        if not worker.health.reported_draining(is_draining):
+            return
+        if self.reference and worker.info.cache_descriptor != self.reference.cache_descriptor:
+            self._leave(worker, "other_arithmetic")
+            return
+        _log.info("worker_draining" if is_draining else "worker_serving", worker=worker.worker_id)
+        self._tell_return(worker)
+        for notice in self._on_drain if is_draining else ():
+            notice(worker)
 
-    def _hear(self, worker: Worker, report: worker_pb2.WatchWorkerResponse) -> None:
-        if not worker.is_set_aside:
-            worker.pulse.hear()
+    def _hear_answer(self, worker: Worker, probe: Probe, role: str) -> None:
+        """Note what a worker answers to a probe that was sent while it had a role."""
+        if probe.info.epoch != worker.info.epoch:
+            return
+        self._set_stalled(worker, probe.info.is_stalled)
+        # The answer may be older than a role that was learned while the probe was on its way.
+        if worker.role == role:
+            self.set_role(worker, probe.info.role)
+        if worker.health.returned():
+            _log.info("worker_answers", worker=worker.worker_id)
+            self._mark(worker, worker.health.is_draining or probe.info.is_draining)
+            self._tell_return(worker)
+
+    def _hear_report(self, worker: Worker, report: worker_pb2.WatchWorkerResponse) -> None:
+        worker.health.heard()
         last, worker.last_report = worker.last_report, report
         worker.load_of_others = report.load_of_others
         self._set_stalled(worker, report.is_stalled)
@@ -405,31 +326,12 @@ class WorkerSet:
             self.set_role(worker, report.role)
 
     def _set_stalled(self, worker: Worker, is_stalled: bool) -> None:
-        if worker.is_stalled != is_stalled:
-            worker.is_stalled = is_stalled
+        if worker.health.reported_stalled(is_stalled):
             log = _log.warning if is_stalled else _log.info
             log("worker_stalled" if is_stalled else "worker_moves", worker=worker.worker_id)
             self._tell_return(worker)
-        if is_stalled and worker.num_requests and self._has_substitute(worker):
-            self._replace_connection(worker)
+        if is_stalled and worker.num_requests and has_substitute(worker, self.all()):
+            self._connections.replace(worker)
 
-    async def _reach(self, worker: Worker) -> None:
-        """Return once a new connection to a worker has been made."""
-        async with WorkerConnection.to(worker.address, self._connect).channel as channel:
-            await channel.channel_ready()
-
-    def _replace_connection(self, worker: Worker) -> None:
-        """End the calls to a worker, so that their requests continue on other workers."""
-        self._close_soon(worker.connection)
-        worker.connection = WorkerConnection.to(worker.address, self._connect)
-        worker.connection.sign_as(self._caller, worker.info)
-
-    def _has_substitute(self, worker: Worker) -> bool:
-        """Return whether other workers can take over; decode workers can compute prompts too."""
-        others = {*self.live(worker.role), *self.live("decode")} - {worker}
-        return any(not other.is_in_doubt for other in others)
-
-    def _close_soon(self, connection: WorkerConnection) -> None:
-        task = asyncio.create_task(connection.channel.close(grace=None))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    async def _until_answered(self, worker: Worker) -> None:
+        await asyncio.wait([self.set_aside(worker)])

@@ -24,7 +24,7 @@ async def watch_worker(
     """Pass on what a worker says about itself, and notice when its connection breaks, until cancelled.
 
     A worker that is killed closes its connections, which ends the call. If it vanishes without that, its
-    reports stop (``pulse.py``).
+    reports stop (``silences.py``).
 
     Args:
         router_id: names this router's own requests, which the reported load leaves out.

@@ -18,6 +18,7 @@ from quire.services.router.answer_copies import (
     AnswerCopyMetrics,
     FollowedAnswers,
 )
+from quire.services.router.health import WorkerHealth
 
 SCOPE = worker_pb2.CacheScope(tenant="t")
 PROMPT = [1, 2, 3]
@@ -27,7 +28,7 @@ class Worker:
     """A worker that copies when it is told to."""
 
     def __init__(self, name: str) -> None:
-        self.worker_id, self.peer_address, self.can_serve = name, f"{name}:1", True
+        self.worker_id, self.peer_address, self.health = name, f"{name}:1", WorkerHealth()
         self.info = SimpleNamespace(epoch="e", layout=SimpleNamespace(block_size=4))
         self.stub = self
         self.copies: list[worker_pb2.CopyBlocksRequest] = []
@@ -155,7 +156,7 @@ async def test_the_prefill_worker_is_the_place_while_it_serves(setup: Setup) -> 
     grow(setup.follow(has_prefill=True), INTERVAL_TOKENS)
     await setup.finish()
     assert [place for place, _ in setup.requests] == ["p"]
-    setup.prefill.can_serve = False
+    setup.prefill.health.reported_draining(True)
     grow(setup.follow(has_prefill=True), INTERVAL_TOKENS)
     await setup.finish()
     assert len(setup.requests) == 2

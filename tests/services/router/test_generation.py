@@ -143,7 +143,7 @@ async def test_a_prefill_worker_that_dies_is_to_blame_for_what_the_decode_worker
     assert pair.metric("quire_retries_total", role="prefill", cause="unavailable") == 1
     assert pair.metric("quire_retries_total", role="decode", cause="aborted") == 0
     assert pair.running is not None
-    unhealthy = [w.worker_id for w in pair.running.workers.all() if pair.running.workers.is_unhealthy(w)]
+    unhealthy = [w.worker_id for w in pair.running.workers.all() if w.health.is_unhealthy]
     assert unhealthy == [prefill.worker_id]
     assert callers(pair, "decode") == [decode]
 

@@ -157,7 +157,7 @@ async def test_an_answer_waits_for_another_worker(cluster: Any) -> None:
 def test_an_attempt_that_begins_on_a_draining_worker_moves(*, is_draining: bool) -> None:
     """The worker was chosen before the router knew that it drains."""
     spawn = Mock(side_effect=lambda coroutine: coroutine.close())
-    worker = Mock(is_draining=is_draining)
+    worker = Mock(health=Mock(is_draining=is_draining))
     group = Mock(is_beam_search=False, params=SamplingParams())
     known = moves.Moves(Mock(), spawn, moves.MoveMetrics(CollectorRegistry()))
     with known.movable(worker, group, worker_pb2.CacheScope(), Mock()):

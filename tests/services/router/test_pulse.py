@@ -10,7 +10,8 @@ import grpc
 from quire.protos import worker_pb2
 from quire.services.router.failures import WorkerCallFailed
 from quire.services.router.membership import StaticMembership
-from quire.services.router.pulse import LATE_SECONDS, LEAST_LIMIT_SECONDS, TICK_SECONDS, Pulse
+from quire.services.router.pulse import LATE_SECONDS, LEAST_LIMIT_SECONDS, Pulse
+from quire.services.router.silences import TICK_SECONDS
 from quire.services.router.worker import Worker
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.worker_set import WorkerSet
@@ -80,7 +81,7 @@ def pass_silently(workers: WorkerSet, time: Time, seconds: float, *punctual: Wor
     for _ in range(round(seconds / TICK_SECONDS)):
         time.now += TICK_SECONDS
         for worker in punctual:
-            worker.pulse.hear()
+            worker.health.heard()
         workers.listen()
 
 
@@ -93,7 +94,7 @@ async def test_the_calls_of_a_silent_worker_end_and_no_suspicion_is_left(cluster
         assert (await calls.next()).message is not None
         connect.is_cut_off = True
         pass_silently(workers, time, LATE_SECONDS + TICK_SECONDS, second)
-        assert (first.is_in_doubt, workers.serving("decode")) == (True, [first, second])
+        assert (first.health.has_symptom, workers.serving("decode")) == (True, [first, second])
         pass_silently(workers, time, LEAST_LIMIT_SECONDS, second)
         assert workers.serving("decode") == [second]
         error = (await calls.next()).error
@@ -116,7 +117,7 @@ async def test_a_late_router_does_not_set_workers_aside(cluster: Any) -> None:
     workers, first, second = await two_workers(cluster, time, connect)
     time.now += 100.0
     workers.listen()
-    assert (first.is_in_doubt, second.is_in_doubt) == (False, False)
+    assert (first.health.has_symptom, second.health.has_symptom) == (False, False)
     await workers.close()
 
 
@@ -125,7 +126,7 @@ async def test_a_worker_that_can_be_reached_is_alive_without_reports(cluster: An
     workers, first, second = await two_workers(cluster, time, Unreachable())
     async with asyncio.timeout(20):
         pass_silently(workers, time, LATE_SECONDS + TICK_SECONDS, second)
-        assert first.is_in_doubt
-        while first.is_in_doubt:
+        assert first.health.has_symptom
+        while first.health.has_symptom:
             await asyncio.sleep(0)
     await workers.close()

@@ -76,7 +76,7 @@ async def change(cluster: Any, role: str, **attributes: bool) -> None:
             for name, value in attributes.items():
                 setattr(worker, name, value)
     for worker in cluster.running.workers.all():
-        await cluster.running.workers._ask(worker)
+        await cluster.running.workers._probing.ask(worker)
     await cluster.running.workers.refresh()
 
 
@@ -120,7 +120,7 @@ async def test_while_all_decode_workers_are_set_aside_the_router_is_not_ready(
 
 async def test_with_one_decode_worker_left_the_router_is_ready(cluster: Any, probed: Probed) -> None:
     cluster["d1"].is_stalled = True
-    await cluster.running.workers._ask(
+    await cluster.running.workers._probing.ask(
         next(each for each in cluster.running.workers.all() if each.worker_id == "d1")
     )
     assert (await ask(cluster)).choices

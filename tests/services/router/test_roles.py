@@ -14,9 +14,8 @@ from quire.protos import worker_pb2
 from quire.routing.elastic import REVERSAL_SECONDS, RoleChange
 from quire.routing.pressure import Pressure
 from quire.rpc.errors import FailedPrecondition
-from quire.services.router import probe
+from quire.services.router import probe, probing
 from quire.services.router import roles as roles_module
-from quire.services.router import worker_set as worker_set_module
 from quire.services.router.membership import Member
 
 REQUEST = pb.GenerateRequest(generation=pb.Generation(text="say"))
@@ -185,7 +184,7 @@ async def test_an_answer_that_is_older_than_the_role_does_not_undo_it(
         workers.set_role(worker, "prefill")
         return answer
 
-    monkeypatch.setattr(worker_set_module, "probe_worker", probe_late)
+    monkeypatch.setattr(probing, "probe_worker", probe_late)
     with workers.dispatched(worker):
         await workers.ask_busy()
     assert ids(pair, "prefill") == ["d1", "p1", "p2"]

@@ -146,10 +146,10 @@ async def test_a_workers_reason_reaches_the_client(five: Any, fault: Callable[..
 def test_a_hang_is_a_death_only_as_long_as_it_lasts() -> None:
     worker = Worker("127.0.0.1:1", worker_pb2.GetWorkerInfoResponse(), cast(WorkerConnection, None))
     ended = Death.of(worker)
-    worker.is_stalled = True
+    worker.health.reported_stalled(True)
     hung = Death.of(worker)
     assert (ended.has_lasted, hung.has_lasted) == (True, True)
-    worker.is_stalled = False
+    worker.health.reported_stalled(False)
     assert (ended.has_lasted, hung.has_lasted) == (True, False)
 
 

@@ -20,10 +20,11 @@ from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.services.router.health import PENALTY_SECONDS
 from quire.services.router.membership import Member, MembershipLost, StaticMembership
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.worker_calls import WorkerCalls
-from quire.services.router.worker_set import PENALTY_SECONDS, WorkerSet
+from quire.services.router.worker_set import WorkerSet
 from quire.services.server.background import background
 from tests.services.router.free_charge import free_charge
 
@@ -209,8 +210,11 @@ async def test_workers_that_serve_stay_without_their_leases(cluster: Any, make_s
     membership.current = []
     await workers.refresh()
     assert ids_of(workers) == ["d0"]
-    assert {worker.worker_id: worker.is_draining for worker in workers.all()} == {"d0": False, "d1": True}
-    assert not workers.is_unhealthy(workers.live("decode")[0])
+    assert {each.worker_id: each.health.is_draining for each in workers.all()} == {
+        "d0": False,
+        "d1": True,
+    }
+    assert not workers.live("decode")[0].health.is_unhealthy
     drained.is_draining = False
     membership.current = [Member(worker.server.address, worker.epoch) for worker in added]
     await workers.refresh()
@@ -227,12 +231,12 @@ async def test_while_it_is_asked_whether_it_stays_others_are_preferred(cluster: 
     worker.answers_probes.clear()
     refreshing = asyncio.create_task(workers.refresh())
     await asyncio.sleep(0)
-    while not live.is_asked_to_stay:
+    while not live.health.has_symptom:
         await asyncio.sleep(0)
-    assert workers.is_unhealthy(live)
+    assert live.health.is_unhealthy
     worker.answers_probes.set()
     await refreshing
-    assert not workers.is_unhealthy(live)
+    assert not live.health.is_unhealthy
 
 
 async def decoding(calls: WorkerCalls, live: Any) -> None:
@@ -257,13 +261,13 @@ async def test_calls_of_a_worker_that_falls_silent_end(cluster: Any, make_set: A
             await decoding(calls, live)
             worker.answers_probes.clear()
             await workers.ask_busy()
-            assert (ids_of(workers), workers.is_unhealthy(live)) == (["d1"], True)
+            assert (ids_of(workers), live.health.is_unhealthy) == (["d1"], True)
             while ids_of(workers):
                 await workers.ask_busy()
             event = await calls.next()
             assert event.error is not None
             assert event.error.code() is grpc.StatusCode.UNAVAILABLE
-            assert live.is_lost
+            assert live.health.is_lost
     worker.answers_probes.set()
     await workers.refresh()
     assert ids_of(workers) == ["d1"]
@@ -282,10 +286,10 @@ async def test_a_worker_that_misses_one_probe_stays(cluster: Any, make_set: Any)
         await asyncio.sleep(0)
         now = 100.0  # as if this process had been stopped
         await asking
-        assert workers.is_unhealthy(live)
+        assert live.health.is_unhealthy
     worker.answers_probes.set()
     await workers.ask_busy()
-    assert (workers.live("decode"), workers.is_unhealthy(live)) == ([live], False)
+    assert (workers.live("decode"), live.health.is_unhealthy) == ([live], False)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -307,7 +311,7 @@ async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
             await decoding(calls, live)
             stalled.is_stalled = True
             await workers.ask_busy()
-            assert workers.is_unhealthy(live)
+            assert live.health.is_unhealthy
             next_event = asyncio.create_task(calls.next())
             await asyncio.wait([next_event], timeout=0.1)
             assert not next_event.done()
@@ -322,7 +326,7 @@ async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
             assert event.error.code() is grpc.StatusCode.UNAVAILABLE
     stalled.is_stalled = False
     await workers.ask_busy()
-    assert (ids_of(workers), workers.is_unhealthy(live)) == (["d2", "w1"], False)
+    assert (ids_of(workers), live.health.is_unhealthy) == (["d2", "w1"], False)
 
 
 async def test_a_restarted_worker_is_a_new_one(cluster: Any, make_set: Any) -> None:
@@ -389,10 +393,10 @@ async def test_a_penalty_passes(cluster: Any, make_set: Any) -> None:
     await workers.refresh()
     (live,) = workers.live("decode")
     await workers.set_aside(live)
-    assert live.can_serve
-    assert workers.is_unhealthy(live)
+    assert live.health.can_serve
+    assert live.health.is_unhealthy
     now += PENALTY_SECONDS
-    assert not workers.is_unhealthy(live)
+    assert not live.health.is_unhealthy
 
 
 class FixedIndex:
