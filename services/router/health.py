@@ -23,7 +23,7 @@ class Presence(Enum):
 class WorkerHealth:
     """The health of one worker, from the time when it joins; only the events below change it.
 
-    These facts do not depend on each other:
+    The facts are independent of each other, except that a worker is either left or lost:
 
     | Fact           | Begins with             | Ends with                | Consequence                    |
     |----------------|-------------------------|--------------------------|--------------------------------|
@@ -34,8 +34,8 @@ class WorkerHealth:
     | stalled        | reported_stalled(True)  | reported_stalled(False)  | symptom; no requests           |
     | draining       | reported_draining(True) | reported_draining(False) | no requests; its answers move  |
     | failed lately  | failed                  | PENALTY_SECONDS later    | unhealthy                      |
-    | maybe stranger | proof_missing           | proved, reconnected      | probed in spite of its lease   |
-    | left           | left                    | never                    | no requests; running ones end  |
+    | maybe stranger | proof_missing           | proved, reconnected      | probed even if it has a lease  |
+    | left           | left                    | never                    | no requests; running ones stay |
     | lost           | lost                    | never                    | no requests; running ones fail |
 
     * **No requests**: the worker gets no new request, even if there is no other worker.
@@ -213,7 +213,7 @@ class WorkerHealth:
     # --- its end ------------------------------------------------------------------------------------------
 
     def left(self) -> None:
-        """It no longer belongs to the router's workers; its running requests may end."""
+        """It no longer belongs to the router's workers; its running requests go on."""
         self._end(Presence.LEFT)
 
     def lost(self) -> None:

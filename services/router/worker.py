@@ -42,7 +42,7 @@ class WorkerConnection:
     health: health_pb2_grpc.HealthStub
     peer: Peer | None = None
     """Set once the worker has proved its identity; ``stub`` then signs its calls."""
-    on_proof_missing: Callable[[], None] | None = None
+    on_proof_missing: Callable[[], None] = lambda: None
     """Called when a call has failed before the worker has proved its identity; set together with ``peer``."""
     outputs: OutputStream = field(init=False)
 
@@ -76,8 +76,7 @@ class WorkerConnection:
         try:
             await self.peer.check(call)
         except grpc.aio.AioRpcError:
-            if self.on_proof_missing is not None:
-                self.on_proof_missing()
+            self.on_proof_missing()
             raise
 
 

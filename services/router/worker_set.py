@@ -195,14 +195,16 @@ class WorkerSet:
             self._tell_return(worker)
 
     async def close(self) -> None:
-        """Close every channel."""
+        """Let every worker leave, and close its channel."""
         for watch in self._watches.values():
             watch.cancel()
         ends = (self._probing.close(), self._silences.close())
         await asyncio.gather(*self._watches.values(), *ends, return_exceptions=True)
-        connections = [worker.connection for worker in self._workers.values()]
+        workers = self.all()
         self._workers.clear()
-        await self._connections.close(connections)
+        for worker in workers:
+            worker.health.left()
+        await self._connections.close(worker.connection for worker in workers)
 
     async def _members(self) -> Sequence[Member]:
         try:
@@ -272,7 +274,7 @@ class WorkerSet:
         self._connections.sign(worker)
         self._workers[worker.address] = worker
         _log.info("worker_joined", worker=worker.worker_id, role=worker.role, address=worker.address)
-        watch = watch_worker(worker, self.router_id, self._hear_report, self._until_answered)
+        watch = watch_worker(worker, self.router_id, self._hear_report, self.set_aside)
         self._watches[worker] = asyncio.create_task(watch)
         self._tell_return(worker)
 
@@ -332,6 +334,3 @@ class WorkerSet:
             self._tell_return(worker)
         if is_stalled and worker.num_requests and has_substitute(worker, self.all()):
             self._connections.replace(worker)
-
-    async def _until_answered(self, worker: Worker) -> None:
-        await asyncio.wait([self.set_aside(worker)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import grpc
 
@@ -19,7 +19,7 @@ async def watch_worker(
     worker: Worker,
     router_id: str,
     hear: Callable[[Worker, worker_pb2.WatchWorkerResponse], None],
-    until_answered: Callable[[Worker], Awaitable[None]],
+    set_aside: Callable[[Worker], asyncio.Task[None]],
 ) -> None:
     """Pass on what a worker says about itself, and notice when its connection breaks, until cancelled.
 
@@ -29,7 +29,7 @@ async def watch_worker(
     Args:
         router_id: names this router's own requests, which the reported load leaves out.
         hear: called with what the worker says.
-        until_answered: called when the connection has broken; returns when the worker has answered a probe.
+        set_aside: called when the connection has broken; its task ends when the worker has answered a probe.
     """
     while True:
         connection = worker.connection
@@ -43,5 +43,5 @@ async def watch_worker(
             pass
         # If the router has replaced the connection itself, the worker answers.
         if worker.connection is connection:
-            await until_answered(worker)
+            await asyncio.wait([set_aside(worker)])
         await asyncio.sleep(REOPEN_SECONDS)

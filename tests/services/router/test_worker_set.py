@@ -456,3 +456,14 @@ async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_pa
     finally:
         await client.aclose()
         server._cleanup()
+
+
+async def test_after_the_end_of_a_set_its_workers_are_no_longer_asked(cluster: Any, make_set: Any) -> None:
+    worker = await cluster.add("d1", "decode")
+    workers = make_set(StaticMembership([worker.server.address]))
+    await workers.refresh()
+    (live,) = workers.live("decode")
+    await workers.close()
+    assert not live.health.can_serve
+    async with asyncio.timeout(5):
+        await workers.set_aside(live)
