@@ -105,7 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "demo", help="folder to write to")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "demo", help="folder to write to"
+    )
     arguments = parser.parse_args()
     tokenizer = train_tokenizer()
     save(tokenizer, arguments.out)
