@@ -109,9 +109,16 @@ async def _pull(stack: RunningStack, number: int) -> None:
             num_blocks=PULLED_TOKENS // info.layout.block_size,
         )
         sequence = _sequence(f"live-decode-{number}", prompt)
-        decoding = worker_pb2.DecodeRequest(sequence=sequence, pull_from=source)
+        outputs = decode.StreamOutputs(worker_pb2.StreamOutputsRequest(stream_id=sequence.sequence_id))
+        await outputs.read()
+        decoding = worker_pb2.DecodeRequest(
+            sequence=sequence,
+            pull_from=source,
+            output_channel=worker_pb2.OutputChannel(stream_id=sequence.sequence_id),
+        )
         async for _ in decode.Decode(decoding, timeout=CALL_SECONDS):
             pass
+        outputs.cancel()
     finally:
         for channel in channels:
             await channel.close(None)

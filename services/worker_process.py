@@ -65,17 +65,7 @@ async def _services(config: WorkerConfig, parts: WorkerParts) -> list[Service]:
         from quire.services.vllm_adapter.servicer import vllm_service
 
         trust = ClusterTrust(config.cluster_secret, has_tls=config.cluster_tls is not None)
-        services.append(
-            await asyncio.to_thread(
-                vllm_service,
-                worker,
-                parts.identity,
-                parts.state,
-                config.max_num_seqs,
-                parts.address,
-                trust,
-            )
-        )
+        services.append(await asyncio.to_thread(vllm_service, worker, parts, config.max_num_seqs, trust))
     return services
 
 

@@ -73,7 +73,7 @@ class AnswerCopies:
         Rendezvous hashing (Thaler and Ravishankar, 1998) gives an answer the same place each time while the
         workers are the same, and divides the answers of a worker among all others.
         """
-        if followed.prefill is not None and followed.prefill.health.can_serve:
+        if followed.prefill is not None and followed.prefill.can_serve:
             return followed.prefill
         others = [worker for worker in self._workers.serving("decode") if worker is not followed.decode]
         key = followed.group.sequence_id

@@ -24,6 +24,7 @@ class AnswerPart:
         finish_reason: why the sequence ended; set only in its last part.
         score: score of an answer of a beam search, else None.
         num_accepted_draft_tokens: how many of the tokens were accepted draft tokens.
+        num_generated_tokens: how many tokens its worker has generated for a beam search so far, else 0.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -32,6 +33,7 @@ class AnswerPart:
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     score: float | None = None
     num_accepted_draft_tokens: int = 0
+    num_generated_tokens: int = 0
 
     def extend(self, later: AnswerPart) -> None:
         """Add the next part of the same sequence."""
@@ -57,4 +59,5 @@ def part_of_output(output: worker_pb2.SequenceOutput) -> AnswerPart:
     part.index = output.index
     part.score = output.score if output.HasField("score") else None
     part.num_accepted_draft_tokens = output.num_accepted_draft_tokens
+    part.num_generated_tokens = output.num_generated_tokens
     return part

@@ -70,8 +70,6 @@ class Attempt:
         self._phases = phases
         self._early: deque[Event] = deque()
         """Events of D that came before its acceptance or P's first token."""
-        self._is_streamed = False
-        """Whether D's outputs come in its stream and not in its call."""
 
     async def outputs(
         self, sequence: worker_pb2.Sequence, remaining_seconds: Callable[[], float]
@@ -87,13 +85,11 @@ class Attempt:
             AttemptInterrupted: the attempt was told to end.
         """
         plan, metadata = self._plan, self._phases.span.metadata
-        channel = None if self._group.is_beam_search else self._calls.subscribe(plan.decode)
-        self._is_streamed = channel is not None
         decode = worker_pb2.DecodeRequest(
             sequence=sequence,
             remote_prefill=plan.prefill is not None,
             pull_from=plan.pull_from if plan.prefill is None else None,
-            output_channel=channel,
+            output_channel=self._calls.subscribe(plan.decode),
         )
         remaining = remaining_seconds()
         call = plan.decode.stub.Decode(decode, timeout=remaining, metadata=metadata)
@@ -139,7 +135,7 @@ class Attempt:
         """
         start = self._cluster.clock()
         event = await self._calls.next()
-        while self._is_streamed and event.parts is not None:
+        while event.parts is not None:
             # Messages of the stream and of the call are not ordered.
             self._early.append(event)
             event = await self._calls.next()
@@ -198,7 +194,7 @@ class Attempt:
         has_ended = False
         while True:
             event = await self._next_decoded(remaining_seconds() if has_ended else None)
-            if self._is_streamed and event.worker is self._plan.decode and event.is_end:
+            if event.worker is self._plan.decode and event.is_end:
                 has_ended = True
                 continue
             if event.worker is self._plan.prefill:
@@ -210,11 +206,12 @@ class Attempt:
             if (parts := event.parts) is None:
                 raise WorkerCallFailed(event.worker, event.error)
             has_blocks = True
-            num_left -= sum(bool(part.finish_reason) for part in parts)
-            if self._group.is_beam_search and parts:
+            num_finished = sum(bool(part.finish_reason) for part in parts)
+            num_left -= num_finished
+            if self._group.is_beam_search and num_finished:
                 # All answers of a beam search come in one message. If few tokens are allowed, there may be
                 # fewer answers than beams.
-                del self._group.answers[len(parts) :]
+                del self._group.answers[num_finished:]
                 num_left = 0
             if not num_left:
                 await self._finish_calls()

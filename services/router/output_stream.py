@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import secrets
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import grpc
@@ -13,7 +15,11 @@ import grpc
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.router.answer_part import AnswerPart, part_of_output
+from quire.services.server.background import started
 from quire.services.server.log import get_logger
+
+REOPEN_SECONDS = 0.2
+"""Pause before a stream that has ended is opened again."""
 
 _log = get_logger("router")
 
@@ -30,15 +36,15 @@ class Connection(Protocol):
 class Receiver(Protocol):
     """Takes what comes for one decode."""
 
-    def receive(self, part: AnswerPart) -> None:
-        """Take what the decode has added to an answer."""
+    def receive(self, parts: list[AnswerPart]) -> None:
+        """Take what the decode has added to its answers."""
 
     def lose(self, error: grpc.aio.AioRpcError) -> None:
         """Learn that no more outputs will come."""
 
 
 class OutputStream:
-    """The outputs of all decodes that one connection has called.
+    """The outputs of all decodes that one connection has called, in a call that is opened again when it ends.
 
     Without it, each token of each request would be a message in a call of its own, and the cost of a message
     is many times that of a token.
@@ -49,21 +55,41 @@ class OutputStream:
         self._receivers: dict[int, Receiver] = {}
         self._channels = itertools.count()
         self._stream_id = ""
-        self._is_open = False
+        self._open = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
-    def subscribe(self, receiver: Receiver) -> worker_pb2.OutputChannel | None:
-        """Return a channel whose outputs go to the receiver, or None if the stream is not open yet.
+    @property
+    def is_open(self) -> bool:
+        """Whether decodes may name the stream."""
+        return self._open.is_set()
 
-        The first call begins to open the stream; so does the first one after it has ended.
+    def keep_open(self, on_open: Callable[[], None]) -> None:
+        """Open the stream now and whenever it has ended, until its connection is closed.
+
+        Args:
+            on_open: called each time that the stream has been opened.
         """
-        if self._reading is None or self._reading.done():
-            self._stream_id = secrets.token_hex(16)
-            self._reading = asyncio.create_task(self._read())
-        if not self._is_open:
-            return None
+        self._reading = started(self._keep_open(on_open))
+
+    async def opened(self, seconds: float) -> bool:
+        """Wait until the stream is open, for some seconds at most; return whether it is."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._open.wait()
+        return self.is_open
+
+    def close(self) -> None:
+        """End the stream."""
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def subscribe(self, receiver: Receiver) -> worker_pb2.OutputChannel:
+        """Return a channel whose outputs go to the receiver; they are lost if the stream is not open."""
         channel = next(self._channels) % 2**32
-        self._receivers[channel] = receiver
+        if self.is_open:
+            self._receivers[channel] = receiver
+        else:
+            receiver.lose(unavailable("failed to connect: the worker's stream of outputs is not open"))
         return worker_pb2.OutputChannel(stream_id=self._stream_id, channel=channel)
 
     def unsubscribe(self, channel: worker_pb2.OutputChannel) -> None:
@@ -71,44 +97,58 @@ class OutputStream:
         if channel.stream_id == self._stream_id:
             self._receivers.pop(channel.channel, None)
 
-    async def _read(self) -> None:
+    async def _keep_open(self, on_open: Callable[[], None]) -> None:
+        with suppress(ChannelClosedError):
+            while True:
+                await self._read(on_open)
+                await asyncio.sleep(REOPEN_SECONDS)
+
+    async def _read(self, on_open: Callable[[], None]) -> None:
+        """Read the stream to its end.
+
+        Raises:
+            ChannelClosedError: the connection was closed.
+        """
+        self._stream_id = secrets.token_hex(16)
         request = worker_pb2.StreamOutputsRequest(stream_id=self._stream_id)
-        error = stream_ended()
+        error = unavailable("the worker has ended its stream of outputs")
         try:
             with closed_channel_errors():
                 call = self._connection.stub.StreamOutputs(request)
                 await self._connection.check(call)
                 async for message in call:
-                    self._is_open = True
+                    if not self.is_open:
+                        self._open.set()
+                        on_open()
                     self._receive(message)
         except grpc.aio.AioRpcError as failure:
             error = failure
-        except ChannelClosedError:
-            pass
         finally:
-            self._is_open = False
+            self._open.clear()
             receivers, self._receivers = self._receivers, {}
             _log.debug("output_stream_ended", requests=len(receivers), code=error.code().name)
             for receiver in receivers.values():
                 receiver.lose(error)
 
     def _receive(self, message: Any) -> None:
-        receivers = self._receivers
         token_ids: defaultdict[int, list[int]] = defaultdict(list)
         # A slice copies a repeated field at once; its iterator makes a call for each member.
         for channel, token_id in zip(message.channels[:], message.token_ids[:], strict=True):
             token_ids[channel].append(token_id)
         for channel, its_token_ids in token_ids.items():
-            if (receiver := receivers.get(channel)) is not None:
-                receiver.receive(AnswerPart(its_token_ids))
+            self._pass_on(channel, [AnswerPart(its_token_ids)])
+        others: defaultdict[int, list[AnswerPart]] = defaultdict(list)
         for other in message.others:
-            if (receiver := receivers.get(other.channel)) is not None:
-                receiver.receive(part_of_output(other.output))
+            others[other.channel].append(part_of_output(other.output))
+        for channel, parts in others.items():
+            self._pass_on(channel, parts)
+
+    def _pass_on(self, channel: int, parts: list[AnswerPart]) -> None:
+        if (receiver := self._receivers.get(channel)) is not None:
+            receiver.receive(parts)
 
 
-def stream_ended() -> grpc.aio.AioRpcError:
-    """Return the error, with status UNAVAILABLE, of a stream that the worker has ended without an error."""
+def unavailable(details: str) -> grpc.aio.AioRpcError:
+    """Return an error with status UNAVAILABLE, for a call that this process has ended or not begun."""
     nothing = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(
-        grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the worker has ended its stream of outputs", ""
-    )
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details, "")

@@ -39,7 +39,7 @@ class Probing:
     ) -> None:
         self._trust = trust
         self._silent_seconds = silent_seconds
-        self._probe_seconds = min(PROBE_SECONDS, silent_seconds / 3)
+        self.probe_seconds = min(PROBE_SECONDS, silent_seconds / 3)
         self._clock = clock
         self._on_answer = on_answer
         self._on_gone = on_gone
@@ -51,7 +51,7 @@ class Probing:
     async def meet(self, connection: WorkerConnection) -> Probe | None:
         """Probe a process that has not joined; return None if it does not answer or is about to end."""
         try:
-            probe = await probe_worker(connection, self._trust, self._probe_seconds)
+            probe = await probe_worker(connection, self._trust, self.probe_seconds)
         except (grpc.aio.AioRpcError, ChannelClosedError):
             return None
         return None if probe.is_stopping else probe
@@ -63,7 +63,7 @@ class Probing:
         """
         begin, role, health = self._clock(), worker.role, worker.health
         try:
-            probe = await probe_worker(worker.connection, self._trust, self._probe_seconds)
+            probe = await probe_worker(worker.connection, self._trust, self.probe_seconds)
         except StrangerError:
             self._on_gone(worker, "stranger")
         except ChannelClosedError:

@@ -57,6 +57,11 @@ class WorkerConnection:
         channel = connect(address, options=list(options.items()))
         return cls(channel, worker_stub(channel), health_pb2_grpc.HealthStub(channel))
 
+    async def close(self) -> None:
+        """End the stream and all calls."""
+        self.outputs.close()
+        await self.channel.close(grace=None)
+
     def sign_as(
         self, caller: Caller, info: worker_pb2.GetWorkerInfoResponse, on_proof_missing: Callable[[], None]
     ) -> None:
@@ -113,6 +118,11 @@ class Worker:
     def peer_address(self) -> str:
         """Address (host:port) at which other workers reach this one."""
         return self.info.address or self.address
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether it may get requests: their outputs have a stream, and nothing is known to be wrong."""
+        return self.connection.outputs.is_open and self.health.can_serve
 
     @property
     def stub(self) -> worker_pb2_grpc.WorkerServiceStub:

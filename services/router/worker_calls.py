@@ -11,8 +11,8 @@ import grpc
 
 from quire.protos import worker_pb2
 from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
-from quire.services.router.answer_part import AnswerPart, part_of_output
-from quire.services.router.output_stream import OutputStream
+from quire.services.router.answer_part import AnswerPart
+from quire.services.router.output_stream import OutputStream, unavailable
 from quire.services.router.token_charge import AttemptCharge
 from quire.services.router.worker import Worker
 from quire.services.server.background import Spawn
@@ -28,8 +28,7 @@ _log = get_logger("router")
 
 def connection_lost() -> grpc.aio.AioRpcError:
     """Return the error, with status UNAVAILABLE, of a call to a worker that was removed."""
-    nothing = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the worker was given up", "")
+    return unavailable("the worker was given up")
 
 
 class AttemptInterrupted(Exception):
@@ -85,12 +84,11 @@ class WorkerCalls:
         self._is_interrupted = True
         self._has_event.set()
 
-    def subscribe(self, worker: Worker) -> worker_pb2.OutputChannel | None:
-        """Return a channel whose outputs become events, or None if the worker's stream is not open yet."""
+    def subscribe(self, worker: Worker) -> worker_pb2.OutputChannel:
+        """Return a channel of the worker's stream whose outputs become events."""
         stream = worker.connection.outputs
         channel = stream.subscribe(_Subscription(worker, self._add, self._charge))
-        if channel is not None:
-            self._subscriptions.append((stream, channel))
+        self._subscriptions.append((stream, channel))
         return channel
 
     def start(self, worker: Worker, call: Any) -> None:
@@ -161,8 +159,9 @@ class WorkerCalls:
             with closed_channel_errors():
                 await worker.connection.check(call)
                 async for message in call:
-                    self._charge.raise_to(worker.worker_id, message.num_generated_tokens)
-                    self._add(_event(worker, message))
+                    if isinstance(message, worker_pb2.PrefillResponse):
+                        self._charge.raise_to(worker.worker_id, message.num_generated_tokens)
+                    self._add(Event(worker, message))
             self._add(Event(worker, ends_call=True))
         except ChannelClosedError:
             self._add(Event(worker, error=connection_lost(), ends_call=True))
@@ -190,18 +189,15 @@ class _Subscription:
         self._add = add
         self._charge = charge
 
-    def receive(self, part: AnswerPart) -> None:
-        """Take what the decode has added to an answer."""
-        self._charge.add(self._worker.worker_id, len(part.token_ids))
-        self._add(Event(self._worker, parts=[part]))
+    def receive(self, parts: list[AnswerPart]) -> None:
+        """Take what the decode has added to its answers."""
+        for part in parts:
+            if part.num_generated_tokens:
+                self._charge.raise_to(self._worker.worker_id, part.num_generated_tokens)
+            else:
+                self._charge.add(self._worker.worker_id, len(part.token_ids))
+        self._add(Event(self._worker, parts=[part for part in parts if part.token_ids or part.finish_reason]))
 
     def lose(self, error: grpc.aio.AioRpcError) -> None:
         """Learn that no more outputs will come; the call itself may still run."""
         self._add(Event(self._worker, error=error))
-
-
-def _event(worker: Worker, message: Any) -> Event:
-    """Return the event of a message; only the first one of a decode has more than parts of answers."""
-    if isinstance(message, worker_pb2.DecodeResponse) and not message.HasField("accepted"):
-        return Event(worker, parts=[part_of_output(output) for output in message.outputs])
-    return Event(worker, message)

@@ -60,7 +60,7 @@ class WorkerChoice:
         cluster = self._cluster
         start = cluster.clock()
         only, group.next_worker = group.next_worker, None
-        if only is None or not only.worker.health.can_serve:
+        if only is None or not only.worker.can_serve:
             only = None
             prefix = await cluster.prefixes.look_up(group.token_ids, self._scope)
         else:

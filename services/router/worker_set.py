@@ -56,7 +56,7 @@ class WorkerSet:
         self._membership = membership
         trust = trust or ClusterTrust()
         self._clock = clock
-        self._connections = Connections(connect, Caller(trust.secret))
+        self._connections = Connections(connect, Caller(trust.secret), self._tell_return)
         self._probing = Probing(trust, silent_seconds, clock, self._hear_answer, self._leave)
         self._silences = Silences(clock, self._connections.reach)
         self._acceptance = Acceptance(trust, expected_fingerprint)
@@ -97,7 +97,7 @@ class WorkerSet:
 
     def serving(self, role: str) -> list[Worker]:
         """Return the workers of a role that may get requests: they are live and not set aside or stalled."""
-        return [w for w in self._workers.values() if w.role == role and w.health.can_serve]
+        return [w for w in self._workers.values() if w.role == role and w.can_serve]
 
     async def ask_again(self, since: float) -> None:
         """Ask the workers that may get requests, except those that have answered since a clock reading.
@@ -257,21 +257,27 @@ class WorkerSet:
         connection = self._connections.open(address)
         if probe := await self._probing.meet(connection):
             member = next((record for record in records if record.epoch == probe.info.epoch), records[0])
-            may_change = all(worker.health.is_draining for worker in self._workers.values())
-            if self._acceptance.accepts(member, probe, may_change=may_change):
+            if self._accepts(member, probe):
                 health = WorkerHealth(self._clock, is_draining=probe.info.is_draining)
-                self._join(Worker(address, probe.info, connection, health))
-                return
-        await connection.channel.close(grace=None)
+                worker = Worker(address, probe.info, connection, health)
+                self._connections.prepare(worker)
+                # While the stream was opened, another worker may have become the first.
+                if await connection.outputs.opened(self._probing.probe_seconds) and self._accepts(member, probe):
+                    self._join(worker)
+                    return
+        await connection.close()
+
+    def _accepts(self, member: Member, probe: Probe) -> bool:
+        may_change = all(worker.health.is_draining for worker in self._workers.values())
+        return self._acceptance.accepts(member, probe, may_change=may_change)
 
     def _tell_return(self, worker: Worker) -> None:
-        if worker.health.can_serve:
+        if worker.can_serve:
             for notice in self._on_return:
                 notice()
 
     def _join(self, worker: Worker) -> None:
         self._acceptance.joined(worker.info)
-        self._connections.sign(worker)
         self._workers[worker.address] = worker
         _log.info("worker_joined", worker=worker.worker_id, role=worker.role, address=worker.address)
         watch = watch_worker(worker, self.router_id, self._hear_report, self.set_aside)

@@ -22,7 +22,7 @@ async def background() -> AsyncIterator[Spawn]:
     tasks: set[asyncio.Task[None]] = set()
 
     def spawn(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = _started(coroutine)
+        task = started(coroutine)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
         return task
@@ -34,7 +34,7 @@ async def background() -> AsyncIterator[Spawn]:
 @asynccontextmanager
 async def in_background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run a coroutine in the background until the context ends."""
-    task = _started(coroutine)
+    task = started(coroutine)
     try:
         yield
     finally:
@@ -44,7 +44,7 @@ async def in_background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[N
             await asyncio.wait([task], timeout=CANCEL_SECONDS)
 
 
-def _started(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+def started(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """Start a task whose failure is logged, because no caller sees it."""
     task = asyncio.create_task(coroutine, name=getattr(coroutine, "__qualname__", None))
     task.add_done_callback(_log_failure)

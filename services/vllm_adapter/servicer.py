@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from datetime import UTC, datetime
 from itertools import count
@@ -39,9 +39,10 @@ from quire.services.vllm_adapter.answers import AnswerWriter
 from quire.services.vllm_adapter.hand_off import hand_off, has_hand_off, num_cached_tokens, pull_source
 from quire.services.vllm_adapter.requests import fields_as_sent, generation_from_proto
 from quire.services.vllm_adapter.tokenizer_archive import pieces, tokenizer_archive
-from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.convert import converting, outputs_to_proto
+from quire.services.worker.parts import WorkerParts
+from quire.services.worker.prompt_steps import decoding_here
 from quire.services.worker.servicer import WorkerServicer
-from quire.services.worker.state import WorkerState
 from quire.tokenization.tokenizer import load_model_files
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -56,23 +57,15 @@ _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 def vllm_service(
-    worker: WorkerServicer,
-    identity: WorkerIdentity,
-    state: WorkerState,
-    max_num_seqs: int,
-    address: Callable[[], str],
-    trust: ClusterTrust,
+    worker: WorkerServicer, parts: WorkerParts, max_num_seqs: int, trust: ClusterTrust
 ) -> Service:
     """Return the service over a worker; this reads the model's files.
-
-    Args:
-        address: returns the address (host:port) at which other workers reach this one.
 
     Raises:
         MissingTokenizerError: the model has no ``tokenizer.json``.
     """
-    model = load_served_model(identity.to_proto())
-    servicer = VllmEngineServicer(worker, identity, state, model, max_num_seqs, address, trust)
+    model = load_served_model(parts.identity.to_proto())
+    servicer = VllmEngineServicer(worker, parts, model, max_num_seqs, trust)
     return Service(vllm_grpc.add_VllmEngineServicer_to_server, servicer, SERVICE)
 
 
@@ -82,19 +75,17 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
     def __init__(
         self,
         worker: WorkerServicer,
-        identity: WorkerIdentity,
-        state: WorkerState,
+        parts: WorkerParts,
         model: ServedModel,
         max_num_seqs: int,
-        address: Callable[[], str],
         trust: ClusterTrust,
     ) -> None:
         self._worker = worker
-        self._identity = identity
-        self._state = state
+        self._parts = parts
+        self._identity = parts.identity
+        self._state = parts.state
         self._model = model
         self._max_num_seqs = max_num_seqs
-        self._address = address
         self._trust = trust
         self._start = time.monotonic()
 
@@ -148,7 +139,11 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                 answer.add(response.tokens, response.finish_reason)
         num_blocks = len(valid.prompt_token_ids) // self._model.block_size
         answer.hand_off = hand_off(
-            self._address(), self._identity.epoch, num_blocks, self._trust.secret, answer.num_cached_tokens
+            self._parts.address(),
+            self._identity.epoch,
+            num_blocks,
+            self._trust.secret,
+            answer.num_cached_tokens,
         )
         if request.stream:
             yield answer.chunk()
@@ -162,14 +157,16 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             sequence=_sequence(valid), pull_from=pull_source(request, self._trust)
         )
         answers = [AnswerWriter(valid, self._model.tokenizer, index) for index in range(valid.params.n)]
-        async with aclosing(self._worker.Decode(decode, context)) as responses:
-            async for response in responses:
-                if response.HasField("accepted"):
-                    num_cached = num_cached_tokens(request, response.accepted.num_cached_tokens)
-                    for answer in answers:
-                        answer.num_cached_tokens = num_cached
-                        answer.prompt_logprobs = response.prompt_logprobs
-                for output in response.outputs:
+        async with decoding_here(self._parts, decode, context) as (response, _, updates):
+            num_cached = num_cached_tokens(request, response.accepted.num_cached_tokens)
+            for answer in answers:
+                answer.num_cached_tokens = num_cached
+                answer.prompt_logprobs = response.prompt_logprobs
+            while not all(answer.is_finished for answer in answers):
+                batch = await updates.next_batch()
+                with converting():
+                    outputs = outputs_to_proto(batch)
+                for output in outputs:
                     answer = answers[output.index]
                     if answer.is_finished:
                         continue
@@ -178,8 +175,6 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
                         yield answer.chunk()
                     if answer.is_finished:
                         yield answer.complete()
-                if all(answer.is_finished for answer in answers):
-                    return
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         """End requests; ids of unknown and ended requests are ignored."""

@@ -123,6 +123,8 @@ def outputs_to_proto(updates: Iterable[SequenceUpdate]) -> list[worker_pb2.Seque
         output.tokens.extend(map(token_to_proto, update.tokens))
         output.num_accepted_draft_tokens += update.num_accepted_tokens
         output.finish_reason = finish_reason(update.status)
+        if update.sequence.params.beam is not None:
+            output.num_generated_tokens = update.sequence.tally.num_generated_tokens
         if update.score is not None:
             output.score = update.score
     return [output for output in outputs.values() if output.tokens or output.finish_reason]

@@ -8,7 +8,7 @@ not wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 
 from quire.engine.sequences.sequence import SequenceUpdate
 from quire.protos import worker_pb2
@@ -17,6 +17,8 @@ from quire.services.worker.convert import converting, outputs_to_proto
 from quire.services.worker.updates import Updates, checked
 
 REST_SECONDS_PER_DECODE = 0.01
+TOKENS_PER_REPORT = 64
+"""Number of tokens after which a beam search, which has no outputs yet, reports how many it has generated."""
 MAX_ID_CHARS = 64
 
 
@@ -32,6 +34,7 @@ class CarriedDecode:
         self._token_ids: list[int] = []
         """Outputs of one token each that wait to be sent; they come before the others."""
         self._others: list[worker_pb2.SequenceOutput] = []
+        self._num_reported = 0
         self._error: Exception | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -44,17 +47,26 @@ class CarriedDecode:
             self._stream.send(self, at_once=True)
 
     def _add(self, update: SequenceUpdate) -> None:
-        is_last = update.status.is_finished
+        is_last, is_beam_search = update.status.is_finished, update.sequence.params.beam is not None
         if not update.tokens and not is_last:
+            if is_beam_search:
+                self._report(update.sequence.tally.num_generated_tokens)
             return
         if _is_one_token(update) and not self._others:
             self._token_ids.append(update.tokens[0].token_id)
         else:
             with converting():
                 self._others += outputs_to_proto([update])
-        self._num_left -= is_last
+        # A beam search's answers come all at once, and may be fewer than its beams.
+        self._num_left = 0 if is_beam_search else self._num_left - is_last
         self._stream.send(self, at_once=is_last or update.sequence.index not in self._begun)
         self._begun.add(update.sequence.index)
+
+    def _report(self, num_generated_tokens: int) -> None:
+        if num_generated_tokens - self._num_reported >= TOKENS_PER_REPORT:
+            self._num_reported = num_generated_tokens
+            self._others.append(worker_pb2.SequenceOutput(num_generated_tokens=num_generated_tokens))
+            self._stream.send(self, at_once=False)
 
     def move_to(self, message: worker_pb2.StreamOutputsResponse) -> None:
         """Move what waits to be sent into a message."""
@@ -107,19 +119,18 @@ class OutputStream:
         self._has_ended = False
         self._wake = asyncio.Event()
 
-    def carry(
-        self, channel: int, num_sequences: int, first: Iterable[SequenceUpdate], updates: Updates
-    ) -> CarriedDecode:
-        """Send the first updates of a decode, those that wait, and all later ones.
+    def carry(self, channel: int, num_sequences: int, updates: Updates) -> CarriedDecode:
+        """Send the updates of a decode: those that wait, and all later ones.
 
         Raises:
+            Aborted: the stream has ended.
             AlreadyExists: the channel is in use.
         """
+        if self._has_ended:
+            raise _stream_ended()
         if channel in self._decodes:
             raise AlreadyExists(f"channel {channel} of this stream of outputs is in use")
         decode = self._decodes[channel] = CarriedDecode(self, channel, num_sequences)
-        for update in first:
-            decode.take(update)
         updates.pass_on(decode.take)
         return decode
 
@@ -173,7 +184,7 @@ class OutputStream:
         self._has_ended = True
         self._wake.set()
         for decode in list(self._decodes.values()):
-            decode.fail(Aborted("the stream of outputs has ended", reason="OUTPUT_STREAM_ENDED"))
+            decode.fail(_stream_ended())
 
 
 class OutputStreams:
@@ -184,9 +195,15 @@ class OutputStreams:
         self._streams: dict[str, OutputStream] = {}
         self._is_closed = False
 
-    def find(self, stream_id: str) -> OutputStream | None:
-        """Return an open stream, or None if there is none of this id."""
-        return self._streams.get(stream_id)
+    def find(self, stream_id: str) -> OutputStream:
+        """Return an open stream.
+
+        Raises:
+            Aborted: no stream of this id is open.
+        """
+        if (stream := self._streams.get(stream_id)) is None:
+            raise _stream_ended()
+        return stream
 
     async def serve(self, stream_id: str) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
         """Open a stream and yield its messages; when the caller stops reading, its decodes end.
@@ -217,6 +234,10 @@ class OutputStreams:
         self._is_closed = True
         for stream in self._streams.values():
             stream.end()
+
+
+def _stream_ended() -> Aborted:
+    return Aborted("the stream of outputs has ended", reason="OUTPUT_STREAM_ENDED")
 
 
 def _is_one_token(update: SequenceUpdate) -> bool:

@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from time import perf_counter
+from typing import Any, NamedTuple
 
 from quire.engine.sequences.sequence import Sequence
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.server.phases import Phase, RequestPhases
-from quire.services.worker.convert import logprobs_to_proto
+from quire.services.worker.convert import converting, logprobs_to_proto
 from quire.services.worker.engine_errors import known_errors
 from quire.services.worker.parts import WorkerParts
+from quire.services.worker.updates import Updates
+
+
+class LocalDecode(NamedTuple):
+    """A decode whose prompt has been computed here.
+
+    Attributes:
+        accepted: what was cached of the prompt, and its logprobs.
+        updates: what the sequences generate, from the first tokens on.
+    """
+
+    accepted: worker_pb2.DecodeResponse
+    sequence: Sequence
+    updates: Updates
+
+
+@asynccontextmanager
+async def decoding_here(
+    parts: WorkerParts, request: worker_pb2.DecodeRequest, context: Any
+) -> AsyncIterator[LocalDecode]:
+    """Compute a prompt and yield the decode that follows, which ends with the context."""
+    sequence = await parts.reader.read(request.sequence, stops_after_prefill=False)
+    with parts.requests.run("decode", request.sequence, sequence, context) as (updates, phases):
+        pulled = await pull_prefix(parts, request, sequence, phases)
+        await add_sequence(parts, sequence)
+        await updates.begun()
+        account_prompt(parts, sequence, pulled, phases)
+        # What was cached is known only now that the scheduler has admitted the sequence.
+        accepted = worker_pb2.Accepted(num_cached_tokens=sequence.num_cached_tokens, pulled=pulled)
+        with converting():
+            logprobs = await prompt_logprobs(sequence)
+        response = worker_pb2.DecodeResponse(accepted=accepted, prompt_logprobs=logprobs)
+        yield LocalDecode(response, sequence, updates)
 
 
 async def pull_prefix(

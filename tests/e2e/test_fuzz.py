@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import grpc
@@ -48,6 +48,7 @@ _ENDLESS = ("SubscribeKvEvents", "StreamOutputs", "WatchWorker")
 """Streams that end with their caller: one message is enough."""
 # What the client's own library says when a call ended while it was still writing; the server did not.
 _WRITE_FAILED = "Internal error from Core"
+OPEN_STREAM = "open"
 _DEFECTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
 
 
@@ -164,7 +165,8 @@ def valid_requests(method: MethodDescriptor, info: worker_pb2.GetWorkerInfoRespo
         case "Prefill":
             return [worker_pb2.PrefillRequest(sequence=sequence)]
         case "Decode":
-            return [worker_pb2.DecodeRequest(sequence=sequence)]
+            channel = worker_pb2.OutputChannel(stream_id=OPEN_STREAM)
+            return [worker_pb2.DecodeRequest(sequence=sequence, output_channel=channel)]
         case "StreamOutputs":
             return [worker_pb2.StreamOutputsRequest(stream_id="fuzz")]
         case "Pin":
@@ -222,6 +224,19 @@ def stack(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> I
     """Run one worker of each role, with the service for gateways beside its own."""
     with start_stack("llama", vllm_grpc=True) as running:
         yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outputs(stack: RunningStack) -> Iterator[None]:
+    """Keep the streams open that decodes name."""
+    with ExitStack() as opened:
+        for name, ready in stack.ready.items():
+            channel: Any = opened.enter_context(grpc.insecure_channel(ready.address))
+            request = worker_pb2.StreamOutputsRequest(stream_id=OPEN_STREAM)
+            call: Any = WorkerServiceStub(stack.peer(name, channel)).StreamOutputs(request)
+            opened.callback(call.cancel)
+            next(call)
+        yield
 
 
 def address(stack: RunningStack, process: str) -> str:

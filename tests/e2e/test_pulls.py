@@ -22,6 +22,7 @@ from quire.protos.kvtransfer_pb2_grpc import (
 from quire.rpc.cluster_proof import RequireProof
 from quire.rpc.server import Service, grpc_server
 from quire.services.local.stack import RunningStack
+from tests.decodes import decoding
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 WAIT_SECONDS = 20.0
@@ -93,11 +94,11 @@ async def test_a_decode_worker_pulls_the_prompt_from_a_prefill_worker(
         request = worker_pb2.DecodeRequest(
             sequence=sequence_of(prompt), pull_from=await holding(cluster, workers, "prefill-0")
         )
-        accepted, *rest = [m async for m in workers["decode-0"].Decode(request, timeout=WAIT_SECONDS)]
-        tokens = [t.token_id for message in rest for output in message.outputs for t in output.tokens]
-        assert tokens == expected("llama", prompt)
-        assert accepted.accepted.pulled.num_blocks == NUM_FULL
-        assert accepted.accepted.num_cached_tokens == NUM_FULL * 16
+        async with decoding(workers["decode-0"], request) as decode:
+            assert await decode.token_ids() == expected("llama", prompt)
+        accepted = decode.accepted.accepted
+        assert accepted.pulled.num_blocks == NUM_FULL
+        assert accepted.num_cached_tokens == NUM_FULL * 16
         await e2e.quiet(workers)
 
 
@@ -272,8 +273,8 @@ async def test_the_router_lets_a_prefill_worker_pull_what_a_decode_worker_holds(
         for seed in range(40, 60):
             prompt = e2e.make_prompt(LENGTH + 40, seed=seed)
             warm = worker_pb2.DecodeRequest(sequence=sequence_of(prompt[:LENGTH]))
-            async for _ in workers["decode-0"].Decode(warm, timeout=WAIT_SECONDS):
-                pass
+            async with decoding(workers["decode-0"], warm) as decode:
+                await decode.outputs()
             answer = await client.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=64)
             assert list(answer.token_ids) == expected("llama", prompt)
             await e2e.quiet(workers)

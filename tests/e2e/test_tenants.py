@@ -29,6 +29,7 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import new_key
 from quire.services.router.tenants.tenant import Tenant
+from tests.decodes import decoding
 
 SECRET = "the secret of this cluster"
 LENGTH = 400
@@ -204,9 +205,10 @@ async def test_blocks_are_pulled_only_within_a_tenant(secured: Secured, e2e: Any
         )
         for scope, num_pulled in ((globex, 0), (salted, 0), (acme, NUM_FULL)):
             request = worker_pb2.DecodeRequest(sequence=sequence(scope), pull_from=source)
-            accepted, *_ = [message async for message in taker.Decode(request, timeout=WAIT_SECONDS)]
-            assert accepted.accepted.pulled.num_blocks == num_pulled
-            assert accepted.accepted.num_cached_tokens == 16 * num_pulled
+            async with decoding(taker, request) as decode:
+                await decode.outputs()
+            assert decode.accepted.accepted.pulled.num_blocks == num_pulled
+            assert decode.accepted.accepted.num_cached_tokens == 16 * num_pulled
 
 
 async def test_a_hash_that_was_guessed_without_the_secret_opens_nothing(secured: Secured, e2e: Any) -> None:

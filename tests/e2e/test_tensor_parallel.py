@@ -21,6 +21,7 @@ from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
+from tests.decodes import decoding
 
 SIZES = {"prefill-0": 1, "prefill-1": 3, "decode-0": 2, "decode-1": 4}
 """How many processes each worker has. Every worker can compute prompts and decode."""
@@ -93,12 +94,11 @@ async def disaggregated(
     """Let two workers answer: the one computes the prompt and pushes its blocks to the other."""
     sequence = sequence_of(prompt)
     request = worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=True)
-    responses = aiter(workers[decode].Decode(request, timeout=WAIT_SECONDS))
-    accepted = (await anext(responses)).accepted
-    pushing = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket, **fields)
-    prefilled = [m async for m in workers[prefill].Prefill(pushing, timeout=WAIT_SECONDS)]
-    decoded = [output async for message in responses for output in message.outputs]
-    return answer_of([*prefilled, *decoded]), accepted, prefilled[0]
+    async with decoding(workers[decode], request) as begun:
+        accepted = begun.accepted.accepted
+        pushing = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket, **fields)
+        prefilled = [m async for m in workers[prefill].Prefill(pushing, timeout=WAIT_SECONDS)]
+        return answer_of([*prefilled, *await begun.outputs()]), accepted, prefilled[0]
 
 
 async def local(
@@ -106,8 +106,8 @@ async def local(
 ) -> tuple[list[Any], Any]:
     """Let a decode worker compute the prompt, too."""
     request = worker_pb2.DecodeRequest(sequence=sequence_of(prompt), **fields)
-    accepted, *rest = [m async for m in workers[name].Decode(request, timeout=WAIT_SECONDS)]
-    return answer_of([output for message in rest for output in message.outputs]), accepted.accepted
+    async with decoding(workers[name], request) as begun:
+        return answer_of(await begun.outputs()), begun.accepted.accepted
 
 
 async def source(stack: RunningStack, workers: dict[str, Any], name: str) -> worker_pb2.PullSource:

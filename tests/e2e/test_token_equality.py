@@ -23,6 +23,7 @@ from quire.kvindex.block_hash import block_hash
 from quire.protos import inference_pb2, worker_pb2
 from quire.sampling.params import SamplingParams
 from quire.services.local.stack import RunningStack
+from tests.decodes import decoding
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 Expected = Callable[[str, list[int]], list[int]]
@@ -127,7 +128,8 @@ async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected, 
             # With one token wanted nothing is handed over, so only the prefill worker keeps the blocks.
             await _collect(prefill.Prefill(worker_pb2.PrefillRequest(sequence=sequence)))
         if where in ("decode", "both"):
-            await _collect(decode.Decode(worker_pb2.DecodeRequest(sequence=sequence)))
+            async with decoding(decode, worker_pb2.DecodeRequest(sequence=sequence)) as warming:
+                await warming.outputs()
         sequence.sequence_id = f"measured-{where}"
         sequence.stopping.max_tokens = 64
         tokens, accepted, prefilled = await _disaggregated(prefill, decode, sequence)
@@ -176,14 +178,13 @@ async def _disaggregated(
     prefill: Any, decode: Any, sequence: worker_pb2.Sequence
 ) -> tuple[list[int], worker_pb2.Accepted, worker_pb2.PrefillResponse]:
     """Do what the router does, on given workers."""
-    decoding = decode.Decode(worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=True))
-    responses = aiter(decoding)
-    accepted = (await anext(responses)).accepted
-    request = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket)
-    prefilled = await _collect(prefill.Prefill(request))
-    decoded = [message async for message in responses]
-    parts = [*prefilled, *(output for message in decoded for output in message.outputs)]
-    return [token.token_id for part in parts for token in part.tokens], accepted, prefilled[0]
+    decode_request = worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=True)
+    async with decoding(decode, decode_request) as begun:
+        accepted = begun.accepted.accepted
+        request = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket)
+        prefilled = await _collect(prefill.Prefill(request))
+        tokens = [token.token_id for token in prefilled[0].tokens]
+        return tokens + await begun.token_ids(), accepted, prefilled[0]
 
 
 async def test_rules_and_prompt_logprobs_cross_two_processes(

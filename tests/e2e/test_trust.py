@@ -22,7 +22,6 @@ from quire.protos import inference_pb2, worker_pb2
 from quire.protos import kvtransfer_pb2 as kv
 from quire.protos.kvtransfer_pb2_grpc import KvPullServiceStub, KvTransferServiceStub
 from quire.protos.worker_pb2_grpc import (
-    WorkerServiceServicer,
     WorkerServiceStub,
     add_WorkerServiceServicer_to_server,
 )
@@ -31,6 +30,7 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
+from tests.decodes import StreamingWorker
 
 SECRET = "the secret of this cluster"
 WAIT_SECONDS = 20.0
@@ -54,10 +54,11 @@ def cluster(
             yield running
 
 
-class Intruder(WorkerServiceServicer):
+class Intruder(StreamingWorker):
     """Knows Redis' password and what every worker tells; passes the router's challenges on to a worker."""
 
     def __init__(self, honest: WorkerServiceStub) -> None:
+        super().__init__()
         self.honest = honest
         self.challenged = asyncio.Event()
         self.prompts: list[list[int]] = []
@@ -74,7 +75,7 @@ class Intruder(WorkerServiceServicer):
         yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
         token = worker_pb2.SampledToken(token_id=300)
         output = worker_pb2.SequenceOutput(tokens=[token], finish_reason=inference_pb2.FINISH_REASON_LENGTH)
-        yield worker_pb2.DecodeResponse(outputs=[output])
+        await self.send(request, output)
 
 
 async def test_redis_password_makes_no_worker(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ from quire.rpc.errors import Aborted, ServiceError
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
+from quire.services.router.output_stream import OutputStream
 from quire.tokenization.tokenizer import Tokenizer
+from tests.decodes import StreamingWorker
 
 VOCAB_SIZE = 320
 
@@ -75,10 +78,14 @@ def num_sequences(sequence: worker_pb2.Sequence) -> int:
     return sequence.sampling.beam.width or sequence.sampling.n or 1
 
 
-class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+class FakeWorker(StreamingWorker):
     """Says the script, keeps what it was asked, and fails or waits where it is told to."""
 
-    def __init__(self, worker_id: str, role: str, script: Script, model_path: Path) -> None:
+    def __init__(
+        self, worker_id: str, role: str, script: Script, model_path: Path, num_received: Counter[str]
+    ) -> None:
+        super().__init__()
+        self._num_received = num_received
         self.worker_id, self.role, self.script, self.model_path = worker_id, role, script, model_path
         self.epoch = "1"
         self.secret = b""
@@ -106,8 +113,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.may_copy = asyncio.Event()
         self.may_copy.set()
         self.ended = asyncio.Event()
-        self.streams: dict[str, asyncio.Queue[worker_pb2.StreamOutputsResponse | None]] = {}
-        """The open streams of outputs, by id; None ends one."""
         self.server: GrpcServer
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:
@@ -195,15 +200,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
         await asyncio.Event().wait()
 
-    async def StreamOutputs(
-        self, request: worker_pb2.StreamOutputsRequest, context: Any
-    ) -> AsyncIterator[worker_pb2.StreamOutputsResponse]:
-        messages = self.streams[request.stream_id] = asyncio.Queue()
-        yield worker_pb2.StreamOutputsResponse()
-        while (message := await messages.get()) is not None:
-            yield message
-        del self.streams[request.stream_id]
-
     async def Decode(
         self, request: worker_pb2.DecodeRequest, context: Any
     ) -> AsyncIterator[worker_pb2.DecodeResponse]:
@@ -229,9 +225,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 await self._before_token(0)
                 beams = self.script.beams(request.sequence)
                 num_generated = len(self.script.answer) * request.sequence.sampling.beam.width
-                yield worker_pb2.DecodeResponse(num_generated_tokens=num_generated // 2)
+                await self.send(request, worker_pb2.SequenceOutput(num_generated_tokens=num_generated // 2))
                 await self._before_token(1)
-                yield worker_pb2.DecodeResponse(outputs=beams, num_generated_tokens=num_generated)
+                for beam in beams:
+                    beam.num_generated_tokens = num_generated
+                await self.send(request, *beams)
                 return
             for count in range(len(self.script.answer)):
                 await self._before_token(count)
@@ -243,15 +241,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                     worker_pb2.SequenceOutput(index=index, tokens=[token], finish_reason=reason)
                     for index, token in enumerate(tokens)
                 ]
-                channel = request.output_channel
-                if (stream := self.streams.get(channel.stream_id)) is None:
-                    num_generated = (count + 1) * len(outputs)
-                    yield worker_pb2.DecodeResponse(outputs=outputs, num_generated_tokens=num_generated)
-                else:
-                    others = [
-                        worker_pb2.ChannelOutput(channel=channel.channel, output=output) for output in outputs
-                    ]
-                    stream.put_nowait(worker_pb2.StreamOutputsResponse(others=others))
+                await self.send(request, *outputs)
                 if reason:
                     return
         finally:
@@ -263,6 +253,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             await self.goes_on.wait()
         if self.fault is not None and self.fault.before_token == count:
             fault, self.fault = self.fault, None
+            # gRPC may bring the error of a call before what another call has sent earlier.
+            while any(self._num_received[each] < self.num_sent[each] for each in self.streams):
+                await asyncio.sleep(0.001)
             raise fault.error
 
 
@@ -275,13 +268,15 @@ class Cluster:
     stack: AsyncExitStack
     workers: dict[str, FakeWorker] = field(default_factory=dict)
     running: RunningRouter | None = None
+    num_received: Counter[str] = field(default_factory=Counter)
+    """Number of messages that the router has read from each stream of outputs."""
 
     def __getitem__(self, worker_id: str) -> FakeWorker:
         return self.workers[worker_id]
 
     async def add(self, worker_id: str, role: str, **attributes: Any) -> FakeWorker:
         """Start a worker."""
-        worker = FakeWorker(worker_id, role, self.script, self.model_folder)
+        worker = FakeWorker(worker_id, role, self.script, self.model_folder, self.num_received)
         for name, value in attributes.items():
             setattr(worker, name, value)
         service = Service(
@@ -336,11 +331,21 @@ class Cluster:
 
 
 @pytest.fixture
-async def cluster(model_folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Cluster]:
+async def cluster(
+    model_folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Cluster]:
     """No workers and no router yet; the script says ``hello world, stop here`` and ends itself."""
     answer = [*await tokenizer.encode("hello world, stop here", add_special_tokens=False), 1]
     async with AsyncExitStack() as stack:
-        yield Cluster(Script(answer), model_folder, stack)
+        cluster = Cluster(Script(answer), model_folder, stack)
+        receive = OutputStream._receive
+
+        def counted(self: OutputStream, message: worker_pb2.StreamOutputsResponse) -> None:
+            receive(self, message)
+            cluster.num_received[self._stream_id] += 1
+
+        monkeypatch.setattr(OutputStream, "_receive", counted)
+        yield cluster
 
 
 @pytest.fixture

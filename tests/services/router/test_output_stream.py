@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, cast
+from unittest.mock import Mock
 
 import grpc
 import grpc.aio
+import pytest
 
 from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.services.router import output_stream
 from quire.services.router.answer_part import AnswerPart
 from quire.services.router.output_stream import OutputStream
 
@@ -18,11 +22,14 @@ class Receiver:
     """Keeps what it is given."""
 
     def __init__(self) -> None:
+        self.received: list[list[AnswerPart]] = []
         self.token_ids: list[int] = []
         self.errors: list[grpc.aio.AioRpcError] = []
 
-    def receive(self, part: AnswerPart) -> None:
-        self.token_ids += part.token_ids
+    def receive(self, parts: list[AnswerPart]) -> None:
+        self.received.append(parts)
+        for part in parts:
+            self.token_ids += part.token_ids
 
     def lose(self, error: grpc.aio.AioRpcError) -> None:
         self.errors.append(error)
@@ -62,60 +69,92 @@ def failure() -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "gone", "")
 
 
-async def test_a_decode_names_the_stream_once_the_worker_has_opened_it() -> None:
-    connection, receivers = Connection(), [Receiver(), Receiver()]
+@asynccontextmanager
+async def opened(connection: Connection) -> AsyncIterator[OutputStream]:
+    """Yield a stream that the worker has opened."""
     stream = OutputStream(connection)
-    assert stream.subscribe(Receiver()) is None
+    stream.keep_open(Mock())
     await connection.send(worker_pb2.StreamOutputsResponse())
-    first, second = map(stream.subscribe, receivers)
-    assert first is not None
-    assert second is not None
-    assert [first.stream_id, second.stream_id] == 2 * connection.stream_ids
-    assert first.channel != second.channel
-    others = [
-        worker_pb2.ChannelOutput(
-            channel=first.channel,
-            output=worker_pb2.SequenceOutput(tokens=[worker_pb2.SampledToken(token_id=8)]),
+    assert await stream.opened(0)
+    yield stream
+    stream.close()
+
+
+def other(channel: int, token_id: int) -> worker_pb2.ChannelOutput:
+    tokens = [worker_pb2.SampledToken(token_id=token_id)]
+    return worker_pb2.ChannelOutput(channel=channel, output=worker_pb2.SequenceOutput(tokens=tokens))
+
+
+async def test_a_stream_is_open_once_the_worker_says_so() -> None:
+    connection, on_open = Connection(), Mock()
+    stream = OutputStream(connection)
+    stream.keep_open(on_open)
+    assert not await stream.opened(0)
+    on_open.assert_not_called()
+    await connection.send(worker_pb2.StreamOutputsResponse())
+    assert stream.is_open
+    on_open.assert_called_once_with()
+    stream.close()
+
+
+async def test_each_decode_gets_its_own_outputs_until_it_has_unsubscribed() -> None:
+    connection, receivers = Connection(), [Receiver(), Receiver()]
+    async with opened(connection) as stream:
+        first, second = map(stream.subscribe, receivers)
+        assert [first.stream_id, second.stream_id] == 2 * connection.stream_ids
+        assert first.channel != second.channel
+        channels = [first.channel, second.channel, first.channel, 99]
+        await connection.send(
+            worker_pb2.StreamOutputsResponse(
+                channels=channels,
+                token_ids=[5, 6, 7, 1],
+                others=[other(first.channel, 8), other(second.channel, 9), other(first.channel, 10)],
+            )
         )
-    ]
-    channels = [first.channel, second.channel, first.channel, 99]
-    await connection.send(
-        worker_pb2.StreamOutputsResponse(channels=channels, token_ids=[5, 6, 7, 1], others=others)
-    )
-    assert [receiver.token_ids for receiver in receivers] == [[5, 7, 8], [6]]
-    stream.unsubscribe(first)
-    await connection.send(worker_pb2.StreamOutputsResponse(channels=channels, token_ids=[1, 2, 3, 4]))
-    assert [receiver.token_ids for receiver in receivers] == [[5, 7, 8], [6, 2]]
-    await connection.send(None)
+        assert [receiver.token_ids for receiver in receivers] == [[5, 7, 8, 10], [6, 9]]
+        assert receivers[0].received[-1] == [AnswerPart([8]), AnswerPart([10])], (
+            "the answers of a beam search"
+        )
+        stream.unsubscribe(first)
+        await connection.send(worker_pb2.StreamOutputsResponse(channels=channels, token_ids=[1, 2, 3, 4]))
+        assert [receiver.token_ids for receiver in receivers] == [[5, 7, 8, 10], [6, 9, 2]]
 
 
-async def test_a_stream_that_is_lost_is_told_to_all_and_opened_again() -> None:
-    for end in (failure(), None):
-        connection, receiver = Connection(), Receiver()
-        stream = OutputStream(connection)
-        stream.subscribe(Receiver())
-        await connection.send(worker_pb2.StreamOutputsResponse())
+@pytest.mark.parametrize("end", [failure(), None])
+async def test_a_lost_stream_ends_its_decodes_and_is_opened_again(
+    end: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_stream, "REOPEN_SECONDS", 0)
+    connection, receiver, late, again = Connection(), Receiver(), Receiver(), Receiver()
+    async with opened(connection) as stream:
         old = stream.subscribe(receiver)
-        assert old is not None
         await connection.send(end)
-        assert [error.code() for error in receiver.errors] == [grpc.StatusCode.UNAVAILABLE]
-        assert stream.subscribe(Receiver()) is None
+        stream.subscribe(late)
+        for each in (receiver, late):
+            assert [error.code() for error in each.errors] == [grpc.StatusCode.UNAVAILABLE]
         await connection.send(worker_pb2.StreamOutputsResponse())
-        again = Receiver()
         new = stream.subscribe(again)
-        assert new is not None
         assert new.stream_id != old.stream_id
         stream.unsubscribe(old)
         await connection.send(worker_pb2.StreamOutputsResponse(channels=[new.channel], token_ids=[5]))
         assert again.token_ids == [5]
-        await connection.send(None)
+
+
+async def test_a_closed_channel_ends_the_stream_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_stream, "REOPEN_SECONDS", 0)
+    connection, receiver = Connection(), Receiver()
+    async with opened(connection) as stream:
+        stream.subscribe(receiver)
+        await connection.send(grpc.aio.UsageError("Channel is closed."))
+        assert len(receiver.errors) == len(connection.stream_ids) == 1
+        assert not stream.is_open
 
 
 async def test_outputs_of_a_stranger_are_not_read() -> None:
     connection = Connection()
     connection.stranger = failure()
     stream = OutputStream(connection)
-    assert stream.subscribe(Receiver()) is None
+    stream.keep_open(Mock())
     await connection.send(worker_pb2.StreamOutputsResponse())
-    assert stream.subscribe(Receiver()) is None
-    await connection.send(None)
+    assert not stream.is_open
+    stream.close()

@@ -21,13 +21,15 @@ from quire.services.router.worker import Worker, WorkerConnection
 from quire.services.router.worker_calls import WorkerCalls
 from quire.services.router.worker_set import WorkerSet
 from quire.services.server.background import background
+from tests.decodes import StreamingWorker
 from tests.services.router.free_charge import free_charge
 
 
-class SilentWorker(worker_pb2_grpc.WorkerServiceServicer):
+class SilentWorker(StreamingWorker):
     """Takes calls and never answers, but for who it is."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.begun = asyncio.Event()
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:

@@ -35,7 +35,7 @@ async def test_running_calls_get_unavailable_at_the_end_of_the_grace_period(clus
         nonlocal num_begun
         yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
         output = worker_pb2.SequenceOutput(tokens=[cluster.script.token(0)])
-        yield worker_pb2.DecodeResponse(outputs=[output])
+        await worker.send(request, output)
         num_begun += 1
         if num_begun == 4:
             all_begun.set()

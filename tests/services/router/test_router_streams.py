@@ -18,22 +18,16 @@ WAIT_SECONDS = 10.0
 
 @pytest.fixture(params=["d", "p"], ids=["one worker", "two workers"])
 async def streaming(request: pytest.FixtureRequest, cluster: Cluster) -> tuple[Any, list[FakeWorker]]:
-    """Return a client, and two decode workers whose streams are open."""
+    """Return a client, and two decode workers."""
     decodes = [await cluster.add(name, "decode") for name in ("d1", "d2")]
     if request.param == "p":
         await cluster.add("p1", "prefill")
     stub = await cluster.start()
-    async with asyncio.timeout(WAIT_SECONDS):
-        # A worker's first request opens its stream.
-        while not all(worker.streams for worker in decodes):
-            await asyncio.gather(*(stream(stub) for _ in range(4)))
-    for worker in decodes:
-        worker.calls.clear()
     return stub, decodes
 
 
 def only_call(decodes: list[FakeWorker]) -> tuple[FakeWorker, worker_pb2.DecodeRequest]:
-    """Return the only decode since the streams were opened, and its worker."""
+    """Return the only decode, and its worker."""
     ((worker, call),) = [(worker, call) for worker in decodes for call in worker.calls]
     return worker, call
 
@@ -57,7 +51,6 @@ async def test_a_call_that_ends_before_its_outputs_came_is_no_failure(
             slow: Any = asyncio.Queue()
             slow.put_nowait = lambda message, messages=messages: held.append((messages, message))
             worker.streams[stream_id] = slow
-        worker.ended.clear()
     answering = asyncio.create_task(stream(stub))
     await asyncio.wait([asyncio.create_task(w.ended.wait()) for w in decodes], return_when="FIRST_COMPLETED")
     for messages, message in held:
@@ -74,8 +67,6 @@ async def test_what_is_lost_continues_on_the_other_worker(
     stub, decodes = streaming
     for worker in decodes:
         worker.pause_before_token = 2
-        worker.paused.clear()
-        worker.aborted.clear()
     answering = asyncio.create_task(stream(stub))
     await asyncio.wait([asyncio.create_task(w.paused.wait()) for w in decodes], return_when="FIRST_COMPLETED")
     lost, _ = only_call(decodes)
@@ -95,14 +86,17 @@ async def test_what_is_lost_continues_on_the_other_worker(
 
 async def test_a_stream_that_was_lost_is_opened_again(streaming: Any, cluster: Cluster) -> None:
     stub, decodes = streaming
-    old = {stream_id for worker in decodes for stream_id in worker.streams}
+    assert cluster.running is not None
+    workers, old = cluster.running.workers, {each for worker in decodes for each in worker.streams}
     for worker in decodes:
         for messages in list(worker.streams.values()):
             messages.put_nowait(None)
     async with asyncio.timeout(WAIT_SECONDS):
-        while not all(worker.streams.keys() - old for worker in decodes):
-            responses = await asyncio.gather(*(stream(stub) for _ in range(4)))
-            assert [ids_of(each) for each in responses] == [cluster.script.answer] * 4
+        while any(worker.streams.keys() & old for worker in decodes):
+            await asyncio.sleep(0.005)
+        assert ids_of(await stream(stub)) == cluster.script.answer
+        while len(workers.serving("decode")) < len(decodes):
+            await asyncio.sleep(0.005)
 
 
 async def test_an_error_of_the_worker_is_not_hidden(streaming: Any, cluster: Cluster, fault: Any) -> None:

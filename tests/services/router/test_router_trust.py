@@ -17,6 +17,7 @@ from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.membership import Member, StaticMembership
 from quire.services.router.worker_set import WorkerSet
+from tests.decodes import StreamingWorker
 
 SECRET = b"the secret of the cluster"
 
@@ -61,10 +62,11 @@ def refusals(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     return problems
 
 
-class Intruder(worker_pb2_grpc.WorkerServiceServicer):
+class Intruder(StreamingWorker):
     """Passes the router's question on to a worker, and what the worker says back."""
 
     def __init__(self, worker_address: str) -> None:
+        super().__init__()
         self.worker_address = worker_address
         self.changes: dict[str, Any] = {}
         self.num_asked = 0
@@ -83,7 +85,7 @@ class Intruder(worker_pb2_grpc.WorkerServiceServicer):
         yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
         token = worker_pb2.SampledToken(token_id=5)
         output = worker_pb2.SequenceOutput(tokens=[token], finish_reason=pb.FINISH_REASON_STOP)
-        yield worker_pb2.DecodeResponse(outputs=[output])
+        await self.send(request, output)
 
 
 async def serve(stack: AsyncExitStack, intruder: Intruder, port: int = 0) -> GrpcServer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, cast
 
 import grpc
@@ -64,33 +64,16 @@ class Connection:
         return worker_pb2.AbortResponse(num_generated_tokens=self.num_generated_tokens)
 
 
-class Number(int):
-    """A message that reports no generated tokens."""
-
-    num_generated_tokens = 0
-
-
 class Call:
-    """A stream of numbers, or of given messages, that ends, fails, or waits for ever."""
+    """A stream of numbers that ends, fails, or waits for ever."""
 
-    def __init__(
-        self,
-        count: int,
-        error: Exception | None = None,
-        *,
-        is_endless: bool = False,
-        messages: Sequence[Any] = (),
-    ) -> None:
-        self._messages, self._error, self._is_endless = (
-            messages or list(map(Number, range(count))),
-            error,
-            is_endless,
-        )
+    def __init__(self, count: int, error: Exception | None = None, *, is_endless: bool = False) -> None:
+        self._count, self._error, self._is_endless = count, error, is_endless
         self.num_read = 0
         self.is_cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        for message in self._messages:
+        for message in range(self._count):
             self.num_read += 1
             yield message
         if self._error is not None:
@@ -161,47 +144,28 @@ async def test_a_call_runs_until_its_end_was_seen(setup: Setup) -> None:
                 await setup.next()
 
 
-def output(index: int, *token_ids: int, num_accepted: int = 0, reason: int = 0) -> worker_pb2.SequenceOutput:
-    tokens = [worker_pb2.SampledToken(token_id=token_id) for token_id in token_ids]
-    return worker_pb2.SequenceOutput(
-        index=index,
-        tokens=tokens,
-        num_accepted_draft_tokens=num_accepted,
-        finish_reason=cast(inference_pb2.FinishReason, reason),
-    )
-
-
 async def test_a_slow_client_gets_the_outputs_that_have_come_in_one_message(setup: Setup) -> None:
-    accepted = worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted(num_cached_tokens=3))
-    outputs = [
-        output(0, 5, num_accepted=1),
-        output(1, 6),
-        output(0, 7, 8, num_accepted=2),
-        output(1, 9, reason=inference_pb2.FINISH_REASON_STOP),
-    ]
-    call = Call(0, messages=[accepted, *(worker_pb2.DecodeResponse(outputs=[each]) for each in outputs)])
-    worker = setup.worker("a")[0]
+    worker, connection = setup.worker("a")
     async with setup.calls as calls:
-        calls.start(worker, call)
-        events = [await setup.event() for _ in range(3)]
-    assert [(event.message, event.parts) for event in events] == [
-        (accepted, None),
-        (
-            None,
-            [
-                AnswerPart([5, 7, 8], num_accepted_draft_tokens=3),
-                AnswerPart([6, 9], index=1, finish_reason=inference_pb2.FINISH_REASON_STOP),
-            ],
-        ),
-        (None, None),
-    ]
+        calls.subscribe(worker)
+        for parts in (
+            [AnswerPart([5], num_accepted_draft_tokens=1), AnswerPart([6], index=1)],
+            [AnswerPart([7, 8], num_accepted_draft_tokens=2)],
+            [AnswerPart([9], index=1, finish_reason=inference_pb2.FINISH_REASON_STOP)],
+        ):
+            connection.outputs.receiver.receive(parts)
+        assert (await setup.event()).parts == [
+            AnswerPart([5, 7, 8], num_accepted_draft_tokens=3),
+            AnswerPart([6, 9], index=1, finish_reason=inference_pb2.FINISH_REASON_STOP),
+        ]
 
 
 async def test_a_message_takes_a_limited_number_of_tokens(setup: Setup) -> None:
-    tokens = range(MAX_JOINED_TOKENS + 1)
-    call = Call(0, messages=[worker_pb2.DecodeResponse(outputs=[output(0, token)]) for token in tokens])
+    worker, connection = setup.worker("a")
     async with setup.calls as calls:
-        calls.start(setup.worker("a")[0], call)
+        calls.subscribe(worker)
+        for token in range(MAX_JOINED_TOKENS + 1):
+            connection.outputs.receiver.receive([AnswerPart([token])])
         parts = [(await setup.event()).parts for _ in range(2)]
     assert [len(part.token_ids) for [part] in filter(None, parts)] == [MAX_JOINED_TOKENS, 1]
 
@@ -211,7 +175,7 @@ async def test_outputs_of_a_stream_become_events_until_the_attempt_ends(setup: S
     async with setup.calls as calls:
         channel = calls.subscribe(worker)
         assert channel == worker_pb2.OutputChannel(stream_id="s", channel=1)
-        connection.outputs.receiver.receive(AnswerPart([5]))
+        connection.outputs.receiver.receive([AnswerPart([5])])
         assert (await setup.event()).parts == [AnswerPart([5])]
         lost = rpc_error(grpc.StatusCode.UNAVAILABLE)
         connection.outputs.receiver.lose(lost)
@@ -263,15 +227,15 @@ async def test_a_call_on_a_closed_channel_has_lost_its_worker(setup: Setup) -> N
 async def test_tokens_are_charged_when_they_arrive_and_the_rest_when_the_call_is_ended(setup: Setup) -> None:
     (streaming, streamed), (searching, searched) = setup.worker("streaming"), setup.worker("searching")
     streamed.num_generated_tokens, searched.num_generated_tokens = 5, 70
-    report = worker_pb2.DecodeResponse(num_generated_tokens=64)
     async with setup.calls as calls:
         calls.start(streaming, Call(0, is_endless=True))
         calls.subscribe(streaming)
-        streamed.outputs.receiver.receive(AnswerPart([5, 6]))
+        streamed.outputs.receiver.receive([AnswerPart([5, 6])])
         assert setup.charged == [2], "no one has read the event"
         assert (await setup.event()).parts == [AnswerPart([5, 6])]
-        calls.start(searching, Call(0, is_endless=True, messages=[report]))
-        assert (await setup.event()).parts == []
+        calls.start(searching, Call(0, is_endless=True))
+        calls.subscribe(searching)
+        searched.outputs.receiver.receive([AnswerPart(num_generated_tokens=64)])
         assert setup.charged == [2, 64]
     await asyncio.gather(*setup.spawned)
     assert sorted(setup.charged[2:]) == [3, 6]

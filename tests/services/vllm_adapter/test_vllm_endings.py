@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -22,26 +23,27 @@ from quire.rpc.server import grpc_server
 from quire.services.vllm_adapter import servicer
 from quire.services.vllm_adapter.servicer import vllm_service
 from quire.services.worker.identity import WorkerIdentity
-from quire.services.worker.servicer import WorkerServicer
+from quire.services.worker.prompt_steps import LocalDecode
 from quire.services.worker.state import WorkerState
+from quire.services.worker.updates import Updates
 
 WAIT_SECONDS = 20.0
 
 
-class Silent:
-    """Takes requests and says nothing; remembers that it was told to stop."""
+@pytest.fixture
+def has_ended(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Let decodes begin and say nothing; return the event that one of them has ended."""
+    event = asyncio.Event()
 
-    def __init__(self) -> None:
-        self.has_ended = asyncio.Event()
-
-    async def Decode(
-        self, request: worker_pb2.DecodeRequest, context: Any
-    ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
+    @asynccontextmanager
+    async def decoding_here(*_: object) -> AsyncIterator[LocalDecode]:
         try:
-            yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
-            await asyncio.Event().wait()
+            yield LocalDecode(worker_pb2.DecodeResponse(), Mock(), Updates())
         finally:
-            self.has_ended.set()
+            event.set()
+
+    monkeypatch.setattr(servicer, "decoding_here", decoding_here)
+    return event
 
 
 class Idle:
@@ -75,9 +77,7 @@ async def served(
         eos_token_ids=frozenset({1}),
         cluster_secret=b"",
     )
-    service = vllm_service(
-        cast(WorkerServicer, worker), identity, state, 8, lambda: "127.0.0.1:1", ClusterTrust()
-    )
+    service = vllm_service(worker, Mock(identity=identity, state=state), 8, ClusterTrust())
     async with (
         asyncio.timeout(WAIT_SECONDS),
         grpc_server([service], registry=CollectorRegistry()) as server,
@@ -90,30 +90,28 @@ REQUEST = vllm.GenerateRequest(request_id="r", tokenized=vllm.TokenizedInput(inp
 
 
 async def test_a_request_that_takes_too_long_ends_although_its_caller_set_no_deadline(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, has_ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servicer, "NO_DEADLINE_SECONDS", 0.2)
-    worker = Silent()
-    async with served(worker, model_folder) as engine:
+    async with served(Mock(), model_folder) as engine:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in engine.Generate(REQUEST):
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "0.2 s" in str(caught.value.details())
-        await worker.has_ended.wait()
+        await has_ended.wait()
 
 
 async def test_a_request_with_a_deadline_has_no_other_limit(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, has_ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servicer, "NO_DEADLINE_SECONDS", 0.0)
-    worker = Silent()
-    async with served(worker, model_folder) as engine:
+    async with served(Mock(), model_folder) as engine:
         call = engine.Generate(REQUEST, timeout=1.0)
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(worker.has_ended.wait(), 0.5)
+            await asyncio.wait_for(has_ended.wait(), 0.5)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await worker.has_ended.wait()
+        await has_ended.wait()
 
 
 async def test_subscribers_do_not_keep_a_worker_from_stopping(model_folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,8 +22,8 @@ from quire.engine.sequences.sequence import (
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.rpc.errors import Aborted, AlreadyExists, InvalidArgument, ServiceError, Unavailable
-from quire.sampling.params import SamplingParams
-from quire.services.worker.output_streams import OutputStream, OutputStreams
+from quire.sampling.params import BeamParams, SamplingParams
+from quire.services.worker.output_streams import TOKENS_PER_REPORT, OutputStream, OutputStreams
 from quire.services.worker.updates import Updates
 
 NEVER = 1e6
@@ -36,6 +37,13 @@ def update(*token_ids: int, index: int = 0, is_last: bool = False, is_scored: bo
     logprobs = TokenLogprobs(-0.5, []) if is_scored else None
     tokens = [GeneratedToken(token_id, logprobs) for token_id in token_ids]
     return SequenceUpdate(sequence, 0, tokens, status)
+
+
+def queue(*waiting: SequenceUpdate) -> Updates:
+    updates = Updates()
+    for each in waiting:
+        updates.put(each)
+    return updates
 
 
 def tokens_of(*messages: worker_pb2.StreamOutputsResponse) -> dict[tuple[int, int], list[int]]:
@@ -67,9 +75,9 @@ def resting() -> OutputStream:
 
 
 async def test_the_first_output_and_the_last_go_at_once_and_the_others_wait(resting: OutputStream) -> None:
-    updates = Updates()
+    updates = queue(update(2))
     async with opened(resting) as messages:
-        decode = resting.carry(7, 1, [update(2)], updates)
+        decode = resting.carry(7, 1, updates)
         ended = asyncio.create_task(decode.ended())
         assert tokens_of(await anext(messages)) == {(7, 0): [2]}
         reading = asyncio.create_task(anext(messages))
@@ -90,29 +98,29 @@ async def test_the_first_output_and_the_last_go_at_once_and_the_others_wait(rest
 
 
 async def test_a_request_waits_for_no_other(resting: OutputStream) -> None:
-    updates = Updates()
+    updates = queue(update(2))
     async with opened(resting) as messages:
-        resting.carry(1, 1, [update(2)], updates)
+        resting.carry(1, 1, updates)
         await anext(messages)
         reading = asyncio.create_task(anext(messages))
         updates.put(update(3))
-        resting.carry(2, 1, [update(9)], Updates())
+        resting.carry(2, 1, queue(update(9)))
         assert tokens_of(await reading) == {(2, 0): [9]}
 
 
 async def test_a_stream_that_does_not_rest_sends_each_token_when_it_comes() -> None:
-    stream, updates = OutputStream(0.0), Updates()
+    stream, updates = OutputStream(0.0), queue(update(2))
     async with opened(stream) as messages:
-        stream.carry(1, 1, [update(2)], updates)
+        stream.carry(1, 1, updates)
         for token_id in (2, 3, 4):
             assert tokens_of(await anext(messages)) == {(1, 0): [token_id]}
             updates.put(update(token_id + 1))
 
 
 async def test_what_waits_goes_after_the_rest() -> None:
-    stream, updates = OutputStream(1e-3), Updates()
+    stream, updates = OutputStream(1e-3), queue(update(2))
     async with opened(stream) as messages:
-        stream.carry(1, 1, [update(2)], updates)
+        stream.carry(1, 1, updates)
         await anext(messages)
         updates.put(update(3))
         updates.put(update(4))
@@ -131,7 +139,7 @@ def test_each_sequence_keeps_its_order(
         received: list[worker_pb2.StreamOutputsResponse] = []
         expected: dict[tuple[int, int], list[int]] = {}
         async with opened(stream) as messages:
-            stream.carry(1, 3, [], updates)
+            stream.carry(1, 3, updates)
             for at, (index, token_ids, is_scored) in enumerate(steps):
                 updates.put(update(*token_ids, index=index, is_scored=is_scored))
                 expected[1, index] = expected.get((1, index), []) + token_ids
@@ -146,9 +154,9 @@ def test_each_sequence_keeps_its_order(
 
 
 async def test_an_error_comes_after_the_tokens_before_it(resting: OutputStream) -> None:
-    updates = Updates()
+    updates = queue(update(2))
     async with opened(resting) as messages:
-        decode = resting.carry(1, 1, [update(2)], updates)
+        decode = resting.carry(1, 1, updates)
         ended = asyncio.create_task(decode.ended())
         await anext(messages)
         updates.put(update(3))
@@ -163,16 +171,41 @@ async def test_an_error_comes_after_the_tokens_before_it(resting: OutputStream) 
         await asyncio.gather(reading, return_exceptions=True)
 
 
+async def test_a_beam_search_reports_its_count_and_then_all_answers_in_one_message() -> None:
+    prompt = Sequence("r#0", [5], 1, SamplingParams(beam=BeamParams(width=4)), b"")
+    stream, updates = OutputStream(0.0), Updates()
+    async with opened(stream) as messages:
+        ended = asyncio.create_task(stream.carry(1, 4, updates).ended())
+        for num_generated in (TOKENS_PER_REPORT - 1, TOKENS_PER_REPORT, TOKENS_PER_REPORT + 1):
+            prompt.tally.num_generated_tokens = num_generated
+            updates.put(SequenceUpdate(prompt, 0, [], SequenceStatus.DECODING))
+        report = worker_pb2.SequenceOutput(num_generated_tokens=TOKENS_PER_REPORT)
+        assert [other.output for other in (await anext(messages)).others] == [report]
+        for index in range(2):
+            answer = replace(prompt, index=index)
+            tokens = [GeneratedToken(7, None)]
+            updates.put(SequenceUpdate(answer, 0, tokens, SequenceStatus.FINISHED_STOPPED, score=-1.0))
+        outputs = [other.output for other in (await anext(messages)).others]
+        assert [output.index for output in outputs] == [0, 1]
+        assert {output.num_generated_tokens for output in outputs} == {TOKENS_PER_REPORT + 1}
+        reading = asyncio.create_task(anext(messages))
+        await asyncio.wait_for(ended, 20)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
 async def test_a_stream_that_ends_ends_its_decodes() -> None:
     streams = OutputStreams(NEVER)
     async with aclosing(streams.serve("s")) as messages:
         await anext(messages)
         stream = streams.find("s")
-        assert stream is not None
-        decodes = [stream.carry(channel, 1, [update(2)], Updates()) for channel in range(2)]
+        decodes = [stream.carry(channel, 1, queue(update(2))) for channel in range(2)]
         with pytest.raises(AlreadyExists):
-            stream.carry(1, 1, [], Updates())
-    assert streams.find("s") is None
+            stream.carry(1, 1, Updates())
+    with pytest.raises(Aborted):
+        streams.find("s")
+    with pytest.raises(Aborted):
+        stream.carry(3, 1, Updates())
     for decode in decodes:
         with pytest.raises(Aborted):
             await asyncio.wait_for(decode.ended(), 20)
@@ -200,9 +233,9 @@ async def refused(messages: Messages, error: type[ServiceError]) -> None:
 
 async def test_a_decode_that_was_cancelled_leaves_nothing(resting: OutputStream) -> None:
     async with opened(resting) as messages:
-        ended = asyncio.create_task(resting.carry(1, 1, [update(2)], Updates()).ended())
+        ended = asyncio.create_task(resting.carry(1, 1, queue(update(2))).ended())
         await asyncio.sleep(0)
         ended.cancel()
         await asyncio.gather(ended, return_exceptions=True)
-        resting.carry(1, 1, [update(9)], Updates())
+        resting.carry(1, 1, queue(update(9)))
         assert tokens_of(await anext(messages)) == {(1, 0): [9]}

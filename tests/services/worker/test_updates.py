@@ -34,6 +34,18 @@ async def test_a_slow_reader_gets_several_steps_at_once_and_none_is_lost() -> No
     assert numbers == list(range(2 * MAX_BATCH + 3))
 
 
+async def test_the_beginning_is_waited_for_and_left_in_the_queue() -> None:
+    prompt = SequenceUpdate(SEQUENCE, 0, [], SequenceStatus.PREFILLING)
+    updates = queue(prompt)
+    waiting = asyncio.create_task(updates.begun())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    for number in (1, 2):
+        updates.put(update(number))
+    await waiting
+    assert [each.num_computed_tokens for each in await updates.next_batch()] == [1, 2]
+
+
 async def test_a_fast_reader_waits_for_one() -> None:
     updates = queue()
     reading = asyncio.create_task(updates.next_batch())

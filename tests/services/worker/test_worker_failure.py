@@ -60,8 +60,20 @@ def request(max_tokens: int) -> worker_pb2.DecodeRequest:
             token_ids=[5, 6, 7],
             sampling=pb.SamplingParams(temperature=1.0, top_p=1.0),
             stopping=pb.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
-        )
+        ),
+        output_channel=worker_pb2.OutputChannel(stream_id="open"),
     )
+
+
+@contextmanager
+def opened(address: str) -> Iterator[tuple[grpc.Channel, WorkerServiceStub]]:
+    """Connect to a worker, and keep the stream open that the request names."""
+    with grpc.insecure_channel(address) as channel:
+        stub = WorkerServiceStub(channel)
+        outputs = stub.StreamOutputs(worker_pb2.StreamOutputsRequest(stream_id="open"))
+        next(outputs)
+        yield channel, stub
+        outputs.cancel()
 
 
 @contextmanager
@@ -90,13 +102,13 @@ def test_a_broken_engine_ends_the_worker(defect: str, details: str, event: str) 
     with running_worker(defect, max_step_seconds=1.0) as process:
         assert process.stdout is not None
         address, _ = json.loads(process.stdout.readline())
-        with grpc.insecure_channel(address) as channel:
+        with opened(address) as (channel, stub):
             watch = health_pb2_grpc.HealthStub(channel).Watch(
                 health_pb2.HealthCheckRequest(), timeout=SECONDS
             )
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
             with pytest.raises(grpc.RpcError) as failed:
-                list(WorkerServiceStub(channel).Decode(request(4), timeout=SECONDS))
+                list(stub.Decode(request(4), timeout=SECONDS))
             error = from_rpc_error(failed.value)
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, ENGINE_FAILED)
             assert details in error.message
@@ -144,8 +156,7 @@ def test_a_worker_whose_engine_hangs_says_so_and_ends_on_sigterm() -> None:
     with running_worker("hang", grace_seconds=0.2) as process:
         assert process.stdout is not None
         address, port = json.loads(process.stdout.readline())
-        with grpc.insecure_channel(address) as channel:
-            stub = WorkerServiceStub(channel)
+        with opened(address) as (channel, stub):
             reports = stub.WatchWorker(worker_pb2.WatchWorkerRequest(), timeout=SECONDS)
             assert not next(reports).is_stalled
             call = stub.Decode(request(4), timeout=SECONDS)
@@ -166,8 +177,8 @@ def test_a_request_that_outlasts_the_grace_is_told_that_the_worker_stops() -> No
     with running_worker("crawl", 0.5) as process:
         assert process.stdout is not None
         address, _ = json.loads(process.stdout.readline())
-        with grpc.insecure_channel(address) as channel:
-            responses = WorkerServiceStub(channel).Decode(request(200), timeout=SECONDS)
+        with opened(address) as (_, stub):
+            responses = stub.Decode(request(200), timeout=SECONDS)
             assert next(responses).HasField("accepted")
             process.terminate()
             with pytest.raises(grpc.RpcError) as ended:

@@ -29,7 +29,7 @@ async def test_a_signal_lets_requests_end_within_the_grace(cluster: Any, ends_in
         await may_end.wait()
         token = cluster.script.token(0)
         last = worker_pb2.SequenceOutput(tokens=[token], finish_reason=pb.FINISH_REASON_LENGTH)
-        yield worker_pb2.DecodeResponse(outputs=[last])
+        await worker.send(request, last)
 
     worker = await cluster.add("d", "decode", Decode=decode)
     reported: asyncio.Queue[Any] = asyncio.Queue()
