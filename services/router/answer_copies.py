@@ -8,12 +8,15 @@ has the copy, like any cached block, and computes only the tokens that came afte
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter
 
 from quire.protos import worker_pb2
 from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.block_copies import copy_blocks
+from quire.services.router.followers import OnParts, RunningAttempt
 from quire.services.router.worker import Worker
 from quire.services.router.worker_set import WorkerSet
 from quire.services.server.background import Spawn
@@ -52,11 +55,14 @@ class AnswerCopies:
         self._metrics = metrics
         self._num_under_way = 0
 
-    def follow(
-        self, group: AnswerGroup, decode: Worker, prefill: Worker | None, scope: worker_pb2.CacheScope
-    ) -> FollowedAnswers:
-        """Return what copies the answers of an attempt on these workers as they grow."""
-        return FollowedAnswers(self, group, decode, prefill, scope)
+    @contextmanager
+    def follow(self, attempt: RunningAttempt) -> Iterator[OnParts | None]:
+        """Copy the answers of an attempt as they grow; those of a beam search are known only at its end."""
+        if attempt.group.is_beam_search:
+            yield None
+            return
+        plan = attempt.plan
+        yield FollowedAnswers(self, attempt.group, plan.decode, plan.prefill, attempt.scope).advance
 
     def offer(self, followed: FollowedAnswers) -> bool:
         """Start to copy the answers of an attempt; return whether there was a place for it."""

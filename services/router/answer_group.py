@@ -7,15 +7,24 @@ from typing import NamedTuple
 
 from quire.sampling.params import SamplingParams
 from quire.services.router.output import OutputAssembler
-from quire.services.router.suspects import Death
 from quire.services.router.worker import Worker
 
 
-class NextWorker(NamedTuple):
-    """The decode worker of a group's next attempt, and how many tokens of its beginning are cached there."""
+class Death(NamedTuple):
+    """A worker that ended while it served a request, or whose engine hung."""
 
     worker: Worker
-    num_cached_tokens: int
+    is_hang: bool
+
+    @classmethod
+    def of(cls, worker: Worker) -> Death:
+        """Return the death of a worker that has just ended or hangs."""
+        return cls(worker, worker.health.is_stalled)
+
+    @property
+    def has_lasted(self) -> bool:
+        """Whether the worker is still gone: an engine that seemed to hang may have had a very long step."""
+        return not self.is_hang or self.worker.health.is_stalled
 
 
 @dataclass(slots=True)
@@ -30,7 +39,6 @@ class AnswerGroup:
         num_retries: number of those attempts that failed while other workers were there.
         deaths: the workers that died with it since it was last cleared of suspicion.
         died_at: when the router noticed the last of these deaths, a reading of its clock.
-        next_worker: where the next attempt runs if that worker takes requests; None: where the planner says.
     """
 
     sequence_id: str
@@ -42,7 +50,6 @@ class AnswerGroup:
     num_retries: int = 0
     deaths: tuple[Death, ...] = ()
     died_at: float = 0.0
-    next_worker: NextWorker | None = None
 
     @property
     def num_failures(self) -> int:

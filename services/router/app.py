@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +39,7 @@ from quire.services.router.admission import Admission
 from quire.services.router.answer_copies import AnswerCopies, AnswerCopyMetrics
 from quire.services.router.cluster import Cluster
 from quire.services.router.config import RouterConfig
+from quire.services.router.followers import Follower, follow_load
 from quire.services.router.instruments import Instruments
 from quire.services.router.metrics import RouterMetrics
 from quire.services.router.moves import MoveMetrics, Moves
@@ -48,6 +50,7 @@ from quire.services.router.roles import RoleMetrics, Roles
 from quire.services.router.servicer import GenerationServicer
 from quire.services.router.silences import TICK_SECONDS
 from quire.services.router.sources import Sources, open_sources
+from quire.services.router.suspects import Suspects
 from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
 from quire.services.router.worker_queue import WorkerQueue
 from quire.services.router.worker_set import WorkerSet
@@ -269,21 +272,12 @@ async def _cluster(
     )
     workers.call_on_return(queue.wake)
     prefixes = sources.prefixes(model)
+    suspects = Suspects()
     moves = Moves(workers, spawn, MoveMetrics(metrics.registry))
-    copies = (
-        AnswerCopies(workers, spawn, AnswerCopyMetrics(metrics.registry)) if config.copy_answers else None
-    )
-    return Cluster(
-        model,
-        workers,
-        queue,
-        prefixes,
-        metrics,
-        spawn,
-        planner,
-        moves,
-        copies=copies,
-    )
+    followers: list[Follower] = [partial(follow_load, workers), suspects.follow, moves.follow]
+    if config.copy_answers:
+        followers.append(AnswerCopies(workers, spawn, AnswerCopyMetrics(metrics.registry)).follow)
+    return Cluster(model, workers, queue, prefixes, metrics, spawn, planner, suspects, followers)
 
 
 @asynccontextmanager

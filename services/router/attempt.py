@@ -9,36 +9,24 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from quire.protos import worker_pb2
-from quire.routing.planner import Placement
 from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.answer_part import AnswerPart, part_of_tokens
 from quire.services.router.cluster import Cluster
 from quire.services.router.failures import WorkerCallFailed
+from quire.services.router.plan import Plan
 from quire.services.router.request_account import RequestAccount
-from quire.services.router.worker import Worker
-from quire.services.router.worker_calls import AttemptInterrupted, Event, WorkerCalls, connection_lost
+from quire.services.router.worker_calls import AttemptMoved, Event, WorkerCalls, connection_lost
 from quire.services.server.phases import Phase, RequestPhases
 
 CALL_END_SECONDS = 0.5
 """Longest time that a request waits for one worker call to end after the other has ended: for P's summary of
 the push, or for the failure that caused an abort."""
-
-
-class Plan(NamedTuple):
-    """The workers of an attempt; without a prefill worker, the decode worker computes the prompt."""
-
-    decode: Worker
-    prefill: Worker | None
-    placement: Placement
-    """The planner's reasons for these workers, and its estimates."""
-    pull_from: worker_pb2.PullSource | None = None
-    """Peer from which the worker that computes the prompt first copies blocks; None: no pull."""
 
 
 class Attempt:
@@ -82,7 +70,7 @@ class Attempt:
 
         Raises:
             WorkerCallFailed: a call failed; see ``cause``.
-            AttemptInterrupted: the attempt was told to end.
+            AttemptMoved: the attempt was told to end.
         """
         plan, metadata = self._plan, self._phases.span.metadata
         decode = worker_pb2.DecodeRequest(
@@ -119,7 +107,7 @@ class Attempt:
         """
         if failure.code is not grpc.StatusCode.ABORTED:
             return failure
-        with suppress(TimeoutError, AttemptInterrupted):
+        with suppress(TimeoutError, AttemptMoved):
             async with asyncio.timeout(CALL_END_SECONDS):
                 while self._calls.num_running:
                     event = await self._calls.next()
@@ -240,7 +228,7 @@ class Attempt:
 
         P's summary of the push is then counted, and no call is left to abort.
         """
-        with suppress(TimeoutError, AttemptInterrupted):
+        with suppress(TimeoutError, AttemptMoved):
             async with asyncio.timeout(CALL_END_SECONDS):
                 while self._calls.num_running:
                     event = await self._calls.next()

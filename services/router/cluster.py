@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from quire.routing.planner import Planner
 from quire.services.requests.served_model import ServedModel
-from quire.services.router.answer_copies import AnswerCopies
+from quire.services.router.followers import Follower
 from quire.services.router.metrics import RouterMetrics
-from quire.services.router.moves import Moves
 from quire.services.router.prefix_lookup import PrefixLookup
 from quire.services.router.suspects import Suspects
 from quire.services.router.worker_queue import WorkerQueue
@@ -30,9 +29,7 @@ class Cluster:
     spawn: Spawn
     """Starts a coroutine that may outlive its request."""
     planner: Planner
-    moves: Moves
-    """Moves answers from workers that drain."""
+    suspects: Suspects
+    followers: Sequence[Follower]
+    """Features that follow each attempt."""
     clock: Callable[[], float] = time.monotonic
-    suspects: Suspects = field(default_factory=Suspects)
-    copies: AnswerCopies | None = None
-    """Copies the blocks of running answers to other workers; None: they are not copied."""

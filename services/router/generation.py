@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import replace
 
 from quire.kvindex.block_hash import CacheScope
@@ -17,9 +17,9 @@ from quire.protos import worker_pb2
 from quire.rpc.errors import InvalidArgument
 from quire.sampling.messages import to_proto
 from quire.services.requests.validation import ValidRequest
-from quire.services.router.answer_group import AnswerGroup
+from quire.services.router.answer_group import AnswerGroup, Death
 from quire.services.router.answer_part import AnswerPart
-from quire.services.router.attempt import Attempt, Plan
+from quire.services.router.attempt import Attempt
 from quire.services.router.best_of import best_of
 from quire.services.router.cluster import Cluster
 from quire.services.router.failures import (
@@ -29,12 +29,14 @@ from quire.services.router.failures import (
     suspected,
     to_service_error,
 )
+from quire.services.router.followers import RunningAttempt, followed
 from quire.services.router.merge import merged
 from quire.services.router.output import OutputAssembler
+from quire.services.router.plan import NextWorker, Plan
 from quire.services.router.request_account import RequestAccount
-from quire.services.router.suspects import CLEARING_TOKENS, MAX_DEATHS, Death
+from quire.services.router.suspects import MAX_DEATHS
 from quire.services.router.token_charge import AttemptCharge, RequestCharge
-from quire.services.router.worker_calls import AttemptInterrupted, WorkerCalls
+from quire.services.router.worker_calls import AttemptMoved, WorkerCalls
 from quire.services.router.worker_choice import WorkerChoice
 from quire.services.server.log import get_logger
 from quire.services.server.phases import RequestPhases
@@ -62,7 +64,7 @@ class GenerationRun:
     6. Failure of a worker call: both calls are aborted, and the next attempt continues on other workers from
        the prompt and the tokens already sent, with the same seed. Nothing is repeated or lost. Several
        answers continue separately. A beam search has sent nothing yet and starts again.
-    7. If D drains, the attempt is interrupted and the next one continues on another worker in the same way
+    7. If D drains, the attempt ends and the next one continues on another worker in the same way
        (``moves.py``). This is not a failure.
 
     One deadline, a reading of the cluster's clock, limits all attempts: every call carries the time left.
@@ -93,7 +95,6 @@ class GenerationRun:
         num_answers = request.params.num_sequences
         self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
         self._is_first_message = True
-        self._plan: Plan | None = None
         self._account = RequestAccount(
             cluster.metrics,
             cluster.planner,
@@ -150,18 +151,25 @@ class GenerationRun:
         for received in self._request.received:
             self._answers[received.index].resume(received)
 
-    async def _serve(self, group: AnswerGroup) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Yield the messages of a group's answers; retry until they have finished or an error is final."""
+    async def _serve(
+        self, group: AnswerGroup, next_worker: NextWorker | None = None
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Yield the messages of a group's answers; retry until they have finished or an error is final.
+
+        Args:
+            next_worker: where the next attempt runs if it takes requests; None: where the planner says.
+        """
         for response in self._implied_ends(group):
             yield response
         while not group.is_finished:
             if group.must_split:
-                async with aclosing(merged(map(self._serve, group.split()))) as responses:
+                separate = [self._serve(each, next_worker) for each in group.split()]
+                async with aclosing(merged(separate)) as responses:
                     async for response in responses:
                         yield response
                 return
             try:
-                async with aclosing(self._attempt(group)) as outputs:
+                async with aclosing(self._attempt(group, next_worker)) as outputs:
                     async for parts in outputs:
                         for part in parts:
                             answer = group.answers[part.index]
@@ -175,13 +183,15 @@ class GenerationRun:
                             if group.is_finished:
                                 return
             except WorkerCallFailed as failure:
+                next_worker = None
                 for response in self._implied_ends(group):
                     yield response
                 if group.is_finished:
                     return
                 self._give_up_attempt(group, failure)
                 await asyncio.sleep(RETRY_BACKOFF_SECONDS * group.num_failures)
-            except AttemptInterrupted:
+            except AttemptMoved as moved:
+                next_worker = moved.next_worker
                 group.attempt += 1
                 group.num_moves += 1
 
@@ -192,60 +202,39 @@ class GenerationRun:
             if reason and not answer.finish_reason:
                 yield answer.respond(AnswerPart(finish_reason=reason))
 
-    async def _attempt(self, group: AnswerGroup) -> AsyncGenerator[list[AnswerPart], None]:
-        self._plan = plan = await self._choose(group)
-        with ExitStack() as accounts:
-            dispatched = self._cluster.workers.dispatched
-            resident, pending = plan.placement.resident_tokens, plan.placement.pending_tokens
-            if plan.prefill is None:
-                computed = accounts.enter_context(
-                    dispatched(plan.decode, pending_tokens=pending, resident_tokens=resident)
-                )
-            else:
-                accounts.enter_context(dispatched(plan.decode, resident_tokens=resident))
-                computed = accounts.enter_context(dispatched(plan.prefill, pending_tokens=pending))
-            copied = None
-            if self._cluster.copies is not None and not group.is_beam_search:
-                copied = self._cluster.copies.follow(group, plan.decode, plan.prefill, self._scope_message)
-            clear = None
-            if group.deaths:
-                worker_ids = {worker.worker_id for worker in (plan.decode, plan.prefill) if worker}
-                clear = accounts.enter_context(self._cluster.suspects.placed(worker_ids))
-            num_clearing = group.num_tokens + CLEARING_TOKENS
-            charge = AttemptCharge(self._account.charge)
-            calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn, charge)
-            movable = self._cluster.moves.movable
-            accounts.enter_context(movable(plan.decode, group, self._scope_message, calls.interrupt))
-            attempt = Attempt(self._cluster, plan, group, calls, self._account, self._phases)
+    async def _attempt(
+        self, group: AnswerGroup, next_worker: NextWorker | None
+    ) -> AsyncGenerator[list[AnswerPart], None]:
+        plan = await self._choose(group, next_worker)
+        charge = AttemptCharge(self._account.charge)
+        calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn, charge)
+        attempt = Attempt(self._cluster, plan, group, calls, self._account, self._phases)
+        seen = RunningAttempt(plan, group, self._scope_message, calls.move)
+        with followed(self._cluster.followers, seen) as on_parts:
             running = attempt.outputs(self._sequence(group, plan), self._remaining_seconds)
             async with calls, aclosing(running) as outputs:
                 try:
                     async for parts in outputs:
                         charge.keep(sum(len(part.token_ids) for part in parts))
-                        computed()
                         yield parts
-                        if copied is not None:
-                            copied.advance()
-                        if clear is not None and group.num_tokens >= num_clearing:
-                            group.deaths = ()
-                            clear()
+                        on_parts()
                 except WorkerCallFailed as failure:
                     cause = await attempt.cause(failure)
                     if cause.is_retryable:
                         charge.repeat()
                     raise cause from failure
-                except AttemptInterrupted:
+                except AttemptMoved:
                     charge.repeat()
                     raise
 
-    async def _choose(self, group: AnswerGroup) -> Plan:
+    async def _choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Plan:
         while True:
             await self._wait_for_worker()
             if group.deaths:
                 # A worker that was killed together with the last one says nothing about this request.
                 await self._cluster.workers.ask_again(group.died_at)
             # While the prefix is looked up, the last worker may go.
-            if (plan := await self._choice.choose(group)) is not None:
+            if (plan := await self._choice.choose(group, next_worker)) is not None:
                 return plan
 
     async def _wait_for_worker(self) -> None:

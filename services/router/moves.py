@@ -1,7 +1,7 @@
 """Moves running answers from a worker that drains to other workers.
 
 A move is an attempt that follows another without a failure. While the worker generates on, another worker
-copies the full blocks of the answer. Then the attempt is interrupted, and the next one continues there from
+copies the full blocks of the answer. Then the attempt ends, and the next one continues there from
 the prompt and the tokens already sent, with the same seed. It computes only the tokens again that came after
 the copy, in one step: to copy their open block would take longer.
 """
@@ -19,9 +19,11 @@ from typing import NamedTuple
 import prometheus_client
 
 from quire.protos import worker_pb2
-from quire.services.router.answer_group import AnswerGroup, NextWorker
+from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.block_copies import copy_blocks, num_sealed_blocks
+from quire.services.router.followers import RunningAttempt
 from quire.services.router.output import OutputAssembler
+from quire.services.router.plan import NextWorker
 from quire.services.router.worker import Worker
 from quire.services.router.worker_set import WorkerSet
 from quire.services.server.background import Spawn
@@ -55,12 +57,12 @@ class MoveMetrics:
 
 @dataclass(eq=False, slots=True)
 class _Movable:
-    """An attempt that can be interrupted."""
+    """An attempt that can be moved."""
 
     group: AnswerGroup
     worker: Worker
     scope: worker_pb2.CacheScope
-    interrupt: Callable[[], None]
+    move: Callable[[NextWorker], None]
     is_moving: bool = False
     has_stayed: bool = False
 
@@ -91,19 +93,13 @@ class Moves:
         workers.call_on_return(self._start_all)
 
     @contextmanager
-    def movable(
-        self, worker: Worker, group: AnswerGroup, scope: worker_pb2.CacheScope, interrupt: Callable[[], None]
-    ) -> Iterator[None]:
-        """Let an attempt be moved until the context ends.
-
-        Args:
-            worker: the decode worker of the attempt.
-            interrupt: ends the attempt once what has come of it was passed on.
-        """
+    def follow(self, running: RunningAttempt) -> Iterator[None]:
+        """Let an attempt be moved until the context ends."""
+        group, worker = running.group, running.plan.decode
         if group.is_beam_search or group.params.kv_budget_tokens is not None:
             yield
             return
-        attempt = _Movable(group, worker, scope, interrupt)
+        attempt = _Movable(group, worker, running.scope, running.move)
         self._running[worker].add(attempt)
         if worker.health.is_draining:
             self._start(worker)
@@ -152,8 +148,7 @@ class Moves:
         )
         if not attempt.has_stayed:
             num_held = min(each.num_held for each in copied)
-            group.next_worker = NextWorker(target, num_held * target.info.layout.block_size)
-            attempt.interrupt()
+            attempt.move(NextWorker(target, num_held * target.info.layout.block_size))
 
     def _must_move(self, attempt: _Movable) -> bool:
         """Return whether the attempt still runs on a worker that drains."""

@@ -13,9 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
-from quire.services.router.worker import Worker
+from quire.services.router.followers import OnParts, RunningAttempt
 
 MAX_DEATHS = 2
 """Number of worker deaths after which a request is refused."""
@@ -23,23 +22,6 @@ CLEARING_TOKENS = 8
 """New tokens that clear a suspect: more than one, as the dead worker may have sampled some that were lost."""
 PATIENCE_SECONDS = 2.0
 """Longest time that a suspect waits for a worker without another suspect."""
-
-
-class Death(NamedTuple):
-    """A worker that ended while it served a request, or whose engine hung."""
-
-    worker: Worker
-    is_hang: bool
-
-    @classmethod
-    def of(cls, worker: Worker) -> Death:
-        """Return the death of a worker that has just ended or hangs."""
-        return cls(worker, worker.health.is_stalled)
-
-    @property
-    def has_lasted(self) -> bool:
-        """Whether the worker is still gone: an engine that seemed to hang may have had a very long step."""
-        return not self.is_hang or self.worker.health.is_stalled
 
 
 class Suspects:
@@ -66,6 +48,23 @@ class Suspects:
                     await self._has_changed.wait()
         except TimeoutError:
             return
+
+    @contextmanager
+    def follow(self, attempt: RunningAttempt) -> Iterator[OnParts | None]:
+        """Count a suspect on the workers of an attempt until it is cleared or the attempt ends."""
+        group, plan = attempt.group, attempt.plan
+        if not group.deaths:
+            yield None
+            return
+        num_clearing = group.num_tokens + CLEARING_TOKENS
+        with self.placed({worker.worker_id for worker in (plan.decode, plan.prefill) if worker}) as clear:
+
+            def on_parts() -> None:
+                if group.num_tokens >= num_clearing:
+                    group.deaths = ()
+                    clear()
+
+            yield on_parts
 
     @contextmanager
     def placed(self, worker_ids: Collection[str]) -> Iterator[Callable[[], None]]:

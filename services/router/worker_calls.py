@@ -13,6 +13,7 @@ from quire.protos import worker_pb2
 from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.router.answer_part import AnswerPart
 from quire.services.router.output_stream import OutputStream, unavailable
+from quire.services.router.plan import NextWorker
 from quire.services.router.token_charge import AttemptCharge
 from quire.services.router.worker import Worker
 from quire.services.server.background import Spawn
@@ -31,8 +32,12 @@ def connection_lost() -> grpc.aio.AioRpcError:
     return unavailable("the worker was given up")
 
 
-class AttemptInterrupted(Exception):
+class AttemptMoved(Exception):
     """The attempt was told to end, so that the next one goes on elsewhere."""
+
+    def __init__(self, next_worker: NextWorker) -> None:
+        self.next_worker = next_worker
+        super().__init__(next_worker.worker.worker_id)
 
 
 class Event(NamedTuple):
@@ -77,11 +82,11 @@ class WorkerCalls:
         self._failed: list[Worker] = []
         """The workers whose calls ended with an error, and that did not say what they had generated."""
         self._subscriptions: list[tuple[OutputStream, worker_pb2.OutputChannel]] = []
-        self._is_interrupted = False
+        self._next_worker: NextWorker | None = None
 
-    def interrupt(self) -> None:
-        """Make ``next`` raise AttemptInterrupted once it has returned all events that have come."""
-        self._is_interrupted = True
+    def move(self, next_worker: NextWorker) -> None:
+        """Make ``next`` raise AttemptMoved once it has returned all events that have come."""
+        self._next_worker = next_worker
         self._has_event.set()
 
     def subscribe(self, worker: Worker) -> worker_pb2.OutputChannel:
@@ -105,11 +110,11 @@ class WorkerCalls:
         """Wait for and return the next event of any worker call; parts that have come are joined.
 
         Raises:
-            AttemptInterrupted: see ``interrupt``.
+            AttemptMoved: see ``move``.
         """
         while not self._events:
-            if self._is_interrupted:
-                raise AttemptInterrupted
+            if self._next_worker is not None:
+                raise AttemptMoved(self._next_worker)
             self._has_event.clear()
             await self._has_event.wait()
         event = self._events.popleft()

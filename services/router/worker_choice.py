@@ -9,9 +9,9 @@ from quire.kvindex.block_hash import CacheScope
 from quire.routing.planner import PlannedPrompt, TooLateError, WorkerState
 from quire.sampling.params import SamplingParams
 from quire.services.router.answer_group import AnswerGroup
-from quire.services.router.attempt import Plan
 from quire.services.router.cluster import Cluster
 from quire.services.router.failures import too_late
+from quire.services.router.plan import NextWorker, Plan
 from quire.services.router.prefix_lookup import KnownPrefix
 from quire.services.router.pulls import pull_source
 from quire.services.router.request_account import RequestAccount
@@ -50,8 +50,11 @@ class WorkerChoice:
         """Prefer other workers from now on, since a call to this one has failed."""
         self._failed.add(worker.worker_id)
 
-    async def choose(self, group: AnswerGroup) -> Plan | None:
+    async def choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Plan | None:
         """Return the workers of a group's next attempt, or None if no decode worker takes requests any more.
+
+        Args:
+            next_worker: the decode worker, if it takes requests; None: the one that the planner says.
 
         Raises:
             ResourceExhausted: the first token is expected long after the deadline.
@@ -59,9 +62,8 @@ class WorkerChoice:
         """
         cluster = self._cluster
         start = cluster.clock()
-        only, group.next_worker = group.next_worker, None
-        if only is None or not only.worker.can_serve:
-            only = None
+        only = next_worker if next_worker is not None and next_worker.worker.can_serve else None
+        if only is None:
             prefix = await cluster.prefixes.look_up(group.token_ids, self._scope)
         else:
             prefix = KnownPrefix((), {only.worker.worker_id: only.num_cached_tokens})

@@ -63,7 +63,7 @@ class Setup:
         group: Any = Group(name, PROMPT, answers)
         source: Any = self.decode[0]
         prefill: Any = self.prefill if has_prefill else None
-        return self.copies.follow(group, source, prefill, SCOPE)
+        return FollowedAnswers(self.copies, group, source, prefill, SCOPE)
 
     @property
     def requests(self) -> list[tuple[str, worker_pb2.CopyBlocksRequest]]:

@@ -8,9 +8,8 @@ import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.sampling.params import BeamParams, SamplingParams
-from quire.services.router.answer_group import AnswerGroup
+from quire.services.router.answer_group import AnswerGroup, Death
 from quire.services.router.output import OutputAssembler
-from quire.services.router.suspects import Death
 from quire.services.router.worker import Worker
 
 PROMPT = [10, 11, 12]

@@ -160,7 +160,7 @@ def test_an_attempt_that_begins_on_a_draining_worker_moves(*, is_draining: bool)
     worker = Mock(health=Mock(is_draining=is_draining))
     group = Mock(is_beam_search=False, params=SamplingParams())
     known = moves.Moves(Mock(), spawn, moves.MoveMetrics(CollectorRegistry()))
-    with known.movable(worker, group, worker_pb2.CacheScope(), Mock()):
+    with known.follow(Mock(plan=Mock(decode=worker), group=group)):
         assert spawn.called == is_draining
 
 

@@ -23,7 +23,8 @@ from quire.rpc.errors import (
     ServiceError,
     Unavailable,
 )
-from quire.services.router.suspects import CLEARING_TOKENS, Death, Suspects
+from quire.services.router.answer_group import Death
+from quire.services.router.suspects import CLEARING_TOKENS, Suspects
 from quire.services.router.worker import Worker, WorkerConnection
 
 DEATH = Unavailable("the engine has failed", reason=ENGINE_FAILED)
