@@ -15,8 +15,8 @@ Written from the code by `python -m quire.observability.build`; a test holds it 
 Each process serves its metrics for Prometheus over HTTP, at `/metrics` of its `--metrics-port`. Names end
 with their unit; a counter ends with `_total`. Histograms have the series `_bucket`, `_count` and `_sum`.
 Label values that are known before anything happens are shown, and are there with 0 once their metric is.
-Metrics of a part that is off are absent: for example of the index without `--redis-url`, and of copied
-answers without `--copy-answers`. `quire_moves_total` is there once the first worker has joined.
+Metrics of a part that is off are absent: for example of the index without `--redis-url`. Those of moves and
+copies of answers are there once the first worker has joined.
 Prometheus adds `job` (`router`, `prefill` or `decode`) and `instance`; see [operations.md](operations.md)
 for dashboards, alerts and traces.
 

@@ -15,10 +15,9 @@ from quire.kvindex.instrumented_index import IndexMetrics, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.rpc.server import GrpcMetrics
-from quire.services.router.answer_copies import AnswerCopyMetrics
+from quire.services.router.copies import CopyMetrics
 from quire.services.router.http.metrics import HttpMetrics
 from quire.services.router.metrics import RouterMetrics
-from quire.services.router.moves import MoveMetrics
 from quire.services.router.roles import RoleMetrics
 from quire.services.server.loop_lag import LoopLagMetrics
 from quire.services.server.metrics_server import describe_readiness
@@ -80,8 +79,7 @@ def router_registry() -> RecordingRegistry:
     RoleMetrics(registry)
     IndexMetrics(registry, CircuitBreaker())
     HttpMetrics(registry)
-    MoveMetrics(registry)
-    AnswerCopyMetrics(registry)
+    CopyMetrics(registry)
     _add_common(registry)
     return registry
 

@@ -36,13 +36,12 @@ from quire.rpc.tls import ClusterTls
 from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin import admin_server
 from quire.services.router.admission import Admission
-from quire.services.router.answer_copies import AnswerCopies, AnswerCopyMetrics
 from quire.services.router.cluster import Cluster
 from quire.services.router.config import RouterConfig
+from quire.services.router.copies import Copies, CopyMetrics
 from quire.services.router.followers import Follower, follow_load
 from quire.services.router.instruments import Instruments
 from quire.services.router.metrics import RouterMetrics
-from quire.services.router.moves import MoveMetrics, Moves
 from quire.services.router.open_calls import OpenCalls, router_stops
 from quire.services.router.public_servers import public_grpc_server, public_http_server
 from quire.services.router.request_memory import RequestMemory
@@ -273,10 +272,8 @@ async def _cluster(
     workers.call_on_return(queue.wake)
     prefixes = sources.prefixes(model)
     suspects = Suspects()
-    moves = Moves(workers, spawn, MoveMetrics(metrics.registry))
-    followers: list[Follower] = [partial(follow_load, workers), suspects.follow, moves.follow]
-    if config.copy_answers:
-        followers.append(AnswerCopies(workers, spawn, AnswerCopyMetrics(metrics.registry)).follow)
+    copies = Copies(workers, spawn, CopyMetrics(metrics.registry), copies_grown=config.copy_answers)
+    followers: list[Follower] = [partial(follow_load, workers), suspects.follow, copies.follow]
     return Cluster(model, workers, queue, prefixes, metrics, spawn, planner, suspects, followers)
 
 

@@ -65,7 +65,7 @@ class GenerationRun:
        the prompt and the tokens already sent, with the same seed. Nothing is repeated or lost. Several
        answers continue separately. A beam search has sent nothing yet and starts again.
     7. If D drains, the attempt ends and the next one continues on another worker in the same way
-       (``moves.py``). This is not a failure.
+       (``copies.py``). This is not a failure.
 
     One deadline, a reading of the cluster's clock, limits all attempts: every call carries the time left.
     While no decode worker takes requests, the request waits for one, by its arrival, another reading.

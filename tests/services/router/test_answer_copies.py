@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.protos import worker_pb2
-from quire.services.router.answer_copies import (
-    INTERVAL_TOKENS,
-    MAX_UNDER_WAY,
-    AnswerCopies,
-    AnswerCopyMetrics,
-    FollowedAnswers,
-)
+from quire.sampling.params import SamplingParams
+from quire.services.router.copies import INTERVAL_TOKENS, MAX_UNDER_WAY, Copies, CopyMetrics
+from quire.services.router.followers import OnParts, RunningAttempt
 from quire.services.router.health import WorkerHealth
 
 SCOPE = worker_pb2.CacheScope(tenant="t")
@@ -28,7 +26,8 @@ class Worker:
     """A worker that copies when it is told to."""
 
     def __init__(self, name: str) -> None:
-        self.worker_id, self.peer_address, self.health = name, f"{name}:1", WorkerHealth()
+        self.worker_id, self.peer_address, self.can_serve = name, f"{name}:1", True
+        self.health = WorkerHealth()
         self.info = SimpleNamespace(epoch="e", layout=SimpleNamespace(block_size=4))
         self.stub = self
         self.copies: list[worker_pb2.CopyBlocksRequest] = []
@@ -42,6 +41,13 @@ class Worker:
         return worker_pb2.CopyBlocksResponse(pulled=worker_pb2.PullSummary(num_blocks=2))
 
 
+class Followed(NamedTuple):
+    """An attempt whose answers are copied as they grow."""
+
+    group: Group
+    on_parts: OnParts
+
+
 class Setup:
     """Answers on the worker ``d0``, with three other decode workers and a prefill worker."""
 
@@ -50,20 +56,24 @@ class Setup:
         self.decode, self.prefill = [Worker(f"d{i}") for i in range(4)], Worker("p")
         self.tasks: list[asyncio.Task[None]] = []
         workers: Any = SimpleNamespace(
-            serving=lambda role: self.decode if role == "decode" else [self.prefill]
+            serving=lambda role: self.decode if role == "decode" else [self.prefill],
+            call_on_drain=Mock(),
+            call_on_return=Mock(),
         )
-        self.copies = AnswerCopies(workers, self._spawn, AnswerCopyMetrics(self.registry))
+        self.copies = Copies(workers, self._spawn, CopyMetrics(self.registry), copies_grown=True)
+        self._followed = ExitStack()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.tasks.append(asyncio.create_task(coroutine))
         return self.tasks[-1]
 
-    def follow(self, name: str = "a", num_answers: int = 1, *, has_prefill: bool = False) -> FollowedAnswers:
-        answers = [SimpleNamespace(token_ids=[]) for _ in range(num_answers)]
-        group: Any = Group(name, PROMPT, answers)
-        source: Any = self.decode[0]
-        prefill: Any = self.prefill if has_prefill else None
-        return FollowedAnswers(self.copies, group, source, prefill, SCOPE)
+    def follow(self, name: str = "a", num_answers: int = 1, *, has_prefill: bool = False) -> Followed:
+        group: Any = Group(name, PROMPT, [SimpleNamespace(token_ids=[]) for _ in range(num_answers)])
+        plan: Any = SimpleNamespace(decode=self.decode[0], prefill=self.prefill if has_prefill else None)
+        attempt = RunningAttempt(plan, group, SCOPE, Mock())
+        on_parts = self._followed.enter_context(self.copies.follow(attempt))
+        assert on_parts is not None
+        return Followed(group, on_parts)
 
     @property
     def requests(self) -> list[tuple[str, worker_pb2.CopyBlocksRequest]]:
@@ -80,7 +90,12 @@ class Group(SimpleNamespace):
 
     def __init__(self, sequence_id: str, prompt_token_ids: list[int], answers: list[Any]) -> None:
         super().__init__(
-            sequence_id=sequence_id, prompt_token_ids=prompt_token_ids, answers=answers, is_finished=False
+            sequence_id=sequence_id,
+            prompt_token_ids=prompt_token_ids,
+            answers=answers,
+            is_finished=False,
+            is_beam_search=False,
+            params=SamplingParams(),
         )
 
     @property
@@ -88,10 +103,10 @@ class Group(SimpleNamespace):
         return min(len(answer.token_ids) for answer in self.answers)
 
 
-def grow(followed: FollowedAnswers, num_tokens: int) -> None:
+def grow(followed: Followed, num_tokens: int) -> None:
     for answer in followed.group.answers:
         answer.token_ids += range(num_tokens)
-    followed.advance()
+    followed.on_parts()
 
 
 @pytest.fixture
@@ -175,6 +190,7 @@ async def test_only_a_few_copies_run_and_the_others_come_later(setup: Setup) -> 
     followed = [setup.follow(str(i)) for i in range(MAX_UNDER_WAY + 1)]
     for each in followed:
         grow(each, INTERVAL_TOKENS)
+        await asyncio.sleep(0)
     assert len(setup.tasks) == MAX_UNDER_WAY
     await setup.finish()
     grow(followed[-1], 1)

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
-from quire.services.router import moves
+from quire.services.router import copies
 
 PROMPT = "say hello world, stop here"
 SECONDS = 10.0
@@ -97,7 +97,7 @@ async def test_what_was_filled_during_a_copy_is_copied_too(cluster: Any) -> None
     cluster["d2"].pulled = worker_pb2.PullSummary(num_blocks=1)
     await drain(cluster, "d1")
     await asyncio.wait_for(answer, SECONDS)
-    assert len(cluster["d2"].copies) == moves.MAX_COPIES
+    assert len(cluster["d2"].copies) == copies.MAX_COPIES
 
 
 async def test_several_answers_go_on_one_by_one(cluster: Any) -> None:
@@ -120,7 +120,7 @@ async def test_a_prompt_that_waits_begins_elsewhere(cluster: Any) -> None:
 async def test_an_answer_stays_if_much_would_be_computed_again(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moves, "MAX_MISSING_BLOCKS", 0)
+    monkeypatch.setattr(copies, "MAX_MISSING_BLOCKS", 0)
     answer = await start(cluster)
     cluster["d2"].pulled = worker_pb2.PullSummary(failure="no_blocks")
     await drain(cluster, "d1")
@@ -158,8 +158,8 @@ def test_an_attempt_that_begins_on_a_draining_worker_moves(*, is_draining: bool)
     """The worker was chosen before the router knew that it drains."""
     spawn = Mock(side_effect=lambda coroutine: coroutine.close())
     worker = Mock(health=Mock(is_draining=is_draining))
-    group = Mock(is_beam_search=False, params=SamplingParams())
-    known = moves.Moves(Mock(), spawn, moves.MoveMetrics(CollectorRegistry()))
+    group = Mock(is_beam_search=False, params=SamplingParams(), num_tokens=0)
+    known = copies.Copies(Mock(), spawn, copies.CopyMetrics(CollectorRegistry()), copies_grown=False)
     with known.follow(Mock(plan=Mock(decode=worker), group=group)):
         assert spawn.called == is_draining
 
