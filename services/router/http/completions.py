@@ -3,107 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from aiohttp import web
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import MAX_REQUEST_ID_CHARS
-from quire.services.router.answer_size import PromptLogprobs, all_of, check_answer_size
-from quire.services.router.http.authorization import TENANT
-from quire.services.router.http.bodies import read_body, request_id, response_in_thread
-from quire.services.router.http.logprobs import TextOffsets, TokenNames, completion_logprobs, prompt_logprobs
+from quire.services.router.http.answers import AnswerWriter
+from quire.services.router.http.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from quire.services.router.http.requests import CompletionRequest
-from quire.services.router.http.responses import Completion, CompletionChoice, finish_name
+from quire.services.router.http.responses import Completion, CompletionChoice, Usage, finish_name
 from quire.services.router.http.sampling_fields import (
     answer_format,
     sampling_params,
     sent_names,
     stopping_params,
 )
-from quire.services.router.http.streams import Tagged, run, send_events
-from quire.services.router.http.usage import UsageCount
-from quire.services.router.servicer import GenerationServicer, collected
 
 DEFAULT_MAX_TOKENS = 16
 """Default of ``max_tokens``, as in OpenAI's API."""
-
-
-class Completions:
-    """Handles requests to ``/v1/completions``."""
-
-    def __init__(self, servicer: GenerationServicer, turn: asyncio.Lock) -> None:
-        self._servicer = servicer
-        self._turn = turn
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Return the complete answer, or stream it as events if the body asks for that."""
-        body = await read_body(request, CompletionRequest)
-        model = await self._servicer.joined_model(request[TENANT])
-        name = request_id(request, body.request_id)
-        generations = _generations(body, name)
-        writer = _Writer(body, model, name, self._turn)
-        names = _sent_names(body)
-        sizes = None if body.stream else PromptLogprobs()
-        messages = run(self._servicer, request[TENANT], generations, request.headers.items(), names, sizes)
-        if body.stream:
-            return await send_events(request, writer.events(messages))
-        check_answer_size(generations)
-        async with aclosing(messages):
-            received = await all_of(messages, lambda message: message.response)
-        has_logprobs = body.logprobs is not None or body.prompt_logprobs is not None
-        return await response_in_thread(lambda: writer.whole(received), self._turn if has_logprobs else None)
-
-
-def _generations(body: CompletionRequest, name: str) -> list[pb.Generation]:
-    if body.echo and body.prompt_logprobs is not None:
-        raise InvalidArgument("prompt_logprobs", "cannot go with echo, which returns them as logprobs")
-    prompts = body.prompts
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    options = pb.ResponseOptions(
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else body.prompt_logprobs,
-        prompt_token_ids=bool(body.echo or body.prompt_logprobs is not None or body.return_token_ids),
-        keep_special_tokens=body.skip_special_tokens is False,
-        keep_stop_string=bool(body.include_stop_str_in_output),
-    )
-    sampling, form = sampling_params(body, body.best_of), answer_format(body)
-    stopping = stopping_params(body, 1 if body.only_reads else max_tokens)
-    return [
-        pb.Generation(
-            model=body.model,
-            text=prompt if isinstance(prompt, str) else None,
-            token_ids=pb.TokenIds(ids=prompt) if not isinstance(prompt, str) else None,
-            sampling=sampling,
-            stopping=stopping,
-            response=options,
-            request_id=name if len(prompts) == 1 else _part(name, at),
-            format=form,
-            cache_salt=body.cache_salt,
-        )
-        for at, prompt in enumerate(prompts)
-    ]
-
-
-def _sent_names(body: CompletionRequest) -> list[dict[str, str]]:
-    """Return, for each prompt, the client's names of fields of ``quire.v1``."""
-    names = sent_names(body)
-    if body.echo:
-        names["response.prompt_logprobs"] = "logprobs"
-    num_prompts = len(body.prompts)
-    prompts = ["prompt"] if num_prompts == 1 else [f"prompt[{at}]" for at in range(num_prompts)]
-    return [{**names, **dict.fromkeys(("text", "token_ids", "token_ids.ids"), each)} for each in prompts]
-
-
-def _part(name: str, at: int) -> str:
-    """Return the request id of prompt number ``at``: the request's own id with a suffix."""
-    suffix = f"-{at}"
-    return name[: MAX_REQUEST_ID_CHARS - len(suffix)] + suffix
 
 
 class _Prompt(NamedTuple):
@@ -116,51 +35,64 @@ class _Prompt(NamedTuple):
     text_offsets: list[int]
 
 
-class _Writer:
-    """Writes the answers of a request, as one body or as events."""
+class CompletionWriter(AnswerWriter[CompletionRequest, Completion]):
+    """A request to ``/v1/completions``."""
 
     def __init__(self, body: CompletionRequest, model: ServedModel, name: str, turn: asyncio.Lock) -> None:
-        self._body = body
-        self._turn = turn
-        self._model = model
-        self._name = name
-        self._created = int(time.time())
-        self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        super().__init__(body, model, name, turn)
+        self.is_read_only = body.only_reads
         self._skips_special_tokens = body.skip_special_tokens is not False
         self._prompts: dict[int, _Prompt] = {}
         self._started: set[int] = set()
         self._text_offsets: dict[int, TextOffsets] = {}
 
-    async def events(self, messages: AsyncGenerator[Tagged, None]) -> AsyncGenerator[Completion, None]:
-        """Yield an event for each message, and at the end the token counts if the client asked for them."""
-        body, count = self._body, UsageCount()
-        async with aclosing(messages):
-            async for at, response in messages:
-                count.add(response)
-                if response.prompt_logprobs:
-                    async with self._turn:
-                        choice = await asyncio.to_thread(self._choice, at, response)
-                else:
-                    choice = self._choice(at, response)
-                event = self._completion([choice])
-                if body.includes_usage:
-                    event.usage = count.so_far() if body.counts_on else None
-                yield event
-        if body.includes_usage:
-            event = self._completion([])
-            event.usage = count.final(is_read_only=body.only_reads)
-            yield event
+    def generations(self) -> list[pb.Generation]:
+        """Return the prompts.
 
-    def whole(self, messages: Sequence[Tagged]) -> Completion:
-        """Return the complete answer; this is slow if there are many logprobs."""
-        body, count = self._body, UsageCount()
-        by_prompt: dict[int, list[pb.GenerateStreamResponse]] = {}
-        for at, response in messages:
-            count.add(response)
-            by_prompt.setdefault(at, []).append(response)
+        Raises:
+            InvalidArgument: two fields contradict each other.
+        """
+        body = self.body
+        if body.echo and body.prompt_logprobs is not None:
+            raise InvalidArgument("prompt_logprobs", "cannot go with echo, which returns them as logprobs")
+        prompts = body.prompts
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        options = self.options(
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else body.prompt_logprobs,
+            prompt_token_ids=bool(body.echo or body.prompt_logprobs is not None or body.return_token_ids),
+        )
+        sampling, form = sampling_params(body, body.best_of), answer_format(body)
+        stopping = stopping_params(body, 1 if body.only_reads else max_tokens)
+        return [
+            pb.Generation(
+                model=body.model,
+                text=prompt if isinstance(prompt, str) else None,
+                token_ids=pb.TokenIds(ids=prompt) if not isinstance(prompt, str) else None,
+                sampling=sampling,
+                stopping=stopping,
+                response=options,
+                request_id=self._name if len(prompts) == 1 else _part(self._name, at),
+                format=form,
+                cache_salt=body.cache_salt,
+            )
+            for at, prompt in enumerate(prompts)
+        ]
+
+    def names(self) -> list[dict[str, str]]:
+        """Return, for each prompt, the client's names of fields of ``quire.v1``."""
+        names, num_prompts = sent_names(self.body), len(self.body.prompts)
+        if self.body.echo:
+            names["response.prompt_logprobs"] = "logprobs"
+        prompts = ["prompt"] if num_prompts == 1 else [f"prompt[{at}]" for at in range(num_prompts)]
+        return [{**names, **dict.fromkeys(("text", "token_ids", "token_ids.ids"), each)} for each in prompts]
+
+    def _events(self, at: int, response: pb.GenerateStreamResponse) -> list[Completion]:
+        return [self._event([self._choice(at, response)])]
+
+    def _whole(self, answers: Sequence[pb.GenerateResponse], usage: Usage) -> Completion:
         choices = []
-        for at in sorted(by_prompt):
-            answer = collected(by_prompt[at])
+        for at, answer in enumerate(answers):
             for choice in answer.choices:
                 message = pb.GenerateStreamResponse(
                     index=choice.index,
@@ -172,11 +104,11 @@ class _Writer:
                     prompt_token_ids=answer.prompt_token_ids,
                 )
                 choices.append(self._choice(at, message))
-        completion = self._completion(choices)
-        completion.usage = count.final(is_read_only=body.only_reads)
+        completion = self._event(choices)
+        completion.usage = usage
         return completion
 
-    def _completion(self, choices: list[CompletionChoice]) -> Completion:
+    def _event(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(
             id=f"cmpl-{self._name}",
             object="text_completion",
@@ -186,7 +118,7 @@ class _Writer:
         )
 
     def _choice(self, at: int, response: pb.GenerateStreamResponse) -> CompletionChoice:
-        body = self._body
+        body = self.body
         index = at * (body.n or 1) + response.index
         text, token_ids, logprobs = response.text, list(response.token_ids), list(response.logprobs)
         if body.only_reads:
@@ -227,13 +159,19 @@ class _Writer:
         """Return the description of a prompt from the first message of its stream."""
         if at not in self._prompts:
             ids, text, offsets = list(response.prompt_token_ids), "", []
-            if self._body.echo:
-                given, tokenizer = self._body.prompts[at], self._model.tokenizer
+            if self.body.echo:
+                given, tokenizer = self.body.prompts[at], self._model.tokenizer
                 # A text from the client is returned unchanged, without the special tokens that were added.
                 skips = isinstance(given, str) or self._skips_special_tokens
                 text = given if isinstance(given, str) else tokenizer.decode(ids, skip_special_tokens=skips)
-                if self._body.logprobs is not None:
+                if self.body.logprobs is not None:
                     found = TextOffsets(tokenizer, skip_special_tokens=skips).of(ids)
                     offsets = [min(offset, len(text)) for offset in found]
             self._prompts[at] = _Prompt(text, ids, list(response.prompt_logprobs), offsets)
         return self._prompts[at]
+
+
+def _part(name: str, at: int) -> str:
+    """Return the request id of prompt number ``at``: the request's own id with a suffix."""
+    suffix = f"-{at}"
+    return name[: MAX_REQUEST_ID_CHARS - len(suffix)] + suffix

@@ -13,9 +13,10 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 
 from quire.services.router.http import requests, responses
+from quire.services.router.http.answers import answering
 from quire.services.router.http.bodies import json_response
-from quire.services.router.http.chat import ChatCompletions
-from quire.services.router.http.completions import Completions
+from quire.services.router.http.chat import ChatWriter
+from quire.services.router.http.completions import CompletionWriter
 from quire.services.router.http.model_routes import ModelRoutes
 from quire.services.router.servicer import GenerationServicer
 
@@ -44,7 +45,7 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
         Route(
             "POST",
             "/v1/completions",
-            Completions(servicer, turn).answer,
+            answering(servicer, turn, requests.CompletionRequest, CompletionWriter),
             "Continue texts",
             requests.CompletionRequest,
             responses.Completion,
@@ -53,7 +54,7 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
         Route(
             "POST",
             "/v1/chat/completions",
-            ChatCompletions(servicer, turn).answer,
+            answering(servicer, turn, requests.ChatCompletionRequest, ChatWriter),
             "Answer a conversation",
             requests.ChatCompletionRequest,
             responses.ChatCompletion,

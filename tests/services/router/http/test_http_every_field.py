@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
 
 from quire.sampling.parameter import table
 from quire.sampling.params import SamplingParams
-from quire.services.router.http import completions
+from quire.services.router.http.completions import CompletionWriter
 from quire.services.router.http.requests import CompletionRequest
 from quire.services.router.http.sampling_fields import GenerationFields
 
@@ -64,7 +66,8 @@ def without_effect() -> set[str]:
 def generation(**fields: Any) -> Any:
     more = {"n": 2, "use_beam_search": True} if "length_penalty" in fields else {}
     body = CompletionRequest.model_validate({"prompt": "x", **more, **fields})
-    return completions._generations(body, body.request_id or "r")
+    writer = CompletionWriter(body, Mock(), body.request_id or "r", asyncio.Lock())
+    return writer.generations()
 
 
 def attributes() -> set[str]:
