@@ -74,25 +74,6 @@ class TooLateError(Exception):
         self.seconds = seconds
 
 
-class WorkerState(NamedTuple):
-    """A live worker and the work that the router has in flight there.
-
-    Attributes:
-        num_blocks: blocks in the worker's pool.
-        pending_tokens: pending prefill tokens, computed before the first tokens of requests in flight.
-        resident_tokens: resident tokens, those of sequences whose blocks the worker keeps.
-        num_requests: requests in flight.
-        is_unhealthy: the worker is unhealthy.
-    """
-
-    worker_id: str
-    num_blocks: int
-    pending_tokens: int = 0
-    resident_tokens: int = 0
-    num_requests: int = 0
-    is_unhealthy: bool = False
-
-
 class PlannedPrompt(NamedTuple):
     """A prompt to be placed."""
 
@@ -203,7 +184,7 @@ class Planner:
         self.work = PromptWork()
 
     def place(
-        self, prompt: PlannedPrompt, prefill: Sequence[WorkerState], decode: Sequence[WorkerState]
+        self, prompt: PlannedPrompt, prefill: Sequence[CandidateWorker], decode: Sequence[CandidateWorker]
     ) -> Placement | None:
         """Choose the workers for a prompt; return None if there is no decode worker.
 
@@ -217,26 +198,26 @@ class Planner:
         # every tie.
         key = policy.affinity_key(prompt.block_hashes) or self._rng.randbytes(8)
         rule = self.config.policy
-        states = {state.worker_id: state for state in (*prefill, *decode)}
-        self._present.update(states)
+        workers = {worker.worker_id: worker for worker in (*prefill, *decode)}
+        self._present.update(workers)
         growth = prompt.num_answers * min(prompt.max_output_tokens, round(self._answer_tokens))
         resident_tokens = prompt.num_tokens + growth
         decoder = policy.choose_decode(
-            rule, [self._candidate(state, prompt) for state in decode], resident_tokens, key, self._rng
+            rule, [self._candidate(worker, prompt) for worker in decode], resident_tokens, key, self._rng
         )
         if decoder is None:
             return None
-        peers = self._peers(prompt, states)
+        peers = self._peers(prompt, workers)
         local = self._estimate(decoder.candidate, prompt, peers)
         remote = None
         if not prompt.must_be_local:
-            estimates = [self._estimate(self._candidate(state, prompt), prompt, peers) for state in prefill]
+            estimates = [self._estimate(self._candidate(worker, prompt), prompt, peers) for worker in prefill]
             remote = policy.choose_prefill(rule, estimates, key, self._rng)
         if remote is not None and policy.is_local_sooner(
             local,
             remote.estimate,
             handoff_seconds=self._handoff_seconds,
-            num_running=states[decoder.worker_id].num_requests,
+            num_running=decoder.candidate.num_requests,
             max_tokens=self.config.local_prefill_tokens,
         ):
             remote = None
@@ -311,15 +292,10 @@ class Planner:
     def _estimate(self, candidate: CandidateWorker, prompt: PlannedPrompt, peers: Sequence[Peer]) -> Estimate:
         return policy.estimate(candidate, prompt.num_tokens, peers, self._blocks, self.config.pulls)
 
-    def _candidate(self, state: WorkerState, prompt: PlannedPrompt) -> CandidateWorker:
-        return CandidateWorker(
-            state.worker_id,
-            cached_tokens=self._cached_tokens(state.worker_id, prompt),
-            pending_tokens=state.pending_tokens,
-            resident_tokens=state.resident_tokens,
-            capacity_tokens=max(1, state.num_blocks) * self._blocks.tokens,
-            tokens_per_second=self._prefill_rates.get(state.worker_id),
-            is_unhealthy=state.is_unhealthy,
+    def _candidate(self, worker: CandidateWorker, prompt: PlannedPrompt) -> CandidateWorker:
+        return worker._replace(
+            cached_tokens=self._cached_tokens(worker.worker_id, prompt),
+            tokens_per_second=self._prefill_rates.get(worker.worker_id),
         )
 
     def _cached_tokens(self, worker_id: str, prompt: PlannedPrompt) -> int:
@@ -329,7 +305,7 @@ class Planner:
         sent = self._history.num_cached(worker_id, prompt.block_hashes, max_age) * self._blocks.tokens
         return sent if cached is None else max(sent, cached.get(worker_id, 0))
 
-    def _peers(self, prompt: PlannedPrompt, states: Mapping[str, WorkerState]) -> list[Peer]:
+    def _peers(self, prompt: PlannedPrompt, workers: Mapping[str, CandidateWorker]) -> list[Peer]:
         """Return the peers that have blocks of the prompt, according to the index.
 
         Workers that are still computing the prefix cannot be pulled from, so the history is not used here.
@@ -339,6 +315,6 @@ class Planner:
             [
                 Peer(name, min(num_tokens, prompt.num_tokens), self._pull_rates.get(name))
                 for name, num_tokens in cached.items()
-                if name in states and not states[name].is_unhealthy
+                if name in workers and not workers[name].is_unhealthy
             ]
         )

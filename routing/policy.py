@@ -66,7 +66,10 @@ class Pulls(StrEnum):
 
 
 class CandidateWorker(NamedTuple):
-    """A worker that could serve the request."""
+    """A worker that could serve the request.
+
+    The planner adds ``cached_tokens`` and ``tokens_per_second`` to what its caller knows.
+    """
 
     worker_id: str
     cached_tokens: int = 0
@@ -79,6 +82,8 @@ class CandidateWorker(NamedTuple):
     """Tokens that fit in its pool."""
     tokens_per_second: float = 1.0
     """Rate at which it computes prompts."""
+    num_requests: int = 0
+    """Requests in flight."""
     is_unhealthy: bool = False
     """Whether it is unhealthy: it failed recently or in this request, or it may be unable to serve."""
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from quire.kvindex.memory_index import MemoryIndex, MemoryStore
 from quire.routing.demand import RoleState, Totals
 from quire.routing.elastic import ElasticRoles
-from quire.routing.planner import PlannedPrompt, Planner, PolicyConfig, PullOutcome, WorkerState
-from quire.routing.policy import Blocks, Pulls
+from quire.routing.planner import PlannedPrompt, Planner, PolicyConfig, PullOutcome
+from quire.routing.policy import Blocks, CandidateWorker, Pulls
 from quire.routing.pressure import Targets
 from quire.simulator.block_cache import BlockCache, now
 from quire.simulator.calibration import Calibration
@@ -156,8 +156,8 @@ class Simulation:
         placement = self._planner.place(
             # A trace does not contain the limit on the length of the answer.
             PlannedPrompt(request.input_tokens, hashes, cached, max_output_tokens=sys.maxsize),
-            [self._state(server) for server in self._with_role("prefill")],
-            [self._state(server) for server in self._with_role("decode")],
+            [self._candidate(server) for server in self._with_role("prefill")],
+            [self._candidate(server) for server in self._with_role("decode")],
         )
         assert placement is not None, "there is a decode worker"
         job = Job(request, hashes, placement)
@@ -235,13 +235,13 @@ class Simulation:
     def _with_role(self, role: str) -> list[Server]:
         return [server for server in self._servers.values() if server.role == role]
 
-    def _state(self, server: Server) -> WorkerState:
-        return WorkerState(
+    def _candidate(self, server: Server) -> CandidateWorker:
+        return CandidateWorker(
             server.worker_id,
-            self._calibration.num_blocks,
-            server.pending_tokens,
-            server.resident_tokens,
-            server.num_requests,
+            capacity_tokens=max(1, self._calibration.num_blocks) * self._calibration.block_tokens,
+            pending_tokens=server.pending_tokens,
+            resident_tokens=server.resident_tokens,
+            num_requests=server.num_requests,
         )
 
     def _decide_roles(self, controller: ElasticRoles) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from math import inf
 
 from quire.kvindex.block_hash import CacheScope
-from quire.routing.planner import PlannedPrompt, TooLateError, WorkerState
+from quire.routing.planner import PlannedPrompt, TooLateError
+from quire.routing.policy import CandidateWorker
 from quire.sampling.params import SamplingParams
 from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.cluster import Cluster
@@ -87,8 +88,8 @@ class WorkerChoice:
         try:
             placement = cluster.planner.place(
                 prompt,
-                self._states("prefill", group) if only is None else [],
-                self._states("decode", group, only.worker if only else None),
+                self._candidates("prefill", group) if only is None else [],
+                self._candidates("decode", group, only.worker if only else None),
             )
         except TooLateError as error:
             cluster.metrics.rejections.labels("too_late").inc()
@@ -117,13 +118,13 @@ class WorkerChoice:
         serving = self._serving("decode", group)
         return [worker.worker_id for worker in serving if not self._is_unhealthy(worker)]
 
-    def _states(self, role: str, group: AnswerGroup, only: Worker | None = None) -> list[WorkerState]:
-        """Return the states of the workers of a role that take requests, or of only one of them."""
-        suspects = self._cluster.suspects
+    def _candidates(self, role: str, group: AnswerGroup, only: Worker | None = None) -> list[CandidateWorker]:
+        """Return the workers of a role that take requests, or only one of them."""
+        suspects, block_size = self._cluster.suspects, self._cluster.model.block_size
         return [
-            WorkerState(
+            CandidateWorker(
                 worker.worker_id,
-                worker.info.num_blocks,
+                capacity_tokens=max(1, worker.info.num_blocks) * block_size,
                 pending_tokens=worker.pending_tokens + worker.load_of_others.pending_tokens,
                 resident_tokens=worker.resident_tokens + worker.load_of_others.resident_tokens,
                 num_requests=worker.num_requests + worker.load_of_others.num_requests,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,16 @@ from quire.routing.planner import (
     PolicyConfig,
     PullOutcome,
     TooLateError,
-    WorkerState,
 )
-from quire.routing.policy import Blocks
+from quire.routing.policy import Blocks, CandidateWorker
 from quire.routing.rates import HALF_LIFE_SECONDS, Rates
 
 BLOCKS = Blocks(16, 1 << 20)
 LENGTH = 1600
+
+
+def worker(name: str, num_blocks: int = 1000, **state: Any) -> CandidateWorker:
+    return CandidateWorker(name, capacity_tokens=num_blocks * BLOCKS.tokens, **state)
 
 
 class Clock:
@@ -57,8 +61,8 @@ class Cluster:
     def __init__(self, clock: Clock, **config: object) -> None:
         self.clock = clock
         self.planner = Planner(PolicyConfig(**config), BLOCKS, clock, Random(0))  # type: ignore[arg-type]
-        self.prefill = {name: WorkerState(name, 1000) for name in ("p1", "p2")}
-        self.decode = [WorkerState("d", 1000)]
+        self.prefill = {name: worker(name) for name in ("p1", "p2")}
+        self.decode = [worker("d")]
 
     def place(self, prompt: PlannedPrompt, **pending: int) -> Placement:
         states = [s._replace(pending_tokens=pending.get(name, 0)) for name, s in self.prefill.items()]
@@ -241,14 +245,14 @@ def test_a_slow_pull_lowers_the_peers_estimate(apart: Cluster) -> None:
 
 
 def test_a_unhealthy_peer_is_not_pulled_from(cluster: Cluster) -> None:
-    cluster.decode.append(WorkerState("ill", 1000, is_unhealthy=True))
+    cluster.decode.append(worker("ill", is_unhealthy=True))
     assert cluster.place(prompt(0, {"ill": LENGTH, "gone": LENGTH})).pull is None
 
 
 def test_the_decode_worker_computes_a_short_rest(cluster: Cluster) -> None:
     placement = cluster.place(prompt(0, {"d": LENGTH - 32}))
     assert (placement.prefill, placement.computing, placement.pending_tokens) == (None, "d", 32)
-    cluster.decode = [WorkerState("d", 1000, num_requests=100)]
+    cluster.decode = [worker("d", num_requests=100)]
     assert cluster.place(prompt(1, {"d": LENGTH - 32, "p1": LENGTH})).computing == "p1"
 
 
@@ -272,7 +276,7 @@ def test_without_decode_workers_there_is_no_placement(cluster: Cluster) -> None:
 
 def test_a_worker_whose_sequences_will_grow_is_not_taken_for_empty(clock: Clock) -> None:
     cluster = Cluster(clock)
-    cluster.decode = [WorkerState("small", 150), WorkerState("large", 200, resident_tokens=1200)]
+    cluster.decode = [worker("small", 150), worker("large", 200, resident_tokens=1200)]
     # Of 2,400 tokens the prompt and two answers leave nothing to the smaller pool.
     grows = prompt()._replace(max_output_tokens=1000, num_answers=2)
     for _ in range(200):
@@ -281,13 +285,13 @@ def test_a_worker_whose_sequences_will_grow_is_not_taken_for_empty(clock: Clock)
     assert placement.resident_tokens == LENGTH + 2 * 500
     assert cluster.place(prompt()._replace(max_output_tokens=10)).resident_tokens == LENGTH + 10
     assert cluster.place(prompt()).decode.worker_id == "small"
-    cluster.decode[1] = WorkerState("large", 200, resident_tokens=300)
+    cluster.decode[1] = worker("large", 200, resident_tokens=300)
     assert cluster.place(grows).decode.worker_id == "large"
 
 
 def test_chance_breaks_the_ties_of_prompts_of_less_than_a_block(clock: Clock) -> None:
     cluster = Cluster(clock, local_prefill_tokens=0)
-    cluster.decode = [WorkerState(name, 1000) for name in ("d1", "d2", "d3")]
+    cluster.decode = [worker(name) for name in ("d1", "d2", "d3")]
     placements = [cluster.place(PlannedPrompt(5, [], {})) for _ in range(300)]
     for names, count in (
         (Counter(placement.decode.worker_id for placement in placements), 3),
@@ -299,12 +303,12 @@ def test_chance_breaks_the_ties_of_prompts_of_less_than_a_block(clock: Clock) ->
 
 def test_a_prompt_that_would_be_late_is_not_placed(clock: Clock) -> None:
     planner = Planner(PolicyConfig(), BLOCKS, clock, Random(0))
-    busy = WorkerState("d", 1000, pending_tokens=50_000)
+    busy = worker("d", pending_tokens=50_000)
     late = prompt()._replace(max_seconds=5.0)
     with pytest.raises(TooLateError) as refused:
         planner.place(late, [], [busy])
     assert refused.value.seconds == pytest.approx((50_000 + LENGTH) / PREFILL_TOKENS_PER_SECOND)
-    idle = WorkerState("d", 1000)
+    idle = worker("d")
     placement = planner.place(late, [], [idle])
     assert placement is not None
     assert placement.estimate.cached_tokens == 0, "what was refused does not count as sent"

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.routing.planner import Placement, PlannedPrompt, Planner, PolicyConfig, WorkerState
-from quire.routing.policy import Blocks
+from quire.routing.planner import Placement, PlannedPrompt, Planner, PolicyConfig
+from quire.routing.policy import Blocks, CandidateWorker
 from quire.sampling.params import SamplingParams
 from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.failures import WorkerCallFailed
@@ -54,7 +54,8 @@ class Setup:
     def place(self) -> Placement:
         """Place the prompt; the index says that P has 64 of its tokens."""
         prompt = PlannedPrompt(NUM_TOKENS, HASHES, {"p": 64})
-        placement = self.planner.place(prompt, [WorkerState("p", 1000)], [WorkerState("d", 1000)])
+        p, d = (CandidateWorker(name, capacity_tokens=16_000) for name in "pd")
+        placement = self.planner.place(prompt, [p], [d])
         assert placement is not None
         return placement
 
