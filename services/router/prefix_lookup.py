@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from quire.kvindex.block_hash import CacheScope, block_hashes
 from quire.kvindex.guarded_index import GuardedIndex
+from quire.routing.planner import PlannedPrompt
 
 INLINE_HASHED_TOKENS = 8192
 """Prompts up to this length are hashed on the event loop (below 1 ms); longer ones in a thread."""
-
-
-class KnownPrefix(NamedTuple):
-    """Hashes of a prompt's full blocks, and the workers that have cached a prefix of them."""
-
-    block_hashes: Sequence[bytes]
-    cached_by_worker: Mapping[str, int] | None
-    """Cached tokens by worker id; None if the index was not asked or did not answer."""
 
 
 class PrefixLookup:
@@ -36,21 +28,19 @@ class PrefixLookup:
         self._root_of = root_of
         self._block_size = block_size
 
-    async def look_up(self, token_ids: Sequence[int], scope: CacheScope) -> KnownPrefix:
-        """Return the hashes of the full blocks in a scope, and the workers that cached them. Never raises."""
+    async def look_up(self, token_ids: Sequence[int], scope: CacheScope) -> PlannedPrompt:
+        """Return the prompt with its full blocks in a scope, and who has cached them. Never raises."""
         root = self._root_of(scope)
         if len(token_ids) <= INLINE_HASHED_TOKENS:
             hashes = block_hashes(root, token_ids, self._block_size)
         else:
             hashes = await asyncio.to_thread(block_hashes, root, token_ids, self._block_size)
-        if self._index is None:
-            return KnownPrefix(hashes, None)
-        if not hashes:
-            return KnownPrefix(hashes, {})
-        holdings = await self._index.look_up(hashes)
-        if holdings is None:
-            return KnownPrefix(hashes, None)
-        cached_by_worker = {
-            holding.worker.worker_id: holding.num_blocks * self._block_size for holding in holdings
-        }
-        return KnownPrefix(hashes, cached_by_worker)
+        cached_by_worker: dict[str, int] | None = None if self._index is None else {}
+        if self._index is not None and hashes:
+            holdings = await self._index.look_up(hashes)
+            cached_by_worker = (
+                None
+                if holdings is None
+                else {holding.worker.worker_id: holding.num_blocks * self._block_size for holding in holdings}
+            )
+        return PlannedPrompt(len(token_ids), hashes, cached_by_worker)

@@ -13,7 +13,6 @@ from quire.services.router.answer_group import AnswerGroup
 from quire.services.router.cluster import Cluster
 from quire.services.router.failures import too_late
 from quire.services.router.plan import NextWorker, Plan
-from quire.services.router.prefix_lookup import KnownPrefix
 from quire.services.router.pulls import pull_source
 from quire.services.router.request_account import RequestAccount
 from quire.services.router.worker import Worker
@@ -65,21 +64,18 @@ class WorkerChoice:
         start = cluster.clock()
         only = next_worker if next_worker is not None and next_worker.worker.can_serve else None
         if only is None:
-            prefix = await cluster.prefixes.look_up(group.token_ids, self._scope)
+            prompt = await cluster.prefixes.look_up(group.token_ids, self._scope)
         else:
-            prefix = KnownPrefix((), {only.worker.worker_id: only.num_cached_tokens})
+            cached = {only.worker.worker_id: only.num_cached_tokens}
+            prompt = PlannedPrompt(len(group.token_ids), (), cached)
         looked_up = cluster.clock()
         self._phases.record(Phase.LOOKUP, start, looked_up)
         if group.deaths:
             await cluster.suspects.turn(lambda: self._healthy_decode_workers(group))
         # With several answers P does not compute the prompt's last token, and its logprob would be lost.
         is_scored = not group.is_single and self._params.num_prompt_logprobs is not None
-        must_be_local = is_scored or group.num_prefilled_tokens == 0
-        prompt = PlannedPrompt(
-            len(group.token_ids),
-            prefix.block_hashes,
-            prefix.cached_by_worker,
-            must_be_local,
+        prompt = prompt._replace(
+            must_be_local=is_scored or group.num_prefilled_tokens == 0,
             max_output_tokens=self._params.max_tokens - len(group.output_token_ids),
             num_answers=len(group.answers),
             # What has begun is tried to the end; and estimates are not exact.

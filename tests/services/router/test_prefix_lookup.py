@@ -49,11 +49,12 @@ async def test_full_blocks_are_hashed_in_their_scope(is_long: bool, monkeypatch:
     if is_long:
         monkeypatch.setattr(prefix_lookup, "INLINE_HASHED_TOKENS", 3)
     index = Index({"a": 2, "b": 1})
-    hashes, cached = await lookup(index).look_up(PROMPT, SCOPE)
+    prompt = await lookup(index).look_up(PROMPT, SCOPE)
+    hashes = prompt.block_hashes
     assert hashes == block_hashes(root_of(SCOPE), PROMPT, BLOCK_SIZE)
     assert len(hashes) == 2
     assert index.asked == [hashes]
-    assert cached == {"a": 8, "b": 4}, "in tokens"
+    assert prompt.cached_by_worker == {"a": 8, "b": 4}, "in tokens"
     assert (await lookup(None).look_up(PROMPT, OTHER)).block_hashes[0] != hashes[0]
 
 

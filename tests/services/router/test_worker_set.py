@@ -20,6 +20,7 @@ from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.routing.planner import PlannedPrompt
 from quire.services.router.health import PENALTY_SECONDS
 from quire.services.router.membership import Member, MembershipLost, StaticMembership
 from quire.services.router.prefix_lookup import PrefixLookup
@@ -416,12 +417,12 @@ async def test_blocks_held_become_tokens() -> None:
     guarded = GuardedIndex(index, CircuitBreaker(), on_fallback=lambda reason: pytest.fail(reason))
     lookup, prompt = PrefixLookup(guarded, lambda scope: scope.tenant.encode(), 4), list(range(14))
     hashes, scope = block_hashes(b"root", prompt, 4), CacheScope("root")
-    assert await lookup.look_up(prompt, scope) == (hashes, {"p": 8})
+    assert await lookup.look_up(prompt, scope) == PlannedPrompt(14, hashes, {"p": 8})
     assert index.asked == [hashes]
-    assert await lookup.look_up(prompt[:3], scope) == ([], {})
+    assert await lookup.look_up(prompt[:3], scope) == PlannedPrompt(3, [], {})
     assert len(index.asked) == 1
     unasked = PrefixLookup(None, lambda scope: scope.tenant.encode(), 4)
-    assert await unasked.look_up(prompt, scope) == (hashes, None)
+    assert await unasked.look_up(prompt, scope) == PlannedPrompt(14, hashes, None)
 
 
 async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_path: Path) -> None:
