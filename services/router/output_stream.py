@@ -33,14 +33,8 @@ class Connection(Protocol):
         """Return once the call has reached the worker that proved its identity, or raise an AioRpcError."""
 
 
-class Receiver(Protocol):
-    """Takes what comes for one decode."""
-
-    def receive(self, parts: list[AnswerPart]) -> None:
-        """Take what the decode has added to its answers."""
-
-    def lose(self, error: grpc.aio.AioRpcError) -> None:
-        """Learn that no more outputs will come."""
+Receive = Callable[[list[AnswerPart] | grpc.aio.AioRpcError], None]
+"""Takes what a decode has added to its answers, or the error after which no more outputs come."""
 
 
 class OutputStream:
@@ -52,7 +46,7 @@ class OutputStream:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._receivers: dict[int, Receiver] = {}
+        self._receivers: dict[int, Receive] = {}
         self._channels = itertools.count()
         self._stream_id = ""
         self._open = asyncio.Event()
@@ -83,13 +77,13 @@ class OutputStream:
         if self._reading is not None:
             self._reading.cancel()
 
-    def subscribe(self, receiver: Receiver) -> worker_pb2.OutputChannel:
-        """Return a channel whose outputs go to the receiver; they are lost if the stream is not open."""
+    def subscribe(self, receive: Receive) -> worker_pb2.OutputChannel:
+        """Return a channel whose outputs go to ``receive``; an error goes there if the stream is closed."""
         channel = next(self._channels) % 2**32
         if self.is_open:
-            self._receivers[channel] = receiver
+            self._receivers[channel] = receive
         else:
-            receiver.lose(unavailable("failed to connect: the worker's stream of outputs is not open"))
+            receive(unavailable("failed to connect: the worker's stream of outputs is not open"))
         return worker_pb2.OutputChannel(stream_id=self._stream_id, channel=channel)
 
     def unsubscribe(self, channel: worker_pb2.OutputChannel) -> None:
@@ -127,8 +121,8 @@ class OutputStream:
             self._open.clear()
             receivers, self._receivers = self._receivers, {}
             _log.debug("output_stream_ended", requests=len(receivers), code=error.code().name)
-            for receiver in receivers.values():
-                receiver.lose(error)
+            for receive in receivers.values():
+                receive(error)
 
     def _receive(self, message: Any) -> None:
         token_ids: defaultdict[int, list[int]] = defaultdict(list)
@@ -144,8 +138,8 @@ class OutputStream:
             self._pass_on(channel, parts)
 
     def _pass_on(self, channel: int, parts: list[AnswerPart]) -> None:
-        if (receiver := self._receivers.get(channel)) is not None:
-            receiver.receive(parts)
+        if (receive := self._receivers.get(channel)) is not None:
+            receive(parts)
 
 
 def unavailable(details: str) -> grpc.aio.AioRpcError:

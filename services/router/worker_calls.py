@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -92,7 +92,7 @@ class WorkerCalls:
     def subscribe(self, worker: Worker) -> worker_pb2.OutputChannel:
         """Return a channel of the worker's stream whose outputs become events."""
         stream = worker.connection.outputs
-        channel = stream.subscribe(_Subscription(worker, self._add, self._charge))
+        channel = stream.subscribe(partial(self._receive, worker))
         self._subscriptions.append((stream, channel))
         return channel
 
@@ -139,6 +139,18 @@ class WorkerCalls:
                 return Event(worker, parts=list(joined.values()))
             parts = self._events.popleft().parts or []
 
+    def _receive(self, worker: Worker, outputs: list[AnswerPart] | grpc.aio.AioRpcError) -> None:
+        if isinstance(outputs, grpc.aio.AioRpcError):
+            # The call itself may still run.
+            self._add(Event(worker, error=outputs))
+            return
+        for part in outputs:
+            if part.num_generated_tokens:
+                self._charge.raise_to(worker.worker_id, part.num_generated_tokens)
+            else:
+                self._charge.add(worker.worker_id, len(part.token_ids))
+        self._add(Event(worker, parts=[part for part in outputs if part.token_ids or part.finish_reason]))
+
     def _add(self, event: Event) -> None:
         self._events.append(event)
         self._has_event.set()
@@ -184,25 +196,3 @@ class WorkerCalls:
         except (grpc.aio.AioRpcError, ChannelClosedError) as error:
             # A worker that does not answer either notices the lost connection or is dead.
             _log.debug("abort_failed", worker=worker.worker_id, error=error)
-
-
-class _Subscription:
-    """Turns what a stream carries for one decode into events."""
-
-    def __init__(self, worker: Worker, add: Callable[[Event], None], charge: AttemptCharge) -> None:
-        self._worker = worker
-        self._add = add
-        self._charge = charge
-
-    def receive(self, parts: list[AnswerPart]) -> None:
-        """Take what the decode has added to its answers."""
-        for part in parts:
-            if part.num_generated_tokens:
-                self._charge.raise_to(self._worker.worker_id, part.num_generated_tokens)
-            else:
-                self._charge.add(self._worker.worker_id, len(part.token_ids))
-        self._add(Event(self._worker, parts=[part for part in parts if part.token_ids or part.finish_reason]))
-
-    def lose(self, error: grpc.aio.AioRpcError) -> None:
-        """Learn that no more outputs will come; the call itself may still run."""
-        self._add(Event(self._worker, error=error))

@@ -26,13 +26,13 @@ class Receiver:
         self.token_ids: list[int] = []
         self.errors: list[grpc.aio.AioRpcError] = []
 
-    def receive(self, parts: list[AnswerPart]) -> None:
-        self.received.append(parts)
-        for part in parts:
+    def __call__(self, outputs: list[AnswerPart] | grpc.aio.AioRpcError) -> None:
+        if isinstance(outputs, grpc.aio.AioRpcError):
+            self.errors.append(outputs)
+            return
+        self.received.append(outputs)
+        for part in outputs:
             self.token_ids += part.token_ids
-
-    def lose(self, error: grpc.aio.AioRpcError) -> None:
-        self.errors.append(error)
 
 
 class Connection:

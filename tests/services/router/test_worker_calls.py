@@ -27,11 +27,11 @@ class Outputs:
     """A stream of outputs that is open, and keeps its subscriber."""
 
     def __init__(self) -> None:
-        self.receiver: Any = None
+        self.receive: Any = None
         self.unsubscribed: list[worker_pb2.OutputChannel] = []
 
-    def subscribe(self, receiver: Any) -> worker_pb2.OutputChannel:
-        self.receiver = receiver
+    def subscribe(self, receive: Any) -> worker_pb2.OutputChannel:
+        self.receive = receive
         return worker_pb2.OutputChannel(stream_id="s", channel=1)
 
     def unsubscribe(self, channel: worker_pb2.OutputChannel) -> None:
@@ -153,7 +153,7 @@ async def test_a_slow_client_gets_the_outputs_that_have_come_in_one_message(setu
             [AnswerPart([7, 8], num_accepted_draft_tokens=2)],
             [AnswerPart([9], index=1, finish_reason=inference_pb2.FINISH_REASON_STOP)],
         ):
-            connection.outputs.receiver.receive(parts)
+            connection.outputs.receive(parts)
         assert (await setup.event()).parts == [
             AnswerPart([5, 7, 8], num_accepted_draft_tokens=3),
             AnswerPart([6, 9], index=1, finish_reason=inference_pb2.FINISH_REASON_STOP),
@@ -165,7 +165,7 @@ async def test_a_message_takes_a_limited_number_of_tokens(setup: Setup) -> None:
     async with setup.calls as calls:
         calls.subscribe(worker)
         for token in range(MAX_JOINED_TOKENS + 1):
-            connection.outputs.receiver.receive([AnswerPart([token])])
+            connection.outputs.receive([AnswerPart([token])])
         parts = [(await setup.event()).parts for _ in range(2)]
     assert [len(part.token_ids) for [part] in filter(None, parts)] == [MAX_JOINED_TOKENS, 1]
 
@@ -175,10 +175,10 @@ async def test_outputs_of_a_stream_become_events_until_the_attempt_ends(setup: S
     async with setup.calls as calls:
         channel = calls.subscribe(worker)
         assert channel == worker_pb2.OutputChannel(stream_id="s", channel=1)
-        connection.outputs.receiver.receive([AnswerPart([5])])
+        connection.outputs.receive([AnswerPart([5])])
         assert (await setup.event()).parts == [AnswerPart([5])]
         lost = rpc_error(grpc.StatusCode.UNAVAILABLE)
-        connection.outputs.receiver.lose(lost)
+        connection.outputs.receive(lost)
         assert await setup.next() == ("a", None, lost)
         assert connection.outputs.unsubscribed == []
     assert connection.outputs.unsubscribed == [channel]
@@ -230,12 +230,12 @@ async def test_tokens_are_charged_when_they_arrive_and_the_rest_when_the_call_is
     async with setup.calls as calls:
         calls.start(streaming, Call(0, is_endless=True))
         calls.subscribe(streaming)
-        streamed.outputs.receiver.receive([AnswerPart([5, 6])])
+        streamed.outputs.receive([AnswerPart([5, 6])])
         assert setup.charged == [2], "no one has read the event"
         assert (await setup.event()).parts == [AnswerPart([5, 6])]
         calls.start(searching, Call(0, is_endless=True))
         calls.subscribe(searching)
-        searched.outputs.receiver.receive([AnswerPart(num_generated_tokens=64)])
+        searched.outputs.receive([AnswerPart(num_generated_tokens=64)])
         assert setup.charged == [2, 64]
     await asyncio.gather(*setup.spawned)
     assert sorted(setup.charged[2:]) == [3, 6]
