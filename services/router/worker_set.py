@@ -262,7 +262,9 @@ class WorkerSet:
                 worker = Worker(address, probe.info, connection, health)
                 self._connections.prepare(worker)
                 # While the stream was opened, another worker may have become the first.
-                if await connection.outputs.opened(self._probing.probe_seconds) and self._accepts(member, probe):
+                if await connection.outputs.opened(self._probing.probe_seconds) and self._accepts(
+                    member, probe
+                ):
                     self._join(worker)
                     return
         await connection.close()

@@ -47,13 +47,7 @@ def has_ended(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 
 class Idle:
-    """Has nothing to do, and ends each answer before its first token."""
-
-    async def Decode(
-        self, request: worker_pb2.DecodeRequest, context: Any
-    ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
-        return
-        yield
+    """Has nothing to do."""
 
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
         return worker_pb2.GetLoadResponse()
