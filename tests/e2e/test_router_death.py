@@ -93,7 +93,9 @@ def redis() -> Iterator[RedisProcess]:
 def stack(start_stack: StartStack, redis: RedisProcess) -> Iterator[RunningStack]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_CLUSTER_SECRET", SECRET)
-        with start_stack("llama", redis_url=redis.url, num_prefill=1, num_decode=2) as running:
+        # Each step is a message, so that the answers are far from done after a few of them.
+        options = {"num_prefill": 1, "num_decode": 2, "stream_interval": 0.0}
+        with start_stack("llama", redis_url=redis.url, **options) as running:
             yield running
 
 
