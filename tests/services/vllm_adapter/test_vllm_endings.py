@@ -119,7 +119,9 @@ async def test_subscribers_do_not_keep_a_worker_from_stopping(model_folder: Path
             assert batch.load.sample <= 2
 
 
-async def test_a_worker_serves_gateways_in_its_present_role(model_folder: Path) -> None:
+async def test_a_worker_serves_gateways_in_its_present_role(
+    model_folder: Path, has_ended: asyncio.Event
+) -> None:
     state = WorkerState("decode")
 
     async def kv_role(engine: VllmEngineStub) -> str:
@@ -128,7 +130,9 @@ async def test_a_worker_serves_gateways_in_its_present_role(model_folder: Path) 
 
     async with served(Idle(), model_folder, state) as engine:
         assert await kv_role(engine) == "kv_consumer"
-        assert [response async for response in engine.Generate(REQUEST)] == []
+        decoding = engine.Generate(REQUEST, timeout=0.2)
+        assert await decoding.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await has_ended.wait()
         state.change_role("prefill")
         assert await kv_role(engine) == "kv_producer"
         with pytest.raises(grpc.aio.AioRpcError, match="must be 1 at a prefill worker"):
