@@ -25,7 +25,7 @@ from rich.table import Table
 
 from quire.client import AsyncClient, Message, Usage
 from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.routing.policy import Policy, Pulls
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import local_stack

@@ -30,7 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from quire.benchmarks.live_replay import LiveOutcome, replay_live
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.routing.policy import Policy, Pulls
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess

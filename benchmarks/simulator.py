@@ -22,7 +22,7 @@ from rich.table import Table
 
 from quire.benchmarks.live_replay import LiveOutcome, measure_pulls, replay_live
 from quire.client import AsyncClient
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.routing.policy import Policy, Pulls
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack

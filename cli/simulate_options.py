@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli.failure import writable
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.routing.policy import Policy, Pulls
 from quire.services.router.config import RouterConfig
 

@@ -15,10 +15,10 @@ from quire.kvindex.instrumented_index import IndexMetrics, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.rpc.server import GrpcMetrics
-from quire.services.router.copies import CopyMetrics
-from quire.services.router.http.metrics import HttpMetrics
-from quire.services.router.metrics import RouterMetrics
-from quire.services.router.roles import RoleMetrics
+from quire.services.router.admin.roles import RoleMetrics
+from quire.services.router.http.shared.metrics import HttpMetrics
+from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.migration.copies import CopyMetrics
 from quire.services.server.loop_lag import LoopLagMetrics
 from quire.services.server.metrics_server import describe_readiness
 from quire.services.worker.metrics import (

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from quire.kvindex.memory_index import MemoryIndex, MemoryStore
 from quire.routing.demand import RoleState, Totals
-from quire.routing.elastic import ElasticRoles
-from quire.routing.planner import PlannedPrompt, Planner, PolicyConfig, PullOutcome
+from quire.routing.placement import PlannedPrompt, Planner, PolicyConfig, PullOutcome
 from quire.routing.policy import Blocks, CandidateWorker, Pulls
 from quire.routing.pressure import Targets
+from quire.routing.scaling import ElasticRoles
 from quire.simulator.block_cache import BlockCache, now
 from quire.simulator.calibration import Calibration
 from quire.simulator.servers import Job, Server

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
-from quire.routing.planner import Placement
+from quire.routing.placement import Placement
 from quire.simulator.block_cache import BlockCache
 from quire.simulator.calibration import Calibration
 from quire.simulator.trace import TraceRequest

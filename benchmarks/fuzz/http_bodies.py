@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.benchmarks.fuzz.requests import ODD_SHARE, Field, field
 from quire.protos import inference_pb2 as pb
-from quire.services.router.http.sampling_fields import GenerationFields
+from quire.services.router.http.openai.sampling_fields import GenerationFields
 
 _MESSAGES = (pb.Generation, pb.SamplingParams, pb.StoppingParams, pb.ResponseOptions)
 HTTP_NAMES: Mapping[str, str] = {

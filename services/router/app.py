@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from quire.kvtransfer.layout import layout_from_proto
 from quire.protos import worker_pb2
-from quire.routing.elastic import ElasticRoles
-from quire.routing.planner import Planner
+from quire.routing.placement import Planner
 from quire.routing.policy import Blocks
 from quire.routing.pressure import Targets
+from quire.routing.scaling import ElasticRoles
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.errors import BadFileError, Unavailable
 from quire.rpc.server import (
@@ -34,25 +34,25 @@ from quire.rpc.server import (
 )
 from quire.rpc.tls import ClusterTls
 from quire.services.requests.served_model import load_served_model
-from quire.services.router.admin import admin_server
-from quire.services.router.admission import Admission
-from quire.services.router.cluster import Cluster
+from quire.services.router.admin.admin import admin_server
+from quire.services.router.admin.roles import RoleMetrics, Roles
 from quire.services.router.config import RouterConfig
-from quire.services.router.copies import Copies, CopyMetrics
-from quire.services.router.followers import Follower, follow_load
-from quire.services.router.instruments import Instruments
-from quire.services.router.metrics import RouterMetrics
-from quire.services.router.open_calls import OpenCalls, router_stops
+from quire.services.router.execution.cluster import Cluster
+from quire.services.router.execution.followers import Follower, follow_load
+from quire.services.router.execution.suspects import Suspects
+from quire.services.router.grpc.open_calls import OpenCalls, router_stops
+from quire.services.router.grpc.request_memory import RequestMemory
+from quire.services.router.grpc.servicer import GenerationServicer
+from quire.services.router.metrics.instruments import Instruments
+from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.migration.copies import Copies, CopyMetrics
 from quire.services.router.public_servers import public_grpc_server, public_http_server
-from quire.services.router.request_memory import RequestMemory
-from quire.services.router.roles import RoleMetrics, Roles
-from quire.services.router.servicer import GenerationServicer
-from quire.services.router.silences import TICK_SECONDS
 from quire.services.router.sources import Sources, open_sources
-from quire.services.router.suspects import Suspects
+from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
-from quire.services.router.worker_queue import WorkerQueue
-from quire.services.router.worker_set import WorkerSet
+from quire.services.router.workers.queue import WorkerQueue
+from quire.services.router.workers.silences import TICK_SECONDS
+from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import Spawn, background, in_background
 from quire.services.server.log import get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.kvindex.membership import POLL_SECONDS
-from quire.routing.planner import PolicyConfig
-from quire.services.router.http.times import HttpTimes
+from quire.routing.placement import PolicyConfig
 from quire.services.server.config import ServiceConfig
 from quire.settings.address import is_address
 from quire.settings.setting import MAX_PORT, Panel, check_settings, setting
@@ -67,6 +66,24 @@ class SloTargets:
     def tpot_seconds(self) -> float:
         """Maximum mean time for each further token, in seconds."""
         return self.tpot_ms / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class HttpTimes:
+    """Time limits for a client, in seconds.
+
+    Attributes:
+        head_seconds: time from the start of a connection, or from the last response, until the headers of the
+            next request have arrived.
+        body_seconds: time from the headers of a request until its body has arrived.
+        piece_seconds: time within which each further KiB of a body must arrive.
+        read_seconds: time within which a client has to read some of the bytes that wait for it.
+    """
+
+    head_seconds: float = 20.0
+    body_seconds: float = 30.0
+    piece_seconds: float = 10.0
+    read_seconds: float = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from quire.rpc.call_limits import CALL_MARGIN_SECONDS
 from quire.rpc.server import PUBLIC_MESSAGE_BYTES, GrpcServer, Service, grpc_server
 from quire.rpc.tls import server_context, server_credentials
 from quire.services.router.config import RouterConfig
-from quire.services.router.metrics import RouterMetrics
-from quire.services.router.request_memory import RequestMemory
-from quire.services.router.servicer import SERVICE_NAME, GenerationServicer
+from quire.services.router.grpc.request_memory import RequestMemory
+from quire.services.router.grpc.servicer import SERVICE_NAME, GenerationServicer
+from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.tenants.api_keys import Authenticator
 from quire.services.router.tenants.authentication import RequireTenant
 

@@ -16,9 +16,9 @@ from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.instrumented_index import IndexMetrics, InstrumentedIndex
 from quire.kvindex.redis_index import RedisIndex, membership_client, reader_client
 from quire.services.requests.served_model import ServedModel
-from quire.services.router.membership import Member, Membership, MembershipLost, StaticMembership
-from quire.services.router.prefix_lookup import PrefixLookup
+from quire.services.router.execution.prefix_lookup import PrefixLookup
 from quire.services.router.tenants.shared_usage import SharedUsage, shared_usage
+from quire.services.router.workers.membership import Member, Membership, MembershipLost, StaticMembership
 
 
 class Sources(NamedTuple):

@@ -1,7 +1,7 @@
 """How the process of a worker lets the running requests end before it ends itself.
 
 It leaves the cluster and serves until every router has noticed. Then it refuses new requests and waits for
-those that run; routers move most of them to other workers (``services/router/copies.py``). Its server gives
+those that run; routers move most of them to other workers (``services/router/migration/``). Its server gives
 it ``grace_seconds`` for all this and then cancels the wait (``rpc/server.py``).
 """
 

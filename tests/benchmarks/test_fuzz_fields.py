@@ -9,7 +9,7 @@ from quire.benchmarks.fuzz.answers import answer_problem
 from quire.benchmarks.fuzz.http_bodies import BOTH, CHATS, COMPLETIONS, HTTP_NAMES, http_call
 from quire.benchmarks.fuzz.requests import FIELDS, PARTS, random_generation
 from quire.protos import inference_pb2 as pb
-from quire.services.router.http.requests import ChatCompletionRequest, CompletionRequest
+from quire.services.router.http.openai.requests import ChatCompletionRequest, CompletionRequest
 
 _WITHOUT_EFFECT = {
     "metadata",

@@ -19,7 +19,7 @@ from typer.testing import Result
 
 from quire.cli.sizes import format_size, parse_size
 from quire.models.bundled import demo_model_path
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.services import worker_process
 from quire.services.local import stack as local_stack
 from quire.services.local.child_processes import end_of

@@ -19,7 +19,7 @@ from quire.client import AsyncClient
 from quire.models.random_model import make_random_model
 from quire.protos import worker_pb2 as pb
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig

@@ -17,14 +17,14 @@ from quire.kvindex import guarded_index
 from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
 from quire.protos import worker_pb2
 from quire.routing import policy
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.routing.policy import Blocks, Peer, Policy, PullChoice
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack, local_stack
-from quire.services.router import pulls
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
+from quire.services.router.execution import pulls
 
 NUM_CHATS, NUM_TURNS, NUM_FACTS = 4, 4, 20
 MAX_TOKENS = 16

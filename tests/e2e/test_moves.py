@@ -18,7 +18,7 @@ from quire.client import AsyncClient
 from quire.client.admin import AdminClient
 from quire.models.random_model import make_random_model
 from quire.services.local.stack import RunningStack
-from quire.services.router.copies import INTERVAL_TOKENS, MAX_MISSING_BLOCKS
+from quire.services.router.migration.copies import INTERVAL_TOKENS, MAX_MISSING_BLOCKS
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 WAIT_SECONDS = 120.0

@@ -66,7 +66,7 @@ async def test_a_request_that_kills_is_refused_and_the_others_go_on(
     workers: dict[str, subprocess.Popen[str]], e2e: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine suspects may take long to clear themselves.
-    monkeypatch.setattr("quire.services.router.suspects.PATIENCE_SECONDS", SECONDS)
+    monkeypatch.setattr("quire.services.router.execution.suspects.PATIENCE_SECONDS", SECONDS)
     config = RouterConfig(port=0, metrics_port=0, worker_addresses=tuple(workers), poll_seconds=0.1)
     prompts = [e2e.make_prompt(24, seed) for seed in range(NUM_INNOCENT)]
     async with asyncio.timeout(SECONDS), router(config) as running:

@@ -19,7 +19,7 @@ from quire.client import AsyncClient
 from quire.client.types import Delta
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from quire.services.router.worker import Worker
+from quire.services.router.workers.worker import Worker
 
 SECONDS = 120.0
 PROMPT_SECONDS = 3.0

@@ -15,7 +15,7 @@ import pytest
 
 from quire.models.random_model import make_random_model
 from quire.protos import inference_pb2, worker_pb2
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.services.local import stack as stack_module
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack

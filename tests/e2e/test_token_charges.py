@@ -18,7 +18,7 @@ import pytest
 from quire.client import AsyncClient
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.services.local.stack import RunningStack
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.routing.history import PrefixHistory
-from quire.routing.planner import (
+from quire.routing.placement import (
     IN_FLIGHT_SECONDS,
     PREFILL_TOKENS_PER_SECOND,
     Placement,

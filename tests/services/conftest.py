@@ -20,7 +20,7 @@ from quire.rpc.channels import CHANNEL_OPTIONS
 from quire.rpc.server import server_options
 from quire.rpc.tls import TlsFiles
 from quire.services.requests.served_model import ServedModel
-from quire.services.router import worker
+from quire.services.router.workers import worker
 from quire.services.server.tracing import NoTracer
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files

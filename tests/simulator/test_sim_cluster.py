@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.routing.policy import Policy, Pulls
 from quire.simulator.calibration import Calibration
 from quire.simulator.capacity import NotWithinReach, smallest_cluster

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from quire.services.router.http.errors import ErrorBody
 from quire.services.router.http.routes import Route
+from quire.services.router.http.shared.errors import ErrorBody
 
 _REF = "#/components/schemas/{model}"
 _VARIABLE = re.compile(r"{(\w+)}")

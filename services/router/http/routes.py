@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 
-from quire.services.router.http import requests, responses
-from quire.services.router.http.answers import answering
-from quire.services.router.http.bodies import json_response
-from quire.services.router.http.chat import ChatWriter
-from quire.services.router.http.completions import CompletionWriter
-from quire.services.router.http.model_routes import ModelRoutes
-from quire.services.router.servicer import GenerationServicer
+from quire.services.router.grpc.servicer import GenerationServicer
+from quire.services.router.http.openai import requests, responses
+from quire.services.router.http.openai.answers import answering
+from quire.services.router.http.openai.chat import ChatWriter
+from quire.services.router.http.openai.completions import CompletionWriter
+from quire.services.router.http.openai.model_routes import ModelRoutes
+from quire.services.router.http.shared.bodies import json_response
 
 
 class Route(NamedTuple):

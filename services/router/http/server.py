@@ -15,8 +15,14 @@ from quire.rpc.call_limits import CALL_MARGIN_SECONDS
 from quire.rpc.ended_calls import end_raised
 from quire.rpc.errors import ServiceError, cannot_listen, shortened
 from quire.rpc.server import HANDSHAKE_SECONDS
-from quire.services.router.http.authorization import authorized
-from quire.services.router.http.bodies import (
+from quire.services.router.config import HttpTimes
+from quire.services.router.grpc.open_calls import OpenCalls
+from quire.services.router.grpc.request_memory import RequestMemory
+from quire.services.router.grpc.servicer import GenerationServicer
+from quire.services.router.http.openapi import openapi_document
+from quire.services.router.http.routes import Route, routes
+from quire.services.router.http.shared.authorization import authorized
+from quire.services.router.http.shared.bodies import (
     ADD_BYTES,
     REQUEST_ID,
     REQUEST_ID_HEADER,
@@ -24,21 +30,15 @@ from quire.services.router.http.bodies import (
     first_request_id,
     json_response,
 )
-from quire.services.router.http.connection import SERVER, Count, HttpConnection
-from quire.services.router.http.errors import (
+from quire.services.router.http.shared.connection import SERVER, Count, HttpConnection
+from quire.services.router.http.shared.errors import (
     ANTHROPIC_PATH,
     HttpError,
     from_service_error,
     http_error,
     in_anthropic_form,
 )
-from quire.services.router.http.metrics import HttpMetrics
-from quire.services.router.http.openapi import openapi_document
-from quire.services.router.http.routes import Route, routes
-from quire.services.router.http.times import HttpTimes
-from quire.services.router.open_calls import OpenCalls
-from quire.services.router.request_memory import RequestMemory
-from quire.services.router.servicer import GenerationServicer
+from quire.services.router.http.shared.metrics import HttpMetrics
 from quire.services.server.log import get_logger
 
 CANCEL_SECONDS = 0.1

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from quire.rpc.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, ResourceExhausted
-from quire.services.router.metrics import RouterMetrics
+from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.tenants.fifo_semaphore import FifoSemaphore
 from quire.services.router.tenants.shared_places import PlacesRefusedError, SharedPlaces
 from quire.services.router.tenants.shared_usage import SharedUsage

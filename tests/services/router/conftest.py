@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import kvtransfer_pb2, worker_pb2, worker_pb2_grpc
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.rpc.cluster_proof import RequireProof, description_proof
 from quire.rpc.errors import Aborted, ServiceError
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from quire.services.router.output_stream import OutputStream
+from quire.services.router.workers.output_stream import OutputStream
 from quire.tokenization.tokenizer import Tokenizer
 from tests.decodes import StreamingWorker
 

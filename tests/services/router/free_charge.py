@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.services.router.token_charge import AttemptCharge, RequestCharge
+from quire.services.router.execution.token_charge import AttemptCharge, RequestCharge
 
 
 def free_charge() -> AttemptCharge:

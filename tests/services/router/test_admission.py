@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from quire.services.requests.validation import Answers, answers_of
-from quire.services.router.admission import Admission
-from quire.services.router.metrics import RouterMetrics
+from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.tenant import Tenant
 
 SOON = 60.0

@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
-from quire.services.router.copies import INTERVAL_TOKENS, MAX_UNDER_WAY, Copies, CopyMetrics
-from quire.services.router.followers import OnParts, RunningAttempt
-from quire.services.router.health import WorkerHealth
+from quire.services.router.execution.followers import OnParts, RunningAttempt
+from quire.services.router.migration.copies import INTERVAL_TOKENS, MAX_UNDER_WAY, Copies, CopyMetrics
+from quire.services.router.workers.health import WorkerHealth
 
 SCOPE = worker_pb2.CacheScope(tenant="t")
 PROMPT = [1, 2, 3]

@@ -8,9 +8,9 @@ import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.sampling.params import BeamParams, SamplingParams
-from quire.services.router.answer_group import AnswerGroup, Death
-from quire.services.router.output import OutputAssembler
-from quire.services.router.worker import Worker
+from quire.services.router.outputs.answer_group import AnswerGroup, Death
+from quire.services.router.outputs.output import OutputAssembler
+from quire.services.router.workers.worker import Worker
 
 PROMPT = [10, 11, 12]
 DEATHS = (Death(cast(Worker, "d1"), is_hang=False),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.services.router.answer_part import AnswerPart, part_of_output
+from quire.services.router.workers.answer_part import AnswerPart, part_of_output
 
 LOGPROBS = [pb.TokenLogprobs(logprob=-0.5), pb.TokenLogprobs(logprob=-1.5)]
 

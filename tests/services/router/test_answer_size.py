@@ -10,9 +10,9 @@ import pytest
 from quire.client.errors import InvalidRequest, from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
-from quire.services.router.answer_size import PromptLogprobs, check_answer_size
+from quire.services.router.outputs.answer_size import PromptLogprobs, check_answer_size
 
-LIMIT = "quire.services.router.answer_size.MAX_ANSWER_BYTES"
+LIMIT = "quire.services.router.outputs.answer_size.MAX_ANSWER_BYTES"
 
 
 def generation(

@@ -9,7 +9,7 @@ import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, ResourceExhausted, ServiceError
-from quire.services.router.batch import MAX_BATCH_SIZE, batch_answers, check_batch_size
+from quire.services.router.grpc.batch import MAX_BATCH_SIZE, batch_answers, check_batch_size
 
 GENERATIONS = [pb.Generation(text=str(number)) for number in range(6)]
 

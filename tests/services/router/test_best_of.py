@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos import inference_pb2 as pb
-from quire.services.router.best_of import best_of
-from quire.services.router.output import OutputAssembler
+from quire.services.router.outputs.best_of import best_of
+from quire.services.router.outputs.output import OutputAssembler
 
 
 class Answer:

@@ -20,15 +20,15 @@ from quire.rpc.errors import (
     Unavailable,
     to_status,
 )
-from quire.services.router.failures import (
+from quire.services.router.execution.failures import (
     WorkerCallFailed,
     deadline_exceeded,
     no_decode_worker,
     suspected,
     to_service_error,
 )
-from quire.services.router.worker import Worker, WorkerConnection
-from quire.services.router.worker_set import WorkerSet
+from quire.services.router.workers.worker import Worker, WorkerConnection
+from quire.services.router.workers.worker_set import WorkerSet
 
 Code = grpc.StatusCode
 WORKER = Worker(

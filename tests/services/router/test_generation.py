@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.routing.planner import PolicyConfig
+from quire.routing.placement import PolicyConfig
 from quire.rpc.errors import (
     Aborted,
     FailedPrecondition,

@@ -11,12 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from quire.protos import worker_pb2
 from quire.services.router.config import SILENT_SECONDS
-from quire.services.router.health import PENALTY_SECONDS, WorkerHealth
-from quire.services.router.membership import StaticMembership
-from quire.services.router.pulse import HALF_LIFE_SECONDS, LATE_SECONDS, LEAST_LIMIT_SECONDS, LIMIT_FACTOR
-from quire.services.router.silences import TICK_SECONDS, vanished
-from quire.services.router.worker import Worker, WorkerConnection, has_substitute
-from quire.services.router.worker_set import WorkerSet
+from quire.services.router.workers.health import PENALTY_SECONDS, WorkerHealth
+from quire.services.router.workers.membership import StaticMembership
+from quire.services.router.workers.pulse import (
+    HALF_LIFE_SECONDS,
+    LATE_SECONDS,
+    LEAST_LIMIT_SECONDS,
+    LIMIT_FACTOR,
+)
+from quire.services.router.workers.silences import TICK_SECONDS, vanished
+from quire.services.router.workers.worker import Worker, WorkerConnection, has_substitute
+from quire.services.router.workers.worker_set import WorkerSet
 
 ROLES = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from quire.services.router.merge import QUEUE_SIZE, merged
+from quire.services.router.outputs.merge import QUEUE_SIZE, merged
 
 
 class Streams:

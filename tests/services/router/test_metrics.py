@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import FailedPrecondition, Internal, Unavailable
 from quire.services.router.config import SloTargets
-from quire.services.router.metrics import RouterMetrics
-from quire.services.router.request_timer import RequestTimer
-from quire.services.router.slo import SloMetrics
+from quire.services.router.grpc.request_timer import RequestTimer
+from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.metrics.slo import SloMetrics
 from quire.services.server.phases import ROUTER_PHASES, Phase
 
 IMPOSSIBLE = SloTargets(ttft_ms=0, tpot_ms=0)

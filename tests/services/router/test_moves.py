@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
-from quire.services.router import copies
+from quire.services.router.migration import copies
 
 PROMPT = "say hello world, stop here"
 SECONDS = 10.0

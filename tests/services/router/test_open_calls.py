@@ -8,7 +8,7 @@ import pytest
 
 from quire.rpc.ended_calls import end_raised
 from quire.rpc.errors import Unavailable
-from quire.services.router.open_calls import OpenCalls
+from quire.services.router.grpc.open_calls import OpenCalls
 
 
 async def test_it_ends_with_the_last_call_and_takes_no_new_one() -> None:

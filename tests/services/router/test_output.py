@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from quire.protos import inference_pb2 as pb
 from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.validation import ValidRequest
-from quire.services.router.answer_part import AnswerPart
-from quire.services.router.output import OutputAssembler
+from quire.services.router.outputs.output import OutputAssembler
+from quire.services.router.workers.answer_part import AnswerPart
 from quire.tokenization.tokenizer import Tokenizer
 
 EOS = 1

@@ -13,9 +13,9 @@ import grpc.aio
 import pytest
 
 from quire.protos import worker_pb2, worker_pb2_grpc
-from quire.services.router import output_stream
-from quire.services.router.answer_part import AnswerPart
-from quire.services.router.output_stream import OutputStream
+from quire.services.router.workers import output_stream
+from quire.services.router.workers.answer_part import AnswerPart
+from quire.services.router.workers.output_stream import OutputStream
 
 
 class Receiver:

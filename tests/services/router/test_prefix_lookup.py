@@ -11,8 +11,8 @@ from quire.kvindex.block_hash import CacheScope, block_hashes, root_hash
 from quire.kvindex.guarded_index import GuardedIndex
 from quire.kvindex.index import Holding
 from quire.kvindex.membership import WorkerRecord
-from quire.services.router import prefix_lookup
-from quire.services.router.prefix_lookup import PrefixLookup
+from quire.services.router.execution import prefix_lookup
+from quire.services.router.execution.prefix_lookup import PrefixLookup
 
 BLOCK_SIZE = 4
 SCOPE, OTHER = CacheScope("tenant", "salt"), CacheScope("other", "salt")

@@ -8,13 +8,13 @@ from typing import Any
 import grpc
 
 from quire.protos import worker_pb2
-from quire.services.router.failures import WorkerCallFailed
-from quire.services.router.membership import StaticMembership
-from quire.services.router.pulse import LATE_SECONDS, LEAST_LIMIT_SECONDS, Pulse
-from quire.services.router.silences import TICK_SECONDS
-from quire.services.router.worker import Worker
-from quire.services.router.worker_calls import WorkerCalls
-from quire.services.router.worker_set import WorkerSet
+from quire.services.router.execution.failures import WorkerCallFailed
+from quire.services.router.execution.worker_calls import WorkerCalls
+from quire.services.router.workers.membership import StaticMembership
+from quire.services.router.workers.pulse import LATE_SECONDS, LEAST_LIMIT_SECONDS, Pulse
+from quire.services.router.workers.silences import TICK_SECONDS
+from quire.services.router.workers.worker import Worker
+from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
 from tests.services.router.free_charge import free_charge
 

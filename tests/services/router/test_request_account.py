@@ -13,15 +13,15 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.routing.planner import Placement, PlannedPrompt, Planner, PolicyConfig
+from quire.routing.placement import Placement, PlannedPrompt, Planner, PolicyConfig
 from quire.routing.policy import Blocks, CandidateWorker
 from quire.sampling.params import SamplingParams
-from quire.services.router.answer_group import AnswerGroup
-from quire.services.router.failures import WorkerCallFailed
-from quire.services.router.metrics import RouterMetrics
-from quire.services.router.request_account import RequestAccount
-from quire.services.router.token_charge import RequestCharge
-from quire.services.router.worker import Worker, WorkerConnection
+from quire.services.router.execution.failures import WorkerCallFailed
+from quire.services.router.execution.request_account import RequestAccount
+from quire.services.router.execution.token_charge import RequestCharge
+from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.outputs.answer_group import AnswerGroup
+from quire.services.router.workers.worker import Worker, WorkerConnection
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 160

@@ -14,8 +14,8 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.ended_calls import end_calls
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from quire.services.router.config import SloTargets
-from quire.services.router.metrics import RouterMetrics
-from quire.services.router.request_timer import RequestTimer, outcome_of
+from quire.services.router.grpc.request_timer import RequestTimer, outcome_of
+from quire.services.router.metrics.metrics import RouterMetrics
 
 
 class Setup:

@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2, kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.rpc.errors import Unavailable
 from quire.rpc.server import Service, grpc_server
-from quire.services.router.admin import AdminServicer
-from quire.services.router.block_copies import FAILED, copy_blocks
-from quire.services.router.membership import StaticMembership
-from quire.services.router.worker import Worker, WorkerConnection
-from quire.services.router.worker_calls import WorkerCalls
-from quire.services.router.worker_set import WorkerSet
+from quire.services.router.admin.admin import AdminServicer
+from quire.services.router.execution.worker_calls import WorkerCalls
+from quire.services.router.migration.block_copies import FAILED, copy_blocks
+from quire.services.router.workers.membership import StaticMembership
+from quire.services.router.workers.worker import Worker, WorkerConnection
+from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
 from tests.decodes import StreamingWorker
 from tests.services.router.free_charge import free_charge

@@ -15,8 +15,8 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.server import GrpcServer, Service, grpc_server
-from quire.services.router.membership import Member, StaticMembership
-from quire.services.router.worker_set import WorkerSet
+from quire.services.router.workers.membership import Member, StaticMembership
+from quire.services.router.workers.worker_set import WorkerSet
 from tests.decodes import StreamingWorker
 
 SECRET = b"the secret of the cluster"

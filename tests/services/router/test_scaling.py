@@ -8,7 +8,7 @@ import pytest
 
 from quire.protos import admin_pb2 as pb
 from quire.rpc.errors import FailedPrecondition, Unavailable
-from quire.services.router.scaling import Scaling
+from quire.services.router.admin.scaling import Scaling
 
 
 async def follow(scaling: Scaling, name: str) -> asyncio.Task[None]:

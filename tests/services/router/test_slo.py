@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from quire.services.router.config import SloTargets
-from quire.services.router.slo import SloMetrics
+from quire.services.router.metrics.slo import SloMetrics
 
 TTFT, TPOT = 1.0, 0.1
 CLIENTS_OWN = {

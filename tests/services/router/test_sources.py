@@ -13,8 +13,8 @@ from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.services.local.redis_process import RedisProcess
 from quire.services.requests.served_model import ServedModel
-from quire.services.router.membership import Member, MembershipLost
 from quire.services.router.sources import open_sources
+from quire.services.router.workers.membership import Member, MembershipLost
 
 SECRET = b"secret"
 SCOPE = CacheScope("tenant", "salt")

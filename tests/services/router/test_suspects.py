@@ -23,9 +23,9 @@ from quire.rpc.errors import (
     ServiceError,
     Unavailable,
 )
-from quire.services.router.answer_group import Death
-from quire.services.router.suspects import CLEARING_TOKENS, Suspects
-from quire.services.router.worker import Worker, WorkerConnection
+from quire.services.router.execution.suspects import CLEARING_TOKENS, Suspects
+from quire.services.router.outputs.answer_group import Death
+from quire.services.router.workers.worker import Worker, WorkerConnection
 
 DEATH = Unavailable("the engine has failed", reason=ENGINE_FAILED)
 SECONDS = 10
@@ -185,7 +185,7 @@ async def test_suspects_take_turns_on_a_worker() -> None:
 async def test_suspects_do_not_wait_where_no_worker_is_healthy_nor_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire.services.router.suspects.PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr("quire.services.router.execution.suspects.PATIENCE_SECONDS", 0.01)
     suspects = Suspects()
     with suspects.placed(["d"]):
         async with asyncio.timeout(SECONDS):

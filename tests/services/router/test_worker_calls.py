@@ -11,10 +11,10 @@ import grpc.aio
 import pytest
 
 from quire.protos import inference_pb2, worker_pb2
-from quire.services.router.answer_part import AnswerPart
-from quire.services.router.token_charge import AttemptCharge, RequestCharge
-from quire.services.router.worker import Worker, WorkerConnection
-from quire.services.router.worker_calls import MAX_JOINED_TOKENS, Event, WorkerCalls
+from quire.services.router.execution.token_charge import AttemptCharge, RequestCharge
+from quire.services.router.execution.worker_calls import MAX_JOINED_TOKENS, Event, WorkerCalls
+from quire.services.router.workers.answer_part import AnswerPart
+from quire.services.router.workers.worker import Worker, WorkerConnection
 
 WAIT_SECONDS = 5.0
 

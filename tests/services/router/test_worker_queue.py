@@ -17,8 +17,8 @@ from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import DRAINING, Unavailable
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
-from quire.services.router.generation import MAX_RETRIES
-from quire.services.router.worker_queue import WorkerQueue
+from quire.services.router.execution.generation import MAX_RETRIES
+from quire.services.router.workers.queue import WorkerQueue
 
 SECONDS = 10.0
 WAITING = "quire_router_requests_waiting"

@@ -20,12 +20,12 @@ from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.routing.planner import PlannedPrompt
-from quire.services.router.health import PENALTY_SECONDS
-from quire.services.router.membership import Member, MembershipLost, StaticMembership
-from quire.services.router.prefix_lookup import PrefixLookup
-from quire.services.router.worker_calls import WorkerCalls
-from quire.services.router.worker_set import WorkerSet
+from quire.routing.placement import PlannedPrompt
+from quire.services.router.execution.prefix_lookup import PrefixLookup
+from quire.services.router.execution.worker_calls import WorkerCalls
+from quire.services.router.workers.health import PENALTY_SECONDS
+from quire.services.router.workers.membership import Member, MembershipLost, StaticMembership
+from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
 from tests.services.router.free_charge import free_charge
 

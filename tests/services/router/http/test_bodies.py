@@ -10,7 +10,10 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from quire.rpc.errors import InvalidArgument
-from quire.services.router.http.bodies import (
+from quire.services.router.config import HttpTimes
+from quire.services.router.http.openai.requests import TokenizeRequest
+from quire.services.router.http.openai.responses import Usage
+from quire.services.router.http.shared.bodies import (
     ADD_BYTES,
     INLINE_BODY_BYTES,
     REQUEST_ID,
@@ -21,10 +24,7 @@ from quire.services.router.http.bodies import (
     read_body,
     request_id,
 )
-from quire.services.router.http.errors import from_service_error
-from quire.services.router.http.requests import TokenizeRequest
-from quire.services.router.http.responses import Usage
-from quire.services.router.http.times import HttpTimes
+from quire.services.router.http.shared.errors import from_service_error
 
 
 def request(header: str | None = None) -> web.Request:

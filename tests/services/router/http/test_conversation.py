@@ -9,9 +9,9 @@ import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
-from quire.services.router.http.conversation import conversation
-from quire.services.router.http.requests import ChatCompletionRequest
-from quire.services.router.http.tools import ToolUse
+from quire.services.router.http.openai.conversation import conversation
+from quire.services.router.http.openai.requests import ChatCompletionRequest
+from quire.services.router.http.openai.tools import ToolUse
 
 
 def chat(*messages: dict[str, Any], **more: Any) -> pb.Chat:

@@ -18,14 +18,14 @@ from quire.rpc.errors import (
     ServiceError,
     Unavailable,
 )
-from quire.services.router.http.errors import (
+from quire.services.router.http.openai.requests import ChatCompletionRequest, CompletionRequest
+from quire.services.router.http.shared.errors import (
     field_name,
     from_service_error,
     http_error,
     in_anthropic_form,
     invalid_body,
 )
-from quire.services.router.http.requests import ChatCompletionRequest, CompletionRequest
 
 
 def kinds(of: type[ServiceError] = ServiceError) -> set[type[ServiceError]]:

@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from quire.rpc.errors import InvalidArgument
-from quire.services.router.http.errors import _STATUS
+from quire.services.router.grpc.open_calls import OpenCalls
+from quire.services.router.grpc.request_memory import RequestMemory
 from quire.services.router.http.server import http_server
-from quire.services.router.open_calls import OpenCalls
-from quire.services.router.request_memory import RequestMemory
+from quire.services.router.http.shared.errors import _STATUS
 from quire.services.router.tenants.api_keys import new_key
 from quire.services.router.tenants.tenant import Tenant
 from quire.services.server.otel_tracing import OtelTracer
@@ -521,7 +521,7 @@ async def test_a_bug_is_told_without_its_details(
     async def broken(*arguments: Any, **options: Any) -> web.Response:
         raise RuntimeError("the secret of the house")
 
-    monkeypatch.setattr("quire.services.router.servicer.validate", broken)
+    monkeypatch.setattr("quire.services.router.grpc.servicer.validate", broken)
     for stream in (False, True):
         status, body = await post(http, "/v1/completions", {**PROMPT, "stream": stream})
         assert (status, body["error"]["type"]) == (500, "server_error")
@@ -586,7 +586,7 @@ async def test_nothing_tells_what_it_is_made_of(http: ClientSession) -> None:
 async def test_a_stream_that_waits_is_kept_alive(
     start: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.services.router.http.streams.KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr("quire.services.router.http.shared.streams.KEEP_ALIVE_SECONDS", 0.02)
     http = await start(request_timeout_seconds=0.5)
     for worker in pair.workers.values():
         worker.pause_before_token = 0

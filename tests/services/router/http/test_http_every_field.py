@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from quire.sampling.parameter import table
 from quire.sampling.params import SamplingParams
-from quire.services.router.http.completions import CompletionWriter
-from quire.services.router.http.requests import CompletionRequest
-from quire.services.router.http.sampling_fields import GenerationFields
+from quire.services.router.http.openai.completions import CompletionWriter
+from quire.services.router.http.openai.requests import CompletionRequest
+from quire.services.router.http.openai.sampling_fields import GenerationFields
 
 ROOT = Path(__file__).parents[4]
 IGNORED = "Accepted, and without effect."

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from quire.services.router.http.times import HttpTimes
+from quire.services.router.config import HttpTimes
 
 KEY = "quire-a-key-that-stays-secret"
 PATIENCE_SECONDS = 10.0

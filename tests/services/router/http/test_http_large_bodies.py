@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.rpc.errors import InvalidArgument
-from quire.services.router.http import bodies
-from quire.services.router.http.bodies import INLINE_BODY_BYTES, MAX_JSON_PARTS, MAX_JSON_VALUES
+from quire.services.router.http.shared import bodies
+from quire.services.router.http.shared.bodies import INLINE_BODY_BYTES, MAX_JSON_PARTS, MAX_JSON_VALUES
 
 MANY = MAX_JSON_PARTS + 1
 BODIES = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from quire.services.router.http.logprobs import TextOffsets
+from quire.services.router.http.openai.logprobs import TextOffsets
 from quire.tokenization.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
@@ -35,7 +35,7 @@ async def test_offsets_go_on_where_they_were(tokenizer: Tokenizer) -> None:
 async def test_a_batch_whose_prompts_logprobs_are_too_large_is_refused_before_it_is_computed(
     http: ClientSession, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.services.router.answer_size.MAX_ANSWER_BYTES", 4000)
+    monkeypatch.setattr("quire.services.router.outputs.answer_size.MAX_ANSWER_BYTES", 4000)
     body = {"prompt": [[5] * 10] * 20, "echo": True, "logprobs": 5, "max_tokens": 1}
     async with http.post("/v1/completions", json=body) as response:
         error = (await response.json())["error"]

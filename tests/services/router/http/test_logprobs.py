@@ -10,25 +10,22 @@ from typing import Any
 import pytest
 
 from quire.protos import inference_pb2 as pb
-from quire.services.router.http.logprobs import (
+from quire.services.router.http.openai.logprobs import (
     LEAST_LOGPROB,
     TokenNames,
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
 )
-from quire.services.router.http.responses import (
-    SLICE_MEMBERS,
+from quire.services.router.http.openai.responses import (
     AnswerMessage,
     ChatChoice,
     ChatCompletion,
     Completion,
     CompletionChoice,
     Usage,
-    is_large,
-    to_json,
-    to_json_in_steps,
 )
+from quire.services.router.http.shared.json_text import SLICE_MEMBERS, is_large, to_json, to_json_in_steps
 from quire.tokenization.tokenizer import Tokenizer
 
 

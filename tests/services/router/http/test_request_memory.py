@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import ResourceExhausted
-from quire.services.router.metrics import RouterMetrics
-from quire.services.router.request_memory import UNCOUNTED_BYTES, RequestMemory
+from quire.services.router.grpc.request_memory import UNCOUNTED_BYTES, RequestMemory
+from quire.services.router.metrics.metrics import RouterMetrics
 
 LIMIT = 32 << 20
 LARGE = 15 << 20

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from quire.services.router.http.requests import (
+from quire.services.router.http.openai.requests import (
     MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,

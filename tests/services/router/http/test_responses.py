@@ -7,7 +7,8 @@ import json
 import pytest
 
 from quire.protos import inference_pb2 as pb
-from quire.services.router.http.responses import AnswerMessage, ChatDelta, Usage, finish_name, to_json
+from quire.services.router.http.openai.responses import AnswerMessage, ChatDelta, Usage, finish_name
+from quire.services.router.http.shared.json_text import to_json
 
 
 def test_members_that_were_not_set_are_left_out() -> None:

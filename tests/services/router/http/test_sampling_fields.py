@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
-from quire.services.router.http.sampling_fields import (
+from quire.services.router.http.openai.sampling_fields import (
     GenerationFields,
     answer_format,
     sampling_params,

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, Unavailable
-from quire.services.router.http import streams
-from quire.services.router.http.responses import Text
-from quire.services.router.http.streams import Tagged, run, send_events
-from quire.services.router.servicer import GenerationServicer
+from quire.services.router.grpc.servicer import GenerationServicer
+from quire.services.router.http.openai.responses import Text
+from quire.services.router.http.shared import streams
+from quire.services.router.http.shared.streams import Tagged, run, send_events
 from quire.services.router.tenants.tenant import Tenant
 
 WAIT_SECONDS = 5.0

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.rpc.errors import InvalidArgument
-from quire.services.router.http.requests import ChatCompletionRequest
-from quire.services.router.http.tools import CallReader, Finished, ToolUse
+from quire.services.router.http.openai.requests import ChatCompletionRequest
+from quire.services.router.http.openai.tools import CallReader, Finished, ToolUse
 from quire.tokenization.chat_template import ChatTemplate
 
 HERMES = ChatTemplate("{{ tools }}<tool_call>{}</tool_call>", {})

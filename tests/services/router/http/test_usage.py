@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos import inference_pb2 as pb
-from quire.services.router.http.usage import UsageCount
+from quire.services.router.http.openai.usage import UsageCount
 
 prompts = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(0, 4), max_size=4)), max_size=4

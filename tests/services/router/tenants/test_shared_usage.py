@@ -15,9 +15,9 @@ from quire.kvindex.redis_index import reader_client
 from quire.rpc.errors import DeadlineExceeded, ResourceExhausted
 from quire.services.local.redis_process import RedisProcess
 from quire.services.requests.validation import Answers
-from quire.services.router.admission import Admission
-from quire.services.router.metrics import RouterMetrics
+from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.tenants import shared_places, usage_store
+from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.shared_usage import FLUSH_SECONDS, SharedUsage, shared_usage
 from quire.services.router.tenants.tenant import Tenant
 

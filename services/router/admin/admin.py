@@ -1,0 +1,179 @@
+"""Serves an operator's calls: list, drain, scale and clear workers, change their roles, set the log level."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from quire.protos import admin_pb2 as pb
+from quire.protos import admin_pb2_grpc as pb_grpc
+from quire.protos import worker_pb2
+from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.errors import NotFound, ServiceError, Unavailable
+from quire.rpc.server import GrpcServer, Service, grpc_server
+from quire.services.router.admin.roles import Roles
+from quire.services.router.admin.scaling import Scaling
+from quire.services.router.workers.worker import Worker
+from quire.services.router.workers.worker_set import WorkerSet
+from quire.services.server.log import get_logger, set_level
+from quire.services.server.log_level import level_name
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
+CALL_SECONDS = 5.0
+
+_log = get_logger("admin")
+Response = TypeVar("Response")
+
+
+class AdminServicer(pb_grpc.AdminServiceServicer):
+    """Serves ``AdminService`` over the workers that the router knows."""
+
+    def __init__(self, workers: WorkerSet, roles: Roles) -> None:
+        self._workers = workers
+        self._roles = roles
+        self._scaling = Scaling()
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: Any) -> pb.ListWorkersResponse:
+        """Return the status of every worker; a worker that does not answer has no load."""
+        workers = sorted(self._workers.all(), key=lambda worker: (worker.role, worker.worker_id))
+        statuses = await asyncio.gather(*map(_status, workers))
+        return pb.ListWorkersResponse(workers=statuses, elastic_roles=self._roles.status())
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
+        """Start a worker's draining, or end it with ``undo``.
+
+        On return this router no longer sends the worker new requests, or sends them again. The other routers
+        learn the change from the worker.
+        """
+        [worker] = self._find([request.worker_id])
+        is_draining = not request.undo
+        message = worker_pb2.SetDrainingRequest(is_draining=is_draining)
+        tell = partial(_ask, worker, worker.stub.SetDraining, message)
+        await self._workers.set_draining(worker, is_draining, tell)
+        _log.info("worker_drained", worker=worker.worker_id, undo=request.undo)
+        return pb.DrainWorkerResponse()
+
+    async def ChangeWorkerRole(
+        self, request: pb.ChangeWorkerRoleRequest, context: Any
+    ) -> pb.ChangeWorkerRoleResponse:
+        """Change a worker's role; on return this router places new requests by the new role.
+
+        The other routers learn the change from the worker.
+        """
+        [worker] = self._find([request.worker_id])
+        await self._roles.change(worker, request.role)
+        _log.info("worker_role_set", worker=worker.worker_id, role=request.role)
+        return pb.ChangeWorkerRoleResponse()
+
+    async def ClearWorkerCaches(
+        self, request: pb.ClearWorkerCachesRequest, context: Any
+    ) -> pb.ClearWorkerCachesResponse:
+        """Drop the cached blocks that no request uses, on the given workers or on all; return the counts."""
+        workers = self._find(request.worker_ids)
+        cleared = await asyncio.gather(
+            *(_ask(worker, worker.stub.ClearCache, worker_pb2.ClearCacheRequest()) for worker in workers)
+        )
+        counts = {worker.worker_id: each.num_blocks for worker, each in zip(workers, cleared, strict=True)}
+        _log.info("caches_cleared", workers=len(workers), blocks=sum(counts.values()))
+        return pb.ClearWorkerCachesResponse(num_blocks=counts)
+
+    async def ChangeLogLevel(
+        self, request: pb.ChangeLogLevelRequest, context: Any
+    ) -> pb.ChangeLogLevelResponse:
+        """Change the log level of this router and of every worker that answers; return those workers' ids."""
+        set_level(level_name(request.level))
+        workers = self._workers.all()
+        level = worker_pb2.SetLogLevelRequest(level=request.level)
+        results = await asyncio.gather(
+            *(_ask(worker, worker.stub.SetLogLevel, level) for worker in workers), return_exceptions=True
+        )
+        changed = [w.worker_id for w, r in zip(workers, results, strict=True) if not isinstance(r, Exception)]
+        return pb.ChangeLogLevelResponse(worker_ids=sorted(changed))
+
+    async def ScaleWorkers(self, request: pb.ScaleWorkersRequest, context: Any) -> pb.ScaleWorkersResponse:
+        """Let the process that has started this router start or end workers; return which."""
+        response = await self._scaling.scale(request)
+        _log.info("workers_scaled", started=len(response.started), left=len(response.left))
+        return response
+
+    def FollowScaleOrders(
+        self, request: pb.FollowScaleOrdersRequest, context: Any
+    ) -> AsyncIterator[pb.FollowScaleOrdersResponse]:
+        """Yield the orders of ``ScaleWorkers`` to the process that starts workers."""
+        return self._scaling.orders()
+
+    async def AnswerScaleOrder(
+        self, request: pb.AnswerScaleOrderRequest, context: Any
+    ) -> pb.AnswerScaleOrderResponse:
+        """Pass the result of an order on to the call that waits for it."""
+        self._scaling.answer(request)
+        return pb.AnswerScaleOrderResponse()
+
+    def _find(self, worker_ids: Sequence[str]) -> list[Worker]:
+        known = {worker.worker_id: worker for worker in self._workers.all()}
+        for worker_id in worker_ids:
+            if worker_id not in known:
+                raise NotFound(
+                    f"no worker {worker_id!r}; there are: {', '.join(sorted(known)) or 'none'}",
+                    reason="WORKER_NOT_FOUND",
+                )
+        return [known[worker_id] for worker_id in worker_ids] if worker_ids else list(known.values())
+
+
+@asynccontextmanager
+async def admin_server(workers: WorkerSet, roles: Roles, port: int) -> AsyncIterator[GrpcServer]:
+    """Serve the admin calls on the loopback until the context ends.
+
+    Raises:
+        OSError: the port cannot be bound.
+    """
+    service = Service(pb_grpc.add_AdminServiceServicer_to_server, AdminServicer(workers, roles), SERVICE_NAME)
+    async with grpc_server([service], host="127.0.0.1", port=port, registry=CollectorRegistry()) as server:
+        await server.ready()
+        yield server
+
+
+async def _status(worker: Worker) -> pb.WorkerStatus:
+    return pb.WorkerStatus(
+        worker_id=worker.worker_id,
+        role=worker.role,
+        address=worker.address,
+        is_draining=worker.health.is_draining,
+        num_requests=worker.num_requests,
+        load=await _load(worker),
+    )
+
+
+async def _load(worker: Worker) -> pb.WorkerLoad | None:
+    try:
+        load = await _ask(worker, worker.stub.GetLoad, worker_pb2.GetLoadRequest())
+    except ServiceError:
+        return None
+    return pb.WorkerLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_transferring=load.num_transferring,
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        used_blocks=load.used_blocks,
+    )
+
+
+async def _ask(worker: Worker, method: Callable[..., Awaitable[Response]], request: object) -> Response:
+    try:
+        with closed_channel_errors():
+            return await method(request, timeout=CALL_SECONDS)
+    except ChannelClosedError as error:
+        raise Unavailable(f"worker {worker.worker_id} has left", reason="WORKER_FAILED") from error
+    except grpc.aio.AioRpcError as error:
+        raise Unavailable(
+            f"worker {worker.worker_id} did not do it: {error.code().name}: {error.details()}",
+            reason="WORKER_FAILED",
+        ) from error

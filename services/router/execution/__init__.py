@@ -1,0 +1,1 @@
+"""A request from its first attempt to its last."""

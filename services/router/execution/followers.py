@@ -1,0 +1,65 @@
+"""Lets features of the router follow each attempt; the attempt does not know which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+
+from quire.protos import worker_pb2
+from quire.services.router.execution.plan import NextWorker, Plan
+from quire.services.router.outputs.answer_group import AnswerGroup
+from quire.services.router.workers.worker_set import WorkerSet
+
+
+@dataclass(frozen=True, slots=True)
+class RunningAttempt:
+    """What followers see of an attempt.
+
+    Attributes:
+        plan: its workers.
+        group: its answers, which grow.
+        scope: which requests may share its blocks.
+        move: ends the attempt once what has come of it was passed on; the next one runs on the given worker.
+    """
+
+    plan: Plan
+    group: AnswerGroup
+    scope: worker_pb2.CacheScope
+    move: Callable[[NextWorker], None]
+
+
+OnParts = Callable[[], None]
+"""Called each time that answers of the attempt have grown."""
+Follower = Callable[[RunningAttempt], AbstractContextManager[OnParts | None]]
+"""Begins to follow an attempt, until its context ends."""
+
+
+@contextmanager
+def followed(followers: Iterable[Follower], attempt: RunningAttempt) -> Iterator[OnParts]:
+    """Let all followers follow an attempt until the context ends; yield what tells them that it has grown."""
+    with ExitStack() as stack:
+        heard = [stack.enter_context(follow(attempt)) for follow in followers]
+        listeners = [on_parts for on_parts in heard if on_parts is not None]
+
+        def on_parts() -> None:
+            for listener in listeners:
+                listener()
+
+        yield on_parts
+
+
+@contextmanager
+def follow_load(workers: WorkerSet, attempt: RunningAttempt) -> Iterator[OnParts]:
+    """Count the tokens of an attempt on its workers; once an answer grows, its prompt has been computed."""
+    decode, prefill, placement, _ = attempt.plan
+    resident, pending = placement.resident_tokens, placement.pending_tokens
+    if prefill is None:
+        with workers.dispatched(decode, pending_tokens=pending, resident_tokens=resident) as computed:
+            yield computed
+        return
+    with (
+        workers.dispatched(decode, resident_tokens=resident),
+        workers.dispatched(prefill, pending_tokens=pending) as computed,
+    ):
+        yield computed

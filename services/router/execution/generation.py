@@ -1,0 +1,316 @@
+"""Runs one request in the router, from the choice of its workers to its last token.
+
+D is the decode worker and P the prefill worker of an attempt. ``attempt.py`` makes the calls to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+
+from quire.kvindex.block_hash import CacheScope
+from quire.protos import inference_pb2 as pb
+from quire.protos import worker_pb2
+from quire.rpc.errors import InvalidArgument
+from quire.sampling.messages import to_proto
+from quire.services.requests.validation import ValidRequest
+from quire.services.router.execution.attempt import Attempt
+from quire.services.router.execution.cluster import Cluster
+from quire.services.router.execution.failures import (
+    WorkerCallFailed,
+    deadline_exceeded,
+    no_decode_worker,
+    suspected,
+    to_service_error,
+)
+from quire.services.router.execution.followers import RunningAttempt, followed
+from quire.services.router.execution.plan import NextWorker, Plan
+from quire.services.router.execution.request_account import RequestAccount
+from quire.services.router.execution.suspects import MAX_DEATHS
+from quire.services.router.execution.token_charge import AttemptCharge, RequestCharge
+from quire.services.router.execution.worker_calls import AttemptMoved, WorkerCalls
+from quire.services.router.execution.worker_choice import WorkerChoice
+from quire.services.router.outputs.answer_group import AnswerGroup, Death
+from quire.services.router.outputs.best_of import best_of
+from quire.services.router.outputs.merge import merged
+from quire.services.router.outputs.output import OutputAssembler
+from quire.services.router.workers.answer_part import AnswerPart
+from quire.services.server.log import get_logger
+from quire.services.server.phases import RequestPhases
+
+MAX_RETRIES = 3
+RETRY_BACKOFF_SECONDS = 0.05
+
+_log = get_logger("router")
+
+
+class GenerationRun:
+    """Serves one request in one or more attempts, up to ``MAX_RETRIES`` + 1 while there are workers.
+
+    1. Choose: look up in the index which workers have cached the prompt's blocks. Choose D, and also P if a
+       prefill worker is worth it.
+    2. ``D.Decode``: D accepts, and returns a ticket for the blocks and the number of blocks that it has
+       already.
+    3. ``P.Prefill``: P computes the prompt, pushes the blocks to D and samples the first token, which goes to
+       the client at once. Without P, D computes the prompt and this step is skipped.
+       If the request has several answers, P leaves the prompt's last token to D, and D samples all tokens.
+    4. D streams the tokens. The new part of an answer becomes one message to the client: token ids, and the
+       text that is certain and contains no stop string.
+    5. End: each answer ends with a finish reason from P or D, or with a stop string. A worker call that is
+       still running is aborted.
+    6. Failure of a worker call: both calls are aborted, and the next attempt continues on other workers from
+       the prompt and the tokens already sent, with the same seed. Nothing is repeated or lost. Several
+       answers continue separately. A beam search has sent nothing yet and starts again.
+    7. If D drains, the attempt ends and the next one continues on another worker in the same way
+       (``copies.py``). This is not a failure.
+
+    One deadline, a reading of the cluster's clock, limits all attempts: every call carries the time left.
+    While no decode worker takes requests, the request waits for one, by its arrival, another reading.
+
+    ``spend`` charges computed tokens that were not charged in advance.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        request: ValidRequest,
+        scope: CacheScope,
+        deadline: float,
+        phases: RequestPhases,
+        *,
+        arrival: float,
+        spend: Callable[[int], None],
+    ) -> None:
+        self._cluster = cluster
+        self._request = request
+        self._scope = scope
+        self._deadline = deadline
+        self._arrival = arrival
+        self._phases = phases
+        # Clients may choose the same id; a worker must never see it twice.
+        self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
+        num_answers = request.params.num_sequences
+        self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
+        self._is_first_message = True
+        self._account = RequestAccount(
+            cluster.metrics,
+            cluster.planner,
+            cluster.clock,
+            request.request_id,
+            len(request.prompt_token_ids),
+            RequestCharge(spend, request.num_input_tokens),
+        )
+        self._choice = WorkerChoice(
+            cluster, request.params, scope, phases, self._account, self._remaining_seconds
+        )
+
+    @property
+    def usage(self) -> pb.Usage:
+        """Tokens, blocks, bytes and retries of the request so far."""
+        return self._account.usage
+
+    async def stream(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Yield the messages of all answers; the last message of each answer carries its finish reason.
+
+        Raises:
+            ServiceError: the request cannot be served or cannot be completed.
+        """
+        request = self._request
+        if request.received:
+            # Turning thousands of tokens into text would hold up the event loop.
+            await asyncio.to_thread(self._resume)
+            self.usage.completion_tokens = self._num_emitted
+        group = AnswerGroup(self._sequence_id, request.prompt_token_ids, request.params, self._answers)
+        num_finished = sum(bool(answer.finish_reason) for answer in self._answers)
+        stream = self._serve(group)
+        if request.num_best is not None:
+            stream = best_of(stream, self._answers, request.num_best)
+        async with aclosing(stream) as responses:
+            async for response in responses:
+                if self._is_first_message:
+                    self._is_first_message = False
+                    response.request_id = request.request_id
+                    response.prompt_logprobs.extend(self._account.prompt_logprobs)
+                    response.prompt_tokens = len(request.prompt_token_ids)
+                    response.origin = self._cluster.model.origin
+                    if request.response.prompt_token_ids:
+                        response.prompt_token_ids.extend(request.prompt_token_ids)
+                num_finished += bool(response.finish_reason)
+                if is_last := num_finished == (request.num_best or len(self._answers)):
+                    response.usage.CopyFrom(self.usage)
+                    for answer in self._answers:
+                        self._cluster.planner.record_answer(len(answer.token_ids))
+                yield response
+                if is_last:
+                    return
+
+    def _resume(self) -> None:
+        for received in self._request.received:
+            self._answers[received.index].resume(received)
+
+    async def _serve(
+        self, group: AnswerGroup, next_worker: NextWorker | None = None
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Yield the messages of a group's answers; retry until they have finished or an error is final.
+
+        Args:
+            next_worker: where the next attempt runs if it takes requests; None: where the planner says.
+        """
+        for response in self._implied_ends(group):
+            yield response
+        while not group.is_finished:
+            if group.must_split:
+                separate = [self._serve(each, next_worker) for each in group.split()]
+                async with aclosing(merged(separate)) as responses:
+                    async for response in responses:
+                        yield response
+                return
+            try:
+                async with aclosing(self._attempt(group, next_worker)) as outputs:
+                    async for parts in outputs:
+                        for part in parts:
+                            answer = group.answers[part.index]
+                            # D continues an answer past its stop string until the other answers have ended.
+                            if not answer.finish_reason:
+                                response = answer.respond(part)
+                                self._account.record_tokens(
+                                    len(response.token_ids), part.num_accepted_draft_tokens
+                                )
+                                yield response
+                            if group.is_finished:
+                                return
+            except WorkerCallFailed as failure:
+                next_worker = None
+                for response in self._implied_ends(group):
+                    yield response
+                if group.is_finished:
+                    return
+                self._give_up_attempt(group, failure)
+                await asyncio.sleep(RETRY_BACKOFF_SECONDS * group.num_failures)
+            except AttemptMoved as moved:
+                next_worker = moved.next_worker
+                group.attempt += 1
+                group.num_moves += 1
+
+    def _implied_ends(self, group: AnswerGroup) -> Iterator[pb.GenerateStreamResponse]:
+        """Yield the last messages of answers whose tokens are complete, but whose finish reason was lost."""
+        for answer in group.answers:
+            reason = answer.implied_finish_reason(self._cluster.model.eos_token_ids)
+            if reason and not answer.finish_reason:
+                yield answer.respond(AnswerPart(finish_reason=reason))
+
+    async def _attempt(
+        self, group: AnswerGroup, next_worker: NextWorker | None
+    ) -> AsyncGenerator[list[AnswerPart], None]:
+        plan = await self._choose(group, next_worker)
+        charge = AttemptCharge(self._account.charge)
+        calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn, charge)
+        attempt = Attempt(self._cluster, plan, group, calls, self._account, self._phases)
+        seen = RunningAttempt(plan, group, self._scope_message, calls.move)
+        with followed(self._cluster.followers, seen) as on_parts:
+            running = attempt.outputs(self._sequence(group, plan), self._remaining_seconds)
+            async with calls, aclosing(running) as outputs:
+                try:
+                    async for parts in outputs:
+                        charge.keep(sum(len(part.token_ids) for part in parts))
+                        yield parts
+                        on_parts()
+                except WorkerCallFailed as failure:
+                    cause = await attempt.cause(failure)
+                    if cause.is_retryable:
+                        charge.repeat()
+                    raise cause from failure
+                except AttemptMoved:
+                    charge.repeat()
+                    raise
+
+    async def _choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Plan:
+        while True:
+            await self._wait_for_worker()
+            if group.deaths:
+                # A worker that was killed together with the last one says nothing about this request.
+                await self._cluster.workers.ask_again(group.died_at)
+            # While the prefix is looked up, the last worker may go.
+            if (plan := await self._choice.choose(group, next_worker)) is not None:
+                return plan
+
+    async def _wait_for_worker(self) -> None:
+        """Wait until a decode worker takes requests and older requests that wait for one have gone on.
+
+        Raises:
+            Unavailable: there was none within the longest wait.
+            DeadlineExceeded: the deadline passed first.
+        """
+        cluster = self._cluster
+        try:
+            await cluster.queue.turn(self._arrival, self._deadline)
+        except TimeoutError:
+            self._remaining_seconds()
+            raise no_decode_worker(cluster.workers, {"tokens_emitted": str(self._num_emitted)}) from None
+
+    def _sequence(self, group: AnswerGroup, plan: Plan) -> worker_pb2.Sequence:
+        params = group.params
+        if not self._is_first_message or self._request.received:
+            # Prompt logprobs come with the first message; once that was sent, they are not needed again.
+            params = replace(params, num_prompt_logprobs=None)
+        sequence = to_proto(params, self._request.format)
+        sequence.sequence_id, sequence.attempt = group.sequence_id, group.attempt
+        sequence.token_ids.extend(group.token_ids)
+        sequence.num_output_tokens = len(group.output_token_ids)
+        sequence.cache_scope.CopyFrom(self._scope_message)
+        sequence.load.router_id = self._cluster.workers.router_id
+        sequence.load.pending_tokens = plan.placement.pending_tokens
+        sequence.load.resident_tokens = plan.placement.resident_tokens
+        return sequence
+
+    def _give_up_attempt(self, group: AnswerGroup, failure: WorkerCallFailed) -> None:
+        """Prepare the next attempt, or raise the error for the client if this attempt was the last.
+
+        A failure that leaves no worker does not count as a retry: the next attempt waits for a worker.
+        """
+        workers = self._cluster.workers
+        if failure.is_death:
+            deaths = (*group.deaths, Death.of(failure.worker))
+            group.deaths = tuple(death for death in deaths if death.has_lasted)
+            group.died_at = self._cluster.clock()
+        if failure.is_unreachable:
+            workers.set_aside(failure.worker)
+        if not failure.is_unreachable or workers.serving("decode"):
+            group.num_retries += 1
+        is_suspect = failure.is_death and len(group.deaths) >= MAX_DEATHS
+        is_last = is_suspect or not failure.is_retryable or group.num_retries > MAX_RETRIES
+        self._account.record_failure(group, failure, self._num_emitted, is_last=is_last)
+        request_id, num_emitted = self._request.request_id, self._num_emitted
+        if is_suspect:
+            _log.error(
+                "request_suspected",
+                request_id=request_id,
+                sequence_id=group.sequence_id,
+                workers=",".join(death.worker.worker_id for death in group.deaths),
+            )
+            raise suspected(request_id, len(group.deaths), num_emitted, group.num_failures) from failure
+        if is_last:
+            error = to_service_error(failure, request_id, num_emitted, group.num_failures)
+            if isinstance(error, InvalidArgument):
+                # Workers always get token ids: name the field in which the client sent the prompt.
+                error = error.renamed({"token_ids": self._request.prompt_field})
+            raise error from failure
+        self._choice.record_failure(failure.worker)
+        group.attempt += 1
+
+    @property
+    def _scope_message(self) -> worker_pb2.CacheScope:
+        return worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt)
+
+    @property
+    def _num_emitted(self) -> int:
+        return sum(len(answer.token_ids) for answer in self._answers)
+
+    def _remaining_seconds(self) -> float:
+        remaining = self._deadline - self._cluster.clock()
+        if remaining <= 0:
+            raise deadline_exceeded(self._num_emitted)
+        return remaining

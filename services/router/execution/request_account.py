@@ -1,0 +1,160 @@
+"""Records what one request used and found, for its client, the metrics and the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from quire.protos import inference_pb2 as pb
+from quire.protos import worker_pb2
+from quire.routing.placement import Placement, Planner, PullOutcome
+from quire.services.router.execution.failures import WorkerCallFailed
+from quire.services.router.execution.token_charge import RequestCharge
+from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.outputs.answer_group import AnswerGroup
+from quire.services.server.log import get_logger
+
+_log = get_logger("router")
+
+
+class RequestAccount:
+    """Counts over all attempts of a request; the client gets ``usage``."""
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        planner: Planner,
+        clock: Callable[[], float],
+        request_id: str,
+        num_prompt_tokens: int,
+        charge: RequestCharge,
+    ) -> None:
+        self._metrics = metrics
+        self._planner = planner
+        self._clock = clock
+        self._request_id = request_id
+        self._is_cache_counted = False
+        self.charge = charge
+        self.usage = pb.Usage(prompt_tokens=num_prompt_tokens)
+        self.prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
+
+    def record_placement(self, group: AnswerGroup, placement: Placement) -> None:
+        """Count and log the chosen workers and the reasons for the choice."""
+        decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
+        self._metrics.decisions.labels("decode", decode.reason).inc()
+        self._metrics.decisions.labels("prefill", prefill.reason if prefill else "none").inc()
+        if not group.attempt:
+            self._metrics.prompt_tokens_predicted.inc(estimate.cached_tokens)
+        _log.debug(
+            "request_dispatched",
+            request_id=self._request_id,
+            sequence_id=group.sequence_id,
+            attempt=group.attempt,
+            decode=decode.worker_id,
+            decode_reason=decode.reason,
+            prefill=prefill.worker_id if prefill else "none",
+            prefill_reason=prefill.reason if prefill else "none",
+            prompt_tokens=placement.num_tokens,
+            cached_tokens=estimate.cached_tokens,
+            queue_seconds=estimate.queue_seconds,
+            compute_seconds=estimate.compute_seconds,
+            pull_from=estimate.pull.worker_id if estimate.pull else "none",
+            pull_blocks=estimate.pull.num_blocks if estimate.pull else 0,
+            pull_seconds=estimate.pull.pull_seconds if estimate.pull else 0.0,
+        )
+
+    def record_tokens(self, num_tokens: int, num_accepted_draft_tokens: int) -> None:
+        """Count new tokens of an answer; a stop string may have removed some of the accepted ones."""
+        self.usage.completion_tokens += num_tokens
+        self.usage.accepted_draft_tokens += min(num_tokens, num_accepted_draft_tokens)
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def record_accepted(self, message: worker_pb2.DecodeResponse) -> None:
+        """Count the blocks that D has cached of a prompt that P computes."""
+        self.prompt_logprobs = message.prompt_logprobs
+        self.usage.blocks_reused_on_decode = message.accepted.num_held_blocks
+
+    def record_local_prefill(
+        self, message: worker_pb2.DecodeResponse, block_size: int, placement: Placement, start: float
+    ) -> None:
+        """Count what D found cached of a prompt that it has computed itself since ``start``."""
+        accepted = message.accepted
+        self.prompt_logprobs = message.prompt_logprobs
+        self._record_cached(accepted.num_cached_tokens, accepted.pulled)
+        num_cached = accepted.num_cached_tokens // block_size
+        self.usage.blocks_reused_on_decode = max(0, num_cached - accepted.pulled.num_blocks)
+        self.record_times(placement, accepted, start)
+
+    def record_prefill(self, message: worker_pb2.PrefillResponse) -> None:
+        """Count what P pushed, if this is its summary of the push, or else what it found cached."""
+        if message.HasField("pushed"):
+            self.usage.blocks_shipped += message.pushed.num_blocks
+            self.usage.bytes_shipped += message.pushed.num_bytes
+        else:
+            self.prompt_logprobs = message.prompt_logprobs
+            self._record_cached(message.num_cached_tokens, message.pulled)
+
+    def record_times(
+        self,
+        placement: Placement,
+        message: worker_pb2.PrefillResponse | worker_pb2.Accepted,
+        start: float,
+    ) -> None:
+        """Record expected and measured values, and update the planner, when the prompt has been computed.
+
+        Args:
+            start: reading of the clock when the worker was called.
+        """
+        pulled, now = message.pulled, self._clock()
+        if placement.pull is not None:
+            self._metrics.pulls.labels(pulled.failure or "ok").inc()
+        outcome = PullOutcome(pulled.num_bytes, pulled.seconds, bool(pulled.failure))
+        self._planner.record_prefill(placement, message.num_cached_tokens, now - start, outcome)
+        taken = now - placement.sent_at
+        tokens, seconds = self._metrics.expected_tokens, self._metrics.expected_seconds
+        tokens.labels("expected").inc(placement.estimate.cached_tokens)
+        tokens.labels("found").inc(message.num_cached_tokens)
+        seconds.labels("expected").inc(placement.estimate.seconds)
+        seconds.labels("taken").inc(taken)
+        _log.debug(
+            "request_computed",
+            worker=placement.computing,
+            expected_cached_tokens=placement.estimate.cached_tokens,
+            cached_tokens=message.num_cached_tokens,
+            expected_seconds=placement.estimate.seconds,
+            seconds=taken,
+        )
+
+    def record_failure(
+        self, group: AnswerGroup, failure: WorkerCallFailed, num_emitted: int, *, is_last: bool
+    ) -> None:
+        """Log a failed attempt; unless it is the last, count the next one."""
+        worker, code = failure.worker, failure.code.name
+        # An operator can do nothing about a client's mistake, even if only the worker could detect it.
+        is_clients = failure.code is grpc.StatusCode.INVALID_ARGUMENT
+        (_log.debug if is_clients else _log.warning)(
+            "attempt_failed",
+            request_id=self._request_id,
+            sequence_id=group.sequence_id,
+            attempt=group.attempt,
+            worker=worker.worker_id,
+            role=worker.role,
+            code=code,
+            details=failure.details,
+            tokens_emitted=num_emitted,
+            is_last=is_last,
+        )
+        if not is_last:
+            # Answers that were lost together and continue separately count as one retry.
+            self.usage.retries = max(self.usage.retries, group.num_failures + 1)
+            self._metrics.retries.labels(worker.role, code.lower()).inc()
+
+    def _record_cached(self, num_cached_tokens: int, pulled: worker_pb2.PullSummary) -> None:
+        # Later attempts find blocks that the first one computed, so only the first attempt's figure counts.
+        if not self._is_cache_counted:
+            self._is_cache_counted = True
+            self.usage.cached_prompt_tokens = min(num_cached_tokens, self.usage.prompt_tokens)
+            self._metrics.prompt_tokens_cached.inc(self.usage.cached_prompt_tokens)
+        self.usage.blocks_pulled += pulled.num_blocks
+        self.usage.bytes_pulled += pulled.num_bytes

@@ -1,0 +1,132 @@
+"""Chooses the workers of one request's attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from quire.kvindex.block_hash import CacheScope
+from quire.routing.placement import PlannedPrompt, TooLateError
+from quire.routing.policy import CandidateWorker
+from quire.sampling.params import SamplingParams
+from quire.services.router.execution.cluster import Cluster
+from quire.services.router.execution.failures import too_late
+from quire.services.router.execution.plan import NextWorker, Plan
+from quire.services.router.execution.pulls import pull_source
+from quire.services.router.execution.request_account import RequestAccount
+from quire.services.router.outputs.answer_group import AnswerGroup
+from quire.services.router.workers.worker import Worker
+from quire.services.server.phases import Phase, RequestPhases
+
+LATE_FACTOR = 2.0
+"""A new request is refused if its first token is expected after this many times the time that it has."""
+
+
+class WorkerChoice:
+    """Chooses by what the workers have cached and have to do, and prefers those that have not failed.
+
+    Args:
+        remaining_seconds: returns the time until the request's deadline, or raises DeadlineExceeded.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        params: SamplingParams,
+        scope: CacheScope,
+        phases: RequestPhases,
+        account: RequestAccount,
+        remaining_seconds: Callable[[], float],
+    ) -> None:
+        self._cluster = cluster
+        self._params = params
+        self._scope = scope
+        self._phases = phases
+        self._account = account
+        self._remaining_seconds = remaining_seconds
+        self._failed: set[str] = set()
+
+    def record_failure(self, worker: Worker) -> None:
+        """Prefer other workers from now on, since a call to this one has failed."""
+        self._failed.add(worker.worker_id)
+
+    async def choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Plan | None:
+        """Return the workers of a group's next attempt, or None if no decode worker takes requests any more.
+
+        Args:
+            next_worker: the decode worker, if it takes requests; None: the one that the planner says.
+
+        Raises:
+            ResourceExhausted: the first token is expected long after the deadline.
+            DeadlineExceeded: the deadline has passed.
+        """
+        cluster = self._cluster
+        start = cluster.clock()
+        only = next_worker if next_worker is not None and next_worker.worker.can_serve else None
+        if only is None:
+            prompt = await cluster.prefixes.look_up(group.token_ids, self._scope)
+        else:
+            cached = {only.worker.worker_id: only.num_cached_tokens}
+            prompt = PlannedPrompt(len(group.token_ids), (), cached)
+        looked_up = cluster.clock()
+        self._phases.record(Phase.LOOKUP, start, looked_up)
+        if group.deaths:
+            await cluster.suspects.turn(lambda: self._healthy_decode_workers(group))
+        # With several answers P does not compute the prompt's last token, and its logprob would be lost.
+        is_scored = not group.is_single and self._params.num_prompt_logprobs is not None
+        prompt = prompt._replace(
+            must_be_local=is_scored or group.num_prefilled_tokens == 0,
+            max_output_tokens=self._params.max_tokens - len(group.output_token_ids),
+            num_answers=len(group.answers),
+            # What has begun is tried to the end; and estimates are not exact.
+            max_seconds=inf if group.attempt else LATE_FACTOR * self._remaining_seconds(),
+        )
+        try:
+            placement = cluster.planner.place(
+                prompt,
+                self._candidates("prefill", group) if only is None else [],
+                self._candidates("decode", group, only.worker if only else None),
+            )
+        except TooLateError as error:
+            cluster.metrics.rejections.labels("too_late").inc()
+            raise too_late(error.seconds, self._remaining_seconds()) from None
+        if placement is None:
+            return None
+        self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
+        self._account.record_placement(group, placement)
+        workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.serving(role)}
+        return Plan(
+            workers[placement.decode.worker_id],
+            workers[placement.prefill.worker_id] if placement.prefill else None,
+            placement,
+            pull_source(placement.pull, workers[placement.pull.worker_id]) if placement.pull else None,
+        )
+
+    def _is_unhealthy(self, worker: Worker) -> bool:
+        return worker.health.is_unhealthy or worker.worker_id in self._failed
+
+    def _serving(self, role: str, group: AnswerGroup) -> list[Worker]:
+        """Return the workers that may get a group: a suspect, those that have outlived the dead."""
+        serving = self._cluster.workers.serving(role)
+        return [each for each in serving if not group.deaths or each.health.answered_at >= group.died_at]
+
+    def _healthy_decode_workers(self, group: AnswerGroup) -> list[str]:
+        serving = self._serving("decode", group)
+        return [worker.worker_id for worker in serving if not self._is_unhealthy(worker)]
+
+    def _candidates(self, role: str, group: AnswerGroup, only: Worker | None = None) -> list[CandidateWorker]:
+        """Return the workers of a role that take requests, or only one of them."""
+        suspects, block_size = self._cluster.suspects, self._cluster.model.block_size
+        return [
+            CandidateWorker(
+                worker.worker_id,
+                capacity_tokens=max(1, worker.info.num_blocks) * block_size,
+                pending_tokens=worker.pending_tokens + worker.load_of_others.pending_tokens,
+                resident_tokens=worker.resident_tokens + worker.load_of_others.resident_tokens,
+                num_requests=worker.num_requests + worker.load_of_others.num_requests,
+                is_unhealthy=self._is_unhealthy(worker)
+                or bool(group.deaths and suspects.is_near(worker.worker_id)),
+            )
+            for worker in self._serving(role, group)
+            if only is None or worker is only
+        ]

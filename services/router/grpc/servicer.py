@@ -1,0 +1,346 @@
+"""Serves the router's public gRPC API; the HTTP API calls the same methods."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from typing import Any
+
+from quire.kvindex.block_hash import CacheScope
+from quire.protos import inference_pb2 as pb
+from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.rpc.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable
+from quire.services.requests.prompts import check_detokenized, check_size, encode_chat, encode_text
+from quire.services.requests.served_model import ServedModel
+from quire.services.requests.validation import answers_of, validate
+from quire.services.router.execution.cluster import Cluster
+from quire.services.router.execution.failures import deadline_exceeded, no_decode_worker
+from quire.services.router.execution.generation import GenerationRun
+from quire.services.router.grpc.batch import batch_answers, check_batch_size
+from quire.services.router.grpc.open_calls import OpenCalls
+from quire.services.router.grpc.request_timer import RequestTimer, outcome_of
+from quire.services.router.metrics.instruments import Instruments
+from quire.services.router.outputs.answer_size import (
+    PromptLogprobs,
+    all_of,
+    check_answer_size,
+    check_message_size,
+)
+from quire.services.router.tenants.admission import Admission
+from quire.services.router.tenants.api_keys import Authenticator, Headers
+from quire.services.router.tenants.authentication import CALLER
+from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.workers.queue import shown
+from quire.services.server.log import get_logger
+from quire.services.server.phases import Phase, RequestPhases
+from quire.services.server.tracing import Span
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+_log = get_logger("router")
+
+
+class GenerationServicer(pb_grpc.GenerationServiceServicer):
+    """Serves ``GenerationService``.
+
+    Args:
+        cluster: resolves once the first worker has described its model.
+        request_timeout_seconds: longest deadline of a request.
+        worker_wait_seconds: longest time that a request waits for the first worker to join.
+    """
+
+    def __init__(
+        self,
+        cluster: asyncio.Future[Cluster],
+        instruments: Instruments,
+        authenticator: Authenticator,
+        admission: Admission,
+        *,
+        request_timeout_seconds: float,
+        worker_wait_seconds: float,
+    ) -> None:
+        self._cluster = cluster
+        self._metrics, self._tracer, self._clock = instruments
+        self._authenticator = authenticator
+        self._admission = admission
+        self.calls = OpenCalls()
+        self._request_timeout_seconds = request_timeout_seconds
+        self._worker_wait_seconds = worker_wait_seconds
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        """Generate all answers and return them in one message."""
+        headers = context.invocation_metadata()
+        async with self.calls.entered():
+            return await self._whole(request.generation, CALLER.get(), self._deadline(context), headers)
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        """Generate all answers and yield their tokens as they come."""
+        tenant, deadline = CALLER.get(), self._deadline(context)
+        headers = context.invocation_metadata()
+        answer = self.generate(request.generation, tenant, deadline, headers)
+        async with self.calls.entered(), aclosing(answer) as responses:
+            async for response in responses:
+                check_message_size(response)
+                yield response
+
+    async def GenerateBatch(
+        self, request: pb.GenerateBatchRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateBatchResponse]:
+        """Run all generations, a limited number at a time, and yield each result when it is complete."""
+        tenant, deadline = CALLER.get(), self._deadline(context)
+        check_batch_size(len(request.generations))
+        answers = batch_answers(
+            request.generations,
+            lambda generation: self._whole(generation, tenant, deadline, context.invocation_metadata()),
+            self.places(tenant, request.generations),
+        )
+        async with self.calls.entered(), aclosing(answers):
+            async for answer in answers:
+                yield answer
+
+    async def _whole(
+        self, generation: pb.Generation, tenant: Tenant, deadline: float, headers: Headers
+    ) -> pb.GenerateResponse:
+        if generation.received:
+            raise InvalidArgument(
+                "received", "must be empty but in GenerateStream, which sends only the rest"
+            )
+        check_answer_size([generation])
+        async with aclosing(self.generate(generation, tenant, deadline, headers)) as responses:
+            received = await all_of(responses, lambda response: response)
+        return await asyncio.to_thread(collected, received)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        """Return the token ids of a text or a conversation.
+
+        The call counts as a request for admission, because a long text takes seconds.
+        """
+        deadline = self._deadline(context)
+        async with self.calls.entered(), self._admission.admitted(CALLER.get(), deadline):
+            model = (await self.joined_cluster(deadline)).model
+            if request.WhichOneof("prompt") == "chat":
+                return pb.TokenizeResponse(token_ids=await encode_chat(request.chat, model))
+            return pb.TokenizeResponse(token_ids=await encode_text(request.text, model))
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        """Return the text of token ids; the call counts as a request for admission."""
+        deadline = self._deadline(context)
+        async with self.calls.entered(), self._admission.admitted(CALLER.get(), deadline):
+            model = (await self.joined_cluster(deadline)).model
+            return await asyncio.to_thread(_detokenized, request, model)
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        """Return the model's name and limits, and the number of live workers of each role."""
+        cluster = await self.joined_cluster(self._deadline(context))
+        return pb.GetModelInfoResponse(
+            model=cluster.model.name,
+            max_model_len=cluster.model.max_model_len,
+            vocab_size=cluster.model.vocab_size,
+            eos_token_ids=sorted(cluster.model.eos_token_ids),
+            block_size=cluster.model.block_size,
+            num_prefill_workers=len(cluster.workers.live("prefill")),
+            num_decode_workers=len(cluster.workers.live("decode")),
+        )
+
+    def check_ready(self) -> None:
+        """Return if the model is known and a decode worker can serve a request now.
+
+        Raises:
+            Unavailable: the router is stopping, or no worker can serve; the message says which.
+        """
+        self.calls.check()
+        if not self._cluster.done():
+            raise _no_worker()
+        workers = self._cluster.result().workers
+        if not workers.serving("decode"):
+            raise no_decode_worker(workers)
+
+    async def generate(
+        self,
+        generation: pb.Generation,
+        tenant: Tenant,
+        deadline: float,
+        headers: Headers = (),
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Admit a tenant's request and yield the messages of its answers, for gRPC and HTTP alike.
+
+        Args:
+            deadline: a reading of the clock.
+            headers: headers of the call, which may name a trace.
+            prompt_logprobs: adds up those of the prompts that are answered in one message; None: only these.
+
+        Raises:
+            ServiceError: the request cannot be served or cannot be completed.
+        """
+        timer = RequestTimer(self._metrics, self._clock)
+        with self._tracer.span("request", headers) as span, timer.watching():
+            answers = answers_of(generation.sampling)
+            async with self._admission.admitted(tenant, deadline, answers) as allowance:
+                phases = RequestPhases(self._metrics.phases, span)
+                admitted = self._clock()
+                phases.record(Phase.ADMIT, timer.arrival, admitted)
+                cluster = await self.joined_cluster(deadline)
+                request = await validate(generation, cluster.model)
+                num_logprobs = request.response.prompt_logprobs
+                (prompt_logprobs or PromptLogprobs()).add(len(request.prompt_token_ids), num_logprobs)
+                await allowance.spend_prompt(request.num_input_tokens)
+                phases.record(Phase.TOKENIZE, admitted, self._clock())
+                self._metrics.prompt_tokens.inc(request.num_input_tokens)
+                self._metrics.request_prompt_tokens.observe(request.num_input_tokens)
+                scope = CacheScope(tenant.name, request.cache_salt)
+                run = GenerationRun(
+                    cluster, request, scope, deadline, phases, arrival=timer.arrival, spend=allowance.spend
+                )
+                with _described(request.request_id, tenant, run.usage, timer, span):
+                    async with aclosing(run.stream()) as responses:
+                        async for response in responses:
+                            timer.sent(response)
+                            yield response
+
+    def tenant_of(self, headers: Headers) -> Tenant:
+        """Return the tenant of a request, from its gRPC metadata or HTTP headers.
+
+        Raises:
+            Unauthenticated: the headers carry no valid key.
+        """
+        return self._authenticator.authenticate(headers)
+
+    def deadline(self, timeout_seconds: float = math.inf) -> float:
+        """Return the deadline, a reading of the clock, of a request that begins now."""
+        return self._clock() + min(timeout_seconds, self._request_timeout_seconds)
+
+    def admitted(self, tenant: Tenant) -> AbstractAsyncContextManager[object]:
+        """Count work other than a generation as one request for admission, until the context ends."""
+        return self._admission.admitted(tenant, self.deadline())
+
+    def places(self, tenant: Tenant, generations: Sequence[pb.Generation]) -> asyncio.Semaphore:
+        """Return a semaphore that limits how many generations of one call run at once.
+
+        The limit is low enough that admission does not refuse one generation because of the others.
+        """
+        num_answers = max(answers_of(each.sampling).number for each in generations)
+        return asyncio.Semaphore(self._admission.num_at_once(tenant, num_answers))
+
+    def _deadline(self, context: Any) -> float:
+        return self.deadline(_remaining_seconds(context))
+
+    async def joined_model(self, tenant: Tenant) -> ServedModel:
+        """Return the served model; a request that waits for the first worker counts as running meanwhile."""
+        if self._cluster.done():
+            return self._cluster.result().model
+        deadline = self.deadline()
+        async with self._admission.admitted(tenant, deadline):
+            return (await self.joined_cluster(deadline)).model
+
+    async def joined_cluster(self, deadline: float = math.inf) -> Cluster:
+        """Return the cluster, after waiting up to ``worker_wait_seconds`` if no worker has ever joined.
+
+        Args:
+            deadline: a reading of the clock.
+
+        Raises:
+            Unavailable: no worker joined in that time.
+            DeadlineExceeded: the deadline passed first.
+        """
+        if self._cluster.done():
+            return self._cluster.result()
+        remaining = deadline - self._clock()
+        try:
+            async with (
+                shown(self._metrics.requests_waiting),
+                asyncio.timeout(max(0.0, min(self._worker_wait_seconds, remaining))),
+            ):
+                return await asyncio.shield(self._cluster)
+        except TimeoutError:
+            raise (deadline_exceeded(0) if remaining < self._worker_wait_seconds else _no_worker()) from None
+
+
+def _detokenized(request: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:
+    check_detokenized(request.token_ids, model, "token_ids")
+    text = model.tokenizer.decode(list(request.token_ids))
+    check_size(text, "token_ids")
+    return pb.DetokenizeResponse(text=text)
+
+
+def collected(responses: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateResponse:
+    """Return one response with all that the messages of a request's stream contain."""
+    answers: dict[int, list[pb.GenerateStreamResponse]] = {}
+    for response in responses:
+        answers.setdefault(response.index, []).append(response)
+    first, last = responses[0], responses[-1]
+    return pb.GenerateResponse(
+        choices=[_choice(answers[index]) for index in sorted(answers)],
+        usage=last.usage,
+        request_id=first.request_id,
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_token_ids=first.prompt_token_ids,
+    )
+
+
+@contextmanager
+def _described(
+    request_id: str, tenant: Tenant, usage: pb.Usage, timer: RequestTimer, span: Span
+) -> Iterator[None]:
+    """Log and trace the request when the context ends, whether it succeeded or failed."""
+    outcome = "OK"
+    try:
+        yield
+    except BaseException as error:
+        outcome = outcome_of(error)
+        raise
+    finally:
+        span.set(
+            quire__request_id=request_id,
+            quire__retries=usage.retries,
+            quire__bytes_shipped=usage.bytes_shipped,
+            gen_ai__usage__input_tokens=usage.prompt_tokens,
+            gen_ai__usage__output_tokens=usage.completion_tokens,
+            gen_ai__usage__cache_read__input_tokens=usage.cached_prompt_tokens,
+        )
+        _log.info(
+            "request_finished",
+            request_id=request_id,
+            tenant=tenant.name,
+            outcome=outcome,
+            seconds=timer.seconds,
+            prompt_tokens=usage.prompt_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            blocks_shipped=usage.blocks_shipped,
+            blocks_pulled=usage.blocks_pulled,
+            retries=usage.retries,
+        )
+
+
+def _no_worker() -> Unavailable:
+    return Unavailable(
+        "no worker has joined yet; start prefill and decode workers, or try again",
+        reason="NO_WORKER",
+        retry_after_seconds=RETRY_AFTER_SECONDS,
+    )
+
+
+def _choice(responses: Sequence[pb.GenerateStreamResponse]) -> pb.Choice:
+    """Return one choice with all that the messages of one answer contain."""
+    last = responses[-1]
+    choice = pb.Choice(
+        index=last.index,
+        text="".join(response.text for response in responses),
+        finish_reason=last.finish_reason,
+        score=last.score if last.HasField("score") else None,
+    )
+    # Extend once per message: one large operation would hold the GIL and block the event loop.
+    for response in responses:
+        choice.token_ids.extend(response.token_ids)
+        choice.logprobs.MergeFrom(response.logprobs)
+    return choice
+
+
+def _remaining_seconds(context: Any) -> float:
+    remaining = context.time_remaining()
+    return math.inf if remaining is None else float(remaining)

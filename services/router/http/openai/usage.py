@@ -1,0 +1,45 @@
+"""Counts the tokens of a request over all its prompts."""
+
+from __future__ import annotations
+
+from quire.protos import inference_pb2 as pb
+from quire.services.router.http.openai.responses import PromptTokensDetails, Usage
+
+
+class UsageCount:
+    """Adds up the token counts in the messages of several streams."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens = 0
+        self._seen_tokens = 0
+        self._final = pb.Usage()
+
+    def add(self, response: pb.GenerateStreamResponse) -> None:
+        """Add the counts of the next message."""
+        self._prompt_tokens += response.prompt_tokens
+        self._seen_tokens += len(response.token_ids)
+        self._final.completion_tokens += response.usage.completion_tokens
+        self._final.cached_prompt_tokens += response.usage.cached_prompt_tokens
+
+    def so_far(self) -> Usage:
+        """Return the counts in the middle of a stream; the number of cached tokens is not known yet."""
+        return _usage(self._prompt_tokens, self._seen_tokens)
+
+    def final(self, *, is_read_only: bool = False) -> Usage:
+        """Return the counts at the end.
+
+        Args:
+            is_read_only: the request wants only its prompt's logprobs, so no completion tokens are counted.
+        """
+        completion_tokens = 0 if is_read_only else self._final.completion_tokens
+        usage = _usage(self._prompt_tokens, completion_tokens)
+        usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self._final.cached_prompt_tokens)
+        return usage
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+    )

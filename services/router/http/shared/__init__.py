@@ -1,0 +1,1 @@
+"""What every HTTP API needs: bodies, connections, errors, streams."""

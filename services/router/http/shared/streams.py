@@ -1,0 +1,154 @@
+"""Runs the prompts of an HTTP request in the router, and sends server-sent events as messages come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import NamedTuple
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from quire.protos import inference_pb2 as pb
+from quire.rpc.ended_calls import end_raised
+from quire.rpc.errors import Internal, InvalidArgument, ServiceError
+from quire.services.router.grpc.servicer import GenerationServicer
+from quire.services.router.http.shared.errors import from_service_error
+from quire.services.router.http.shared.json_text import is_large, to_json, to_json_in_steps
+from quire.services.router.outputs.answer_size import PromptLogprobs
+from quire.services.router.outputs.merge import merged
+from quire.services.router.tenants.api_keys import Headers
+from quire.services.router.tenants.tenant import Tenant
+from quire.services.server.log import get_logger
+
+KEEP_ALIVE_SECONDS = 15.0
+"""Interval of keep-alive comments; proxies close a connection that is silent for a minute."""
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Otherwise nginx would buffer the events.
+    "X-Accel-Buffering": "no",
+}
+_DONE = b"data: [DONE]\n\n"
+_log = get_logger("http")
+
+
+class Tagged(NamedTuple):
+    """A message, and the index ``at`` of the prompt in the request that it belongs to."""
+
+    at: int
+    response: pb.GenerateStreamResponse
+
+
+async def run(
+    servicer: GenerationServicer,
+    tenant: Tenant,
+    generations: Sequence[pb.Generation],
+    headers: Headers,
+    names: Sequence[Mapping[str, str]],
+    prompt_logprobs: PromptLogprobs | None = None,
+) -> AsyncGenerator[Tagged, None]:
+    """Serve a tenant's prompts, several at a time, and yield their messages; the first error ends them all.
+
+    Args:
+        names: for each prompt, the client's names of fields of ``quire.v1``; errors use these names.
+        prompt_logprobs: adds up those of all prompts; None: each prompt is answered in its own message.
+
+    Raises:
+        ServiceError: one of the prompts cannot be served or cannot be completed.
+    """
+    answers = [
+        servicer.generate(each, tenant, servicer.deadline(), headers, prompt_logprobs) for each in generations
+    ]
+    places = servicer.places(tenant, generations)
+    streams = [
+        _tagged(at, answer, places, sent)
+        for at, (answer, sent) in enumerate(zip(answers, names, strict=True))
+    ]
+    async with aclosing(merged(streams) if len(streams) > 1 else streams[0]) as messages:
+        async for message in messages:
+            yield message
+
+
+async def _tagged(
+    at: int,
+    responses: AsyncGenerator[pb.GenerateStreamResponse, None],
+    places: asyncio.Semaphore,
+    names: Mapping[str, str],
+) -> AsyncGenerator[Tagged, None]:
+    async with places, aclosing(responses):
+        try:
+            async for response in responses:
+                yield Tagged(at, response)
+        except InvalidArgument as error:
+            raise error.renamed(names) from error
+
+
+async def send_events(request: web.Request, events: AsyncGenerator[BaseModel, None]) -> web.StreamResponse:
+    """Send each event as soon as it comes, and ``[DONE]`` at the end.
+
+    An error before anything has been sent is raised, so that the response gets its status. A later error is
+    sent as the last event.
+    """
+    response = web.StreamResponse(headers=_HEADERS)
+    async with aclosing(events):
+        first = asyncio.create_task(_next(events))
+        try:
+            await asyncio.wait({first}, timeout=KEEP_ALIVE_SECONDS)
+            if first.done():
+                first.result()
+            await response.prepare(request)
+            async with _kept_alive(response):
+                await _send(response, first, events)
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+    await response.write_eof()
+    return response
+
+
+async def _send(
+    response: web.StreamResponse,
+    first: asyncio.Task[BaseModel | None],
+    events: AsyncGenerator[BaseModel, None],
+) -> None:
+    try:
+        with end_raised():
+            event = await first
+            while event is not None:
+                if is_large(event):
+                    encoded = await asyncio.to_thread(to_json_in_steps, event)
+                else:
+                    encoded = to_json(event)
+                await response.write(b"data: " + encoded + b"\n\n")
+                event = await _next(events)
+            await response.write(_DONE)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        if not isinstance(error, ServiceError):
+            _log.exception("stream_failed")
+            error = Internal("internal error; the server's log has the details")
+        await response.write(b"data: " + to_json(from_service_error(error).body) + b"\n\n")
+
+
+async def _next(events: AsyncGenerator[BaseModel, None]) -> BaseModel | None:
+    return await anext(events, None)
+
+
+@asynccontextmanager
+async def _kept_alive(response: web.StreamResponse) -> AsyncIterator[None]:
+    """Send a comment every ``KEEP_ALIVE_SECONDS`` until the context ends."""
+
+    async def comment() -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            await response.write(b": keep-alive\n\n")
+
+    commenting = asyncio.create_task(comment())
+    try:
+        yield
+    finally:
+        commenting.cancel()
+        await asyncio.gather(commenting, return_exceptions=True)

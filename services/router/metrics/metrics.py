@@ -1,0 +1,152 @@
+"""Defines the router's metrics; their names are vLLM's suffixes after the prefix ``quire_``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from quire.kvindex.membership import ROLES
+from quire.services.router.config import SloTargets
+from quire.services.router.metrics.slo import SloMetrics
+from quire.services.server.phases import ROUTER_PHASES, PhaseMetrics
+
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+ITL_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+E2E_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+TOKEN_BUCKETS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000),
+    *(10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000),
+)
+REASONS = ("only", "prefix", "pull", "load", "tie", "imbalance")
+FINISHED_REASONS = ("stop", "length")
+RETRY_CAUSES = tuple(
+    code.name.lower()
+    for code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.DATA_LOSS)
+)
+
+
+@dataclass(slots=True)
+class TokenTimes:
+    """All tokens after the first of each answer, and the time that they took, summed over the answers."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
+class RouterMetrics:
+    """The router's metrics, registered in the given registry."""
+
+    def __init__(self, registry: CollectorRegistry, slo: SloTargets | None = None) -> None:
+        self.registry = registry
+        self.token_times = TokenTimes()
+        self.phases = PhaseMetrics(registry, ROUTER_PHASES)
+        self.slo = SloMetrics(registry, slo or SloTargets())
+        self.requests_running = Gauge(
+            "quire_router_requests_running", "Requests accepted and not finished.", registry=registry
+        )
+        self.requests_waiting = Gauge(
+            "quire_router_requests_waiting", "Requests that wait for a worker.", registry=registry
+        )
+        self.request_bytes = Gauge(
+            "quire_router_request_bytes",
+            "Bytes of the requests under way, without the first 64 KiB of each.",
+            registry=registry,
+        )
+        self.workers = Gauge("quire_workers", "Live workers.", ["role"], registry=registry)
+        self.prompt_tokens = _counter(
+            registry, "prompt_tokens", "Tokens of accepted requests: of prompts, and those in received."
+        )
+        self.prompt_tokens_cached = _counter(
+            registry, "prompt_tokens_cached", "Prompt tokens whose KV was not computed."
+        )
+        self.prompt_tokens_predicted = _counter(
+            registry, "prompt_tokens_predicted", "Prompt tokens whose KV the index had promised."
+        )
+        self.generation_tokens = _counter(
+            registry, "generation_tokens", "Tokens of answers, also of those that best_of does not return."
+        )
+        self.success = _counter(registry, "request_success", "Requests answered whole.", "finished_reason")
+        self.failure = _counter(
+            registry, "request_failure", "Requests that ended with an error.", "grpc_code"
+        )
+        self.rejections = _counter(registry, "admission_rejections", "Requests refused at once.", "reason")
+        self.decisions = _counter(registry, "router_decision", "Choices of a worker.", "role", "reason")
+        self.expected_tokens = _counter(
+            registry,
+            "router_expected_tokens",
+            "Prompt tokens that were expected to be cached or pulled, and were found so.",
+            "kind",
+        )
+        self.expected_seconds = _counter(
+            registry,
+            "router_expected_seconds",
+            "Seconds from the choice to the first token: expected, and taken.",
+            "kind",
+        )
+        self.pulls = _counter(
+            registry, "kv_pull_requests", "Pulls that were asked for, by how they ended.", "result"
+        )
+        self.retries = _counter(
+            registry,
+            "retries",
+            "Attempts lost on a worker, by its role and the gRPC status it failed with.",
+            "role",
+            "cause",
+        )
+        self.time_to_first_token = _histogram(
+            registry, "time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
+        )
+        self.inter_token_latency = _histogram(
+            registry, "inter_token_latency_seconds", "Between two messages with tokens.", ITL_BUCKETS
+        )
+        self.time_per_output_token = _histogram(
+            registry,
+            "request_time_per_output_token_seconds",
+            "Mean time of an answer's tokens after its first.",
+            ITL_BUCKETS,
+        )
+        self.e2e_latency = _histogram(
+            registry, "e2e_request_latency_seconds", "From arrival to the last token.", E2E_BUCKETS
+        )
+        self.request_prompt_tokens = _histogram(
+            registry, "request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = _histogram(
+            registry, "request_generation_tokens", "Tokens of a finished request's answers.", TOKEN_BUCKETS
+        )
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Create the labelled counters at zero: ``rate`` misses the first increment of a new counter."""
+        for reason in FINISHED_REASONS:
+            self.success.labels(reason)
+        for code in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL", "CANCELLED"):
+            self.failure.labels(code)
+        for reason in ("max_requests", "tenant_requests", "tenant_tokens", "too_late", "max_request_bytes"):
+            self.rejections.labels(reason)
+        self.pulls.labels("ok")
+        for role in ROLES:
+            for reason in REASONS:
+                self.decisions.labels(role, reason)
+            for cause in RETRY_CAUSES:
+                self.retries.labels(role, cause)
+        self.decisions.labels("prefill", "none")
+
+
+def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
+    return Counter(f"quire_{name}_total", text, labels, registry=registry)
+
+
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"quire_{name}", text, buckets=buckets, registry=registry)

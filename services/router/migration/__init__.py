@@ -1,0 +1,1 @@
+"""Moves running answers between workers, and copies their blocks."""

@@ -1,0 +1,1 @@
+"""What workers generate, on its way to the client."""

@@ -1,0 +1,1 @@
+"""The workers that a router knows: their health, their connections and what they send."""

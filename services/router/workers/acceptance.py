@@ -1,0 +1,99 @@
+"""Decides which workers a router accepts: those of its cluster that serve the model of the first worker.
+
+Workers whose kernels compute other bits (``ARITHMETIC_VERSION``) never share blocks, nor do answers move
+between them while both could serve. So a router keeps to one version until no worker of it takes requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Set
+
+from quire.kvindex.membership import ROLES
+from quire.protos import worker_pb2
+from quire.rpc.cluster_proof import ClusterTrust
+from quire.services.router.workers.membership import Member
+from quire.services.router.workers.probe import Probe
+from quire.services.server.log import get_logger
+
+_MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "layout", "cache_descriptor")
+
+_log = get_logger("router")
+
+
+class Acceptance:
+    """Accepts workers by their proof, their role, and what the first worker has said about itself.
+
+    Args:
+        trust: tells the cluster's workers from strangers.
+        expected_fingerprint: returns the fingerprint that a worker with a given cache descriptor must have;
+            None: any fingerprint is accepted.
+
+    Attributes:
+        reference: description of the first worker that joined with the present version of the arithmetic;
+            None until one has joined.
+    """
+
+    def __init__(self, trust: ClusterTrust, expected_fingerprint: Callable[[bytes], str] | None) -> None:
+        self._trust = trust
+        self._expected_fingerprint = expected_fingerprint
+        self._refused: dict[str, str] = {}
+        """Last logged reason for refusing the worker at each address."""
+        self.reference: worker_pb2.GetWorkerInfoResponse | None = None
+
+    def joined(self, info: worker_pb2.GetWorkerInfoResponse) -> None:
+        """Note that a worker has joined; the workers after the first one must be like it."""
+        if self.reference is None or info.cache_descriptor != self.reference.cache_descriptor:
+            self.reference = info
+
+    def forget_all_but(self, addresses: Set[str]) -> None:
+        """Forget the refused workers at other addresses, so that they are logged when they come again."""
+        self._refused = {at: problem for at, problem in self._refused.items() if at in addresses}
+
+    def accepts(self, member: Member, probe: Probe, *, may_change: bool = False) -> bool:
+        """Return whether a worker may join; log the reason if it may not, once for each reason.
+
+        Args:
+            may_change: whether the worker may have another version of the arithmetic than those before it.
+        """
+        info = probe.info
+        # First check the proof: the description of an unproven worker cannot be trusted.
+        is_named_by_operator = member.fingerprint is None
+        problem = self._trust.problem(
+            member.address, probe.nonce, info, is_named_by_operator=is_named_by_operator
+        ) or self._mismatch(member, info, may_change)
+        if problem is None:
+            self._refused.pop(member.address, None)
+            return True
+        if self._refused.get(member.address) != problem:
+            self._refused[member.address] = problem
+            _log.error("worker_refused", worker=info.worker_id, address=member.address, problem=problem)
+        return False
+
+    def _mismatch(
+        self, member: Member, info: worker_pb2.GetWorkerInfoResponse, may_change: bool
+    ) -> str | None:
+        if info.role not in ROLES:
+            return f"its role is {info.role!r}, neither prefill nor decode"
+        if self.reference is not None:
+            reference, other = self.reference, info
+            if may_change:
+                reference, other = _without_version(reference), _without_version(other)
+            for name in _MUST_BE_EQUAL:
+                ours, its = getattr(reference, name), getattr(other, name)
+                if ours != its:
+                    return f"its {name} is {its!r}, the first worker's is {ours!r}"
+        if self._expected_fingerprint is not None and member.fingerprint is not None:
+            expected = self._expected_fingerprint(info.cache_descriptor)
+            if member.fingerprint != expected:
+                return "its block hashes differ from ours: give all services the same cluster secret"
+        return None
+
+
+def _without_version(info: worker_pb2.GetWorkerInfoResponse) -> worker_pb2.GetWorkerInfoResponse:
+    """Return a description that lacks the version of the worker's arithmetic."""
+    copy = worker_pb2.GetWorkerInfoResponse()
+    copy.CopyFrom(info)
+    copy.layout.ClearField("arithmetic_version")
+    copy.cache_descriptor = re.sub(rb'"arithmetic_version":\d+,', b"", info.cache_descriptor)
+    return copy

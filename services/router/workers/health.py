@@ -1,0 +1,225 @@
+"""Keeps what a router knows of a worker's health, and decides by it whether the worker gets requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+
+from quire.services.router.workers.pulse import Pulse
+
+PENALTY_SECONDS = 2.0
+"""Time for which a worker stays unhealthy after a failure."""
+
+
+class Presence(Enum):
+    """Whether a worker belongs to the router's workers."""
+
+    JOINED = auto()
+    LEFT = auto()
+    LOST = auto()
+
+
+class WorkerHealth:
+    """The health of one worker, from the time when it joins; only the events below change it.
+
+    The facts are independent of each other, except that a worker is either left or lost:
+
+    | Fact           | Begins with             | Ends with                | Consequence                    |
+    |----------------|-------------------------|--------------------------|--------------------------------|
+    | late           | silence: LATE_SECONDS   | heard, returned          | symptom                        |
+    | unanswered     | probe_missed            | answered                 | symptom                        |
+    | unleased       | lease_ended             | lease_checked            | symptom                        |
+    | set aside      | failed                  | returned                 | symptom; no requests           |
+    | stalled        | reported_stalled(True)  | reported_stalled(False)  | symptom; no requests           |
+    | draining       | reported_draining(True) | reported_draining(False) | no requests; its answers move  |
+    | failed lately  | failed                  | PENALTY_SECONDS later    | unhealthy                      |
+    | maybe stranger | proof_missing           | proved, reconnected      | probed even if it has a lease  |
+    | left           | left                    | never                    | no requests; running ones stay |
+    | lost           | lost                    | never                    | no requests; running ones fail |
+
+    * **No requests**: the worker gets no new request, even if there is no other worker.
+    * **Symptom**: the worker may be unable to serve. Only its own answer or report can show that it is able.
+    * **Unhealthy**: it has a symptom or failed lately. It gets requests only if all others are unhealthy too.
+
+    A process that starts again at the same address is another worker, with another epoch and another health.
+
+    Args:
+        clock: returns the time in seconds.
+        is_draining: whether the worker drains when it joins.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_draining: bool = False) -> None:
+        self._clock = clock
+        self._presence = Presence.JOINED
+        self._pulse = Pulse()
+        self._num_unanswered = 0
+        self._unanswered_since = 0.0
+        self._answered_at = 0.0
+        self._is_unleased = False
+        self._is_set_aside = False
+        self._is_stalled = False
+        self._is_draining = is_draining
+        self._failed_until = 0.0
+        self._may_be_stranger = False
+
+    # --- what follows from the facts ----------------------------------------------------------------------
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether the worker may get requests."""
+        return not (self._is_draining or self._is_set_aside or self._is_stalled or self.is_gone)
+
+    @property
+    def is_unhealthy(self) -> bool:
+        """Whether it has a symptom or failed lately, so that other workers are preferred."""
+        return self.has_symptom or self._clock() < self._failed_until
+
+    @property
+    def has_symptom(self) -> bool:
+        """Whether it may be unable to serve."""
+        is_answering = self._num_unanswered == 0 and not self._pulse.is_late
+        return not is_answering or self._is_unleased or self._is_set_aside or self._is_stalled
+
+    # --- the facts ----------------------------------------------------------------------------------------
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it finishes its requests and takes no new ones."""
+        return self._is_draining
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it reports that its engine makes no progress."""
+        return self._is_stalled
+
+    @property
+    def is_set_aside(self) -> bool:
+        """Whether it has not answered a probe since it failed."""
+        return self._is_set_aside
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a sign of life is overdue."""
+        return self._pulse.is_late
+
+    @property
+    def has_vanished(self) -> bool:
+        """Whether its silence is far longer than others were."""
+        return self._pulse.has_stopped
+
+    @property
+    def silence(self) -> float:
+        """Seconds since its last sign of life."""
+        return self._pulse.silence
+
+    @property
+    def answered_at(self) -> float:
+        """Time at which the last probe that it answered began, a reading of the clock."""
+        return self._answered_at
+
+    @property
+    def may_be_stranger(self) -> bool:
+        """Whether another process may have answered a call to it."""
+        return self._may_be_stranger
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has left or is lost."""
+        return self._presence is not Presence.JOINED
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its calls have ended because it was silent: new ones would never return."""
+        return self._presence is Presence.LOST
+
+    def has_missed_probes(self, seconds: float) -> bool:
+        """Return whether it has answered no probe for some seconds.
+
+        One late answer may be this process's own delay; a second unanswered probe rules that out.
+        """
+        return self._num_unanswered > 1 and self._clock() - self._unanswered_since >= seconds
+
+    # --- signs of life ------------------------------------------------------------------------------------
+
+    def passed(self, seconds: float) -> None:
+        """Some seconds have passed without a sign of life; they do not count while it is set aside."""
+        if not self._is_set_aside:
+            self._pulse.wait(seconds)
+
+    def heard(self) -> None:
+        """There was a sign of life; it does not count while the worker is set aside."""
+        if not self._is_set_aside:
+            self._pulse.hear()
+
+    def failed(self) -> bool:
+        """Its connection broke, it refused a call, or it vanished; return whether this sets it aside."""
+        was_set_aside, self._is_set_aside = self._is_set_aside, True
+        self._failed_until = self._clock() + PENALTY_SECONDS
+        return not was_set_aside
+
+    # --- probes -------------------------------------------------------------------------------------------
+
+    def answered(self, begin: float) -> None:
+        """A process at its address answered a probe that began at a reading of the clock."""
+        self._num_unanswered = 0
+        self._answered_at = max(self._answered_at, begin)
+
+    def returned(self) -> bool:
+        """The worker itself answered a probe; return whether it was set aside until now."""
+        was_set_aside, self._is_set_aside = self._is_set_aside, False
+        if was_set_aside:
+            self._pulse.hear()
+        return was_set_aside
+
+    def probe_missed(self, begin: float) -> None:
+        """It did not answer a probe in time that began at a reading of the clock."""
+        if self._num_unanswered == 0:
+            self._unanswered_since = begin
+        self._num_unanswered += 1
+
+    def lease_ended(self) -> None:
+        """Its lease is gone, and it will be asked whether it stays."""
+        self._is_unleased = True
+
+    def lease_checked(self) -> None:
+        """It was asked, whether it answered or not."""
+        self._is_unleased = False
+
+    def proof_missing(self) -> None:
+        """A call failed before the worker had proved its identity."""
+        self._may_be_stranger = True
+
+    def proved(self) -> None:
+        """It proved its identity in a probe."""
+        self._may_be_stranger = False
+
+    def reconnected(self) -> None:
+        """Its connection was replaced, and no call over the new one has failed."""
+        self._may_be_stranger = False
+
+    # --- what it says about itself ------------------------------------------------------------------------
+
+    def reported_stalled(self, is_stalled: bool) -> bool:
+        """It reports whether its engine makes no progress; return whether this is a change."""
+        was_stalled, self._is_stalled = self._is_stalled, is_stalled
+        return is_stalled != was_stalled
+
+    def reported_draining(self, is_draining: bool) -> bool:
+        """It reports whether it drains; return whether this is a change."""
+        was_draining, self._is_draining = self._is_draining, is_draining
+        return is_draining != was_draining
+
+    # --- its end ------------------------------------------------------------------------------------------
+
+    def left(self) -> None:
+        """It no longer belongs to the router's workers; its running requests go on."""
+        self._end(Presence.LEFT)
+
+    def lost(self) -> None:
+        """It was silent for so long that it no longer belongs to them, and its calls are ended."""
+        self._end(Presence.LOST)
+
+    def _end(self, presence: Presence) -> None:
+        if self._presence is Presence.JOINED:
+            self._presence = presence

@@ -1,0 +1,139 @@
+"""Describes one worker as a router sees it: its connection, its health, and the router's work in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.rpc.channels import CHANNEL_OPTIONS
+from quire.rpc.proof import Caller, Peer
+from quire.rpc.tls import Connect
+from quire.services.router.workers.health import WorkerHealth
+from quire.services.router.workers.output_stream import OutputStream
+
+PING_OPTIONS = [
+    # Workers that vanish are noticed by their silence (``silences.py``). These pings, and the
+    # TCP_USER_TIMEOUT that gRPC sets with them, end what that cannot see: a single connection that is broken,
+    # and the connections to workers that have left.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 7_000),
+    ("grpc.http2.ping_timeout_ms", 7_000),
+    # Channels to the same worker share no connection, so a new channel is a new connection.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def worker_stub(channel: grpc.aio.Channel | Peer) -> worker_pb2_grpc.WorkerServiceStub:
+    """Return the worker's service over a channel."""
+    return worker_pb2_grpc.WorkerServiceStub(channel)
+
+
+@dataclass(eq=False, slots=True)
+class WorkerConnection:
+    """A channel to a worker, its stubs, and the stream of outputs that comes over it."""
+
+    channel: grpc.aio.Channel
+    stub: worker_pb2_grpc.WorkerServiceStub
+    health: health_pb2_grpc.HealthStub
+    peer: Peer | None = None
+    """Set once the worker has proved its identity; ``stub`` then signs its calls."""
+    on_proof_missing: Callable[[], None] = lambda: None
+    """Called when a call has failed before the worker has proved its identity; set together with ``peer``."""
+    outputs: OutputStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outputs = OutputStream(self)
+
+    @classmethod
+    def to(cls, address: str, connect: Connect) -> WorkerConnection:
+        """Return a connection to an address; its channel connects with the first call."""
+        # gRPC must not retry: only the router knows what was already sent to the client.
+        options = {**dict(CHANNEL_OPTIONS), **dict(PING_OPTIONS), "grpc.enable_retries": 0}
+        channel = connect(address, options=list(options.items()))
+        return cls(channel, worker_stub(channel), health_pb2_grpc.HealthStub(channel))
+
+    async def close(self) -> None:
+        """End the stream and all calls."""
+        self.outputs.close()
+        await self.channel.close(grace=None)
+
+    def sign_as(
+        self, caller: Caller, info: worker_pb2.GetWorkerInfoResponse, on_proof_missing: Callable[[], None]
+    ) -> None:
+        """Sign all later calls as ``caller``, for the worker that ``info`` describes."""
+        self.peer = Peer(self.channel, caller, info.address, info.epoch)
+        self.stub = worker_stub(self.peer)
+        self.on_proof_missing = on_proof_missing
+
+    async def check(self, call: Any) -> None:
+        """Return once the call has reached the worker that proved its identity; see ``Peer.check``.
+
+        Raises:
+            AioRpcError: the call failed, or another process answered it.
+        """
+        if self.peer is None:
+            return
+        try:
+            await self.peer.check(call)
+        except grpc.aio.AioRpcError:
+            self.on_proof_missing()
+            raise
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """A worker that joined, and the router's state for it."""
+
+    address: str
+    info: worker_pb2.GetWorkerInfoResponse
+    connection: WorkerConnection
+    health: WorkerHealth = field(default_factory=WorkerHealth)
+    role: str = field(init=False)
+    """Present role, by which it gets new requests; ``info`` has the one that it had when it joined."""
+    last_report: worker_pb2.WatchWorkerResponse = field(default_factory=worker_pb2.WatchWorkerResponse)
+    """What it said last about itself."""
+    num_requests: int = 0
+    """Number of this router's requests in flight on the worker."""
+    pending_tokens: int = 0
+    """Pending prefill tokens: those that it has to compute before the first tokens of its requests."""
+    resident_tokens: int = 0
+    """Resident tokens: those of the sequences whose blocks it keeps."""
+    load_of_others: worker_pb2.TotalLoad = field(default_factory=worker_pb2.TotalLoad)
+    """Load of other routers' requests, as it reported last. The counts above are this router's own."""
+
+    def __post_init__(self) -> None:
+        self.role = self.info.role
+
+    @property
+    def worker_id(self) -> str:
+        """Unique id of the worker."""
+        return self.info.worker_id
+
+    @property
+    def peer_address(self) -> str:
+        """Address (host:port) at which other workers reach this one."""
+        return self.info.address or self.address
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether it may get requests: their outputs have a stream, and nothing is known to be wrong."""
+        return self.connection.outputs.is_open and self.health.can_serve
+
+    @property
+    def stub(self) -> worker_pb2_grpc.WorkerServiceStub:
+        """Stub for calls to the worker's service over its present connection."""
+        return self.connection.stub
+
+
+def has_substitute(worker: Worker, workers: Iterable[Worker]) -> bool:
+    """Return whether one of ``workers`` can take over; decode workers can compute prompts too."""
+    return any(
+        other.role in (worker.role, "decode") and not (other.health.is_draining or other.health.has_symptom)
+        for other in workers
+        if other is not worker
+    )
