@@ -35,9 +35,11 @@ class Probed:
         check = await self._health.Check(health_pb2.HealthCheckRequest())
         assert check.status == (SERVING if is_ready else NOT_SERVING)
         for url in (f"http://{running.http.address}/ready", f"{metrics}/ready"):
-            assert (await self._http.get(url)).status == (200 if is_ready else 503)
+            async with self._http.get(url) as ready:
+                assert ready.status == (200 if is_ready else 503)
         for url in (f"http://{running.http.address}/health", f"{metrics}/health"):
-            assert (await self._http.get(url)).status == 200
+            async with self._http.get(url) as health:
+                assert health.status == 200
         assert self._cluster.metric("quire_ready") == is_ready
 
     def close(self) -> None:
