@@ -12,8 +12,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from quire.benchmarks.fuzz.proxy import behind_nginx
 from quire.rpc.server import PUBLIC_MESSAGE_BYTES
+from tests.soak.fuzz.proxy import behind_nginx
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy/nginx/nginx.conf"
 

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 import pytest
 from rich.console import Console
 
-from quire.benchmarks.chaos.cluster import ClusterConfig
-from quire.benchmarks.chaos.commands import Variant
-from quire.benchmarks.chaos.journal import Journal
-from quire.benchmarks.chaos.load import RIGHT
-from quire.benchmarks.chaos.run import ChaosConfig, run_chaos
+from tests.soak.chaos.cluster import ClusterConfig
+from tests.soak.chaos.commands import Variant
+from tests.soak.chaos.journal import Journal
+from tests.soak.chaos.load import RIGHT
+from tests.soak.chaos.run import ChaosConfig, run_chaos
 
 SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 45, 8, 2, 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.benchmarks.fuzz.run import fuzz
+from tests.soak.fuzz.run import fuzz
 
 SEED, NUM_REQUESTS, CONCURRENCY, MOST_SECONDS = 20, 200, 8, 60.0
 

@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 import grpc
 import grpc.aio
 
-from quire.benchmarks.chaos.answers import add_message, difference
-from quire.benchmarks.chaos.cluster import Cluster
-from quire.benchmarks.chaos.requests import Template
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.rpc.errors import SUSPECTED, TOO_LATE
+from tests.soak.chaos.answers import add_message, difference
+from tests.soak.chaos.cluster import Cluster
+from tests.soak.chaos.requests import Template
 
 PATIENT_SECONDS = 120.0
 """Deadline of a request that must be answered; far more than any fault lasts."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import grpc
 import grpc.aio
 
-from quire.benchmarks.chaos.answers import add_message, difference
-from quire.benchmarks.chaos.load import (
+from quire.protos import inference_pb2 as pb
+from tests.soak.chaos.answers import add_message, difference
+from tests.soak.chaos.load import (
     DEADLINE,
     LATE,
     LOST,
@@ -15,7 +16,6 @@ from quire.benchmarks.chaos.load import (
     draw_request,
     outcome_of_error,
 )
-from quire.protos import inference_pb2 as pb
 
 
 def answer(*token_ids: int, text: str = "ab", logprob: float = -0.5) -> pb.GenerateResponse:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from quire.benchmarks.chaos.cluster import Cluster, ClusterConfig, running_cluster
-from quire.benchmarks.chaos.faults import FaultRunner
-from quire.benchmarks.chaos.journal import Journal
-from quire.benchmarks.chaos.load import Load, LoadReport
-from quire.benchmarks.chaos.requests import draw_templates
-from quire.benchmarks.chaos.rest import Size, check_rest, growth, measure
-from quire.benchmarks.chaos.schedule import MEAN_PAUSE, Fault, draw_schedule, num_first, rolling_restart
+from tests.soak.chaos.cluster import Cluster, ClusterConfig, running_cluster
+from tests.soak.chaos.faults import FaultRunner
+from tests.soak.chaos.journal import Journal
+from tests.soak.chaos.load import Load, LoadReport
+from tests.soak.chaos.requests import draw_templates
+from tests.soak.chaos.rest import Size, check_rest, growth, measure
+from tests.soak.chaos.schedule import MEAN_PAUSE, Fault, draw_schedule, num_first, rolling_restart
 
 NOTE_SECONDS = 10.0
 

@@ -1,6 +1,6 @@
 """Keep hostile connections open, which flood a router's two ports without a key or a complete request.
 
-python -m quire.benchmarks.fuzz.hostile 127.0.0.1:8500 127.0.0.1:8502 --connections 40 --seconds 20
+python -m tests.soak.fuzz.hostile 127.0.0.1:8500 127.0.0.1:8502 --connections 40 --seconds 20
 """
 
 from __future__ import annotations

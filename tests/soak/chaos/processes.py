@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from quire.benchmarks.chaos.journal import Journal
-from quire.benchmarks.chaos.watched_process import REPORT
+from tests.soak.chaos.journal import Journal
+from tests.soak.chaos.watched_process import REPORT
 
 END_SECONDS = 60.0
 """Time after SIGTERM in which a process must have ended."""
@@ -57,7 +57,7 @@ class WatchedProcess:
 
     async def start(self) -> None:
         """Start the process; it is not ready yet."""
-        module = "quire.benchmarks.chaos.watched_process"
+        module = "tests.soak.chaos.watched_process"
         # A pipe, since a limit on the size of files must not stop the log.
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,

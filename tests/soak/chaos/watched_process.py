@@ -1,6 +1,6 @@
 """Runs the command ``quire`` as one process of a chaos run, which reports its tasks and channels on SIGUSR1.
 
-python -m quire.benchmarks.chaos.watched_process decode --port 9000
+python -m tests.soak.chaos.watched_process decode --port 9000
 """
 
 from __future__ import annotations

@@ -20,10 +20,6 @@ import grpc.aio
 import psutil
 from rich.console import Console
 
-from quire.benchmarks.fuzz.answers import answer_problem
-from quire.benchmarks.fuzz.http_bodies import http_call
-from quire.benchmarks.fuzz.proxy import behind_nginx
-from quire.benchmarks.fuzz.requests import random_generation
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
@@ -33,6 +29,10 @@ from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
+from tests.soak.fuzz.answers import answer_problem
+from tests.soak.fuzz.http_bodies import http_call
+from tests.soak.fuzz.proxy import behind_nginx
+from tests.soak.fuzz.requests import random_generation
 
 NUM_BLOCKS = 1024
 DEADLINE_SECONDS = 60.0
@@ -140,7 +140,7 @@ async def _connected(stack: RunningStack, grpc_address: str, http_address: str) 
 def _flooded(addresses: tuple[str, str], num_connections: int, seconds: float) -> Iterator[None]:
     """Flood two ports from another process until the context ends."""
     options = ["--connections", str(num_connections), "--seconds", str(seconds)]
-    command = [sys.executable, "-m", "quire.benchmarks.fuzz.hostile", *addresses, *options]
+    command = [sys.executable, "-m", "tests.soak.fuzz.hostile", *addresses, *options]
     flooding = subprocess.Popen(command)
     try:
         yield

@@ -1,8 +1,8 @@
 """Break a cluster in every way of a random schedule, under load: every answer must be right or a clear error.
 
-python -m quire.benchmarks.chaos --faults 300 --seed 1 --variant tiers --log chaos.jsonl
-python -m quire.benchmarks.chaos --rolling              # restarts every worker and then every router
-python -m quire.benchmarks.chaos --faults 120 --pause 60    # two hours
+python -m tests.soak.chaos --faults 300 --seed 1 --variant tiers --log chaos.jsonl
+python -m tests.soak.chaos --rolling              # restarts every worker and then every router
+python -m tests.soak.chaos --faults 120 --pause 60    # two hours
 
 The cluster has routers, two prefill and two decode workers and a private Redis, each a process. The schedule
 kills, stops and restarts processes, spoils Redis and disks, and cuts, delays, resets and damages connections.
@@ -25,11 +25,11 @@ from statistics import quantiles
 from rich.console import Console
 from rich.table import Table
 
-from quire.benchmarks.chaos.cluster import ClusterConfig
-from quire.benchmarks.chaos.commands import VARIANTS
-from quire.benchmarks.chaos.journal import Journal
-from quire.benchmarks.chaos.run import ChaosConfig, ChaosReport, run_chaos
-from quire.benchmarks.chaos.schedule import MEAN_PAUSE
+from tests.soak.chaos.cluster import ClusterConfig
+from tests.soak.chaos.commands import VARIANTS
+from tests.soak.chaos.journal import Journal
+from tests.soak.chaos.run import ChaosConfig, ChaosReport, run_chaos
+from tests.soak.chaos.schedule import MEAN_PAUSE
 
 
 def main() -> None:

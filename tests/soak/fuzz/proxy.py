@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-CONFIGURATION = Path(__file__).resolve().parents[2] / "deploy/nginx/nginx.conf"
+CONFIGURATION = Path(__file__).resolve().parents[3] / "deploy/nginx/nginx.conf"
 START_SECONDS = 10.0
 
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from quire.benchmarks.chaos.http2_data import LARGE_BYTES, MARGIN_BYTES, LargeDataFinder
-from quire.benchmarks.chaos.proxy import Link, process_at, proxy_before
+from tests.soak.chaos.http2_data import LARGE_BYTES, MARGIN_BYTES, LargeDataFinder
+from tests.soak.chaos.proxy import Link, process_at, proxy_before
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 SECONDS = 20.0

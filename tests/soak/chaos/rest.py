@@ -10,8 +10,8 @@ import aiohttp
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.benchmarks.chaos.cluster import Cluster
-from quire.benchmarks.chaos.processes import TaskReport
+from tests.soak.chaos.cluster import Cluster
+from tests.soak.chaos.processes import TaskReport
 
 QUIET_SECONDS = 60.0
 """Longest time until nothing is held: expired leases and lost connections take some seconds."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from quire.benchmarks.fuzz.requests import ODD_SHARE, Field, field
 from quire.protos import inference_pb2 as pb
 from quire.services.router.http.openai.sampling_fields import GenerationFields
+from tests.soak.fuzz.requests import ODD_SHARE, Field, field
 
 _MESSAGES = (pb.Generation, pb.SamplingParams, pb.StoppingParams, pb.ResponseOptions)
 HTTP_NAMES: Mapping[str, str] = {

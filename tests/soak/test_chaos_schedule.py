@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.benchmarks.chaos.load import draw_request
-from quire.benchmarks.chaos.requests import KINDS, draw_templates
-from quire.benchmarks.chaos.schedule import (
+from tests.soak.chaos.load import draw_request
+from tests.soak.chaos.requests import KINDS, draw_templates
+from tests.soak.chaos.schedule import (
     ENDINGS,
     REDIS,
     WEIGHTS,

@@ -18,17 +18,17 @@ import grpc
 import grpc.aio
 import redis.asyncio
 
-from quire.benchmarks.chaos.commands import RESTART_SECONDS, Ports, Variant, router_command, worker_command
-from quire.benchmarks.chaos.journal import Journal
-from quire.benchmarks.chaos.processes import WatchedProcess
-from quire.benchmarks.chaos.proxy import Link, process_at, proxy_before
-from quire.benchmarks.chaos.schedule import REDIS, Shape
 from quire.benchmarks.transfer import write_certificate
 from quire.protos.admin_pb2 import ListWorkersRequest, ListWorkersResponse
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.protos.inference_pb2 import GetModelInfoRequest
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.services.local.redis_process import RedisProcess
+from tests.soak.chaos.commands import RESTART_SECONDS, Ports, Variant, router_command, worker_command
+from tests.soak.chaos.journal import Journal
+from tests.soak.chaos.processes import WatchedProcess
+from tests.soak.chaos.proxy import Link, process_at, proxy_before
+from tests.soak.chaos.schedule import REDIS, Shape
 
 _Check = Callable[[], Awaitable[bool]]
 FIRST_PORT, LAST_PORT = 20_000, 32_000

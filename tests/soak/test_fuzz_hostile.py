@@ -10,7 +10,7 @@ import h2.connection
 import h2.events
 import pytest
 
-from quire.benchmarks.fuzz.hostile import _HEADERS, HEADERS, frame, grpc_floods, http_floods
+from tests.soak.fuzz.hostile import _HEADERS, HEADERS, frame, grpc_floods, http_floods
 
 
 @pytest.mark.parametrize("name", grpc_floods())

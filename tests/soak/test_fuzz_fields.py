@@ -5,11 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from quire.benchmarks.fuzz.answers import answer_problem
-from quire.benchmarks.fuzz.http_bodies import BOTH, CHATS, COMPLETIONS, HTTP_NAMES, http_call
-from quire.benchmarks.fuzz.requests import FIELDS, PARTS, random_generation
 from quire.protos import inference_pb2 as pb
 from quire.services.router.http.openai.requests import ChatCompletionRequest, CompletionRequest
+from tests.soak.fuzz.answers import answer_problem
+from tests.soak.fuzz.http_bodies import BOTH, CHATS, COMPLETIONS, HTTP_NAMES, http_call
+from tests.soak.fuzz.requests import FIELDS, PARTS, random_generation
 
 _WITHOUT_EFFECT = {
     "metadata",

@@ -1,6 +1,6 @@
 """Send random requests to a stack with two decode workers: every answer must be right or an error.
 
-python -m quire.benchmarks.fuzz --seconds 600 --seed 1
+python -m tests.soak.fuzz --seconds 600 --seed 1
 
 Half of the requests go over gRPC and half over HTTP, with usual and extreme values of every field. One in ten
 clients leaves early. With --hostile 40 --nginx, 40 connections flood both ports all the time, and all clients
@@ -18,7 +18,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from quire.benchmarks.fuzz.run import FuzzReport, fuzz
+from tests.soak.fuzz.run import FuzzReport, fuzz
 
 
 def main() -> None:

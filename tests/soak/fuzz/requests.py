@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from quire.benchmarks.fuzz.formats import random_grammar, random_regex, random_schema
 from quire.protos import inference_pb2 as pb
 from quire.sampling.parameter import table
 from quire.sampling.params import SamplingParams
+from tests.soak.fuzz.formats import random_grammar, random_regex, random_schema
 
 ODD_SHARE = 0.06
 """Share of values that are drawn from the extremes."""

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 
 import redis
 
-from quire.benchmarks.chaos.cluster import Cluster
-from quire.benchmarks.chaos.proxy import Link
-from quire.benchmarks.chaos.schedule import ENDINGS, REDIS, Fault, Kind
+from tests.soak.chaos.cluster import Cluster
+from tests.soak.chaos.proxy import Link
+from tests.soak.chaos.schedule import ENDINGS, REDIS, Fault, Kind
 
 MOST_AT_ONCE = 3
 """Faults at the same time, apart from those that end a process."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.benchmarks.chaos.http2_data import LargeDataFinder
+from tests.soak.chaos.http2_data import LargeDataFinder
 
 SourceOf = Callable[[int, int], str]
 """Returns the name of the process that connects from a port to a port on this machine; empty if none does."""
