@@ -9,7 +9,7 @@ model without paging, and the other prompt the same ones next to a sequence at t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -116,6 +116,23 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         torch.inference_mode(),
     ):
         module(input_ids=torch.zeros((1, 1), dtype=torch.long, device=_device(module)), use_cache=False)
+    _check_calls(seen)
+    with _refusing("has attention masks that cannot be checked"):
+        functions = [observer.function_of(mask) for mask in masks]
+        windows = [call.window for call in calls]
+        problem = mask_problem(windows, functions, getattr(config, "layer_types", None), num_positions)
+    if problem is not None:
+        raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
+    _, num_kv_heads, _, head_dim = seen[0][1]
+    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(calls))
+
+
+def _check_calls(seen: Sequence[tuple[int, torch.Size, torch.Size]]) -> None:
+    """Raise UnsupportedModelError unless each layer calls attention once, with keys and values of one shape.
+
+    Args:
+        seen: of each call, the layer's index and the shapes of its keys and values.
+    """
     if not seen:
         raise UnsupportedModelError("the model has no layer that calls transformers' attention interface")
     if [layer for layer, _, _ in seen] != list(range(len(seen))):
@@ -125,14 +142,6 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     shapes = {(tuple(key), tuple(value)) for _, key, value in seen}
     if len(shapes) > 1 or any(key != value for key, value in shapes):
         raise UnsupportedModelError(f"keys and values differ in shape, within or between layers: {shapes}")
-    with _refusing("has attention masks that cannot be checked"):
-        functions = [observer.function_of(mask) for mask in masks]
-        windows = [call.window for call in calls]
-        problem = mask_problem(windows, functions, getattr(config, "layer_types", None), num_positions)
-    if problem is not None:
-        raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
-    _, num_kv_heads, _, head_dim = seen[0][1]
-    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(calls))
 
 
 def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_positions: int) -> None:

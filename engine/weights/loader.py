@@ -106,11 +106,7 @@ def load_model(
         RanksError: a rank has failed.
         OSError: there is no such model, or a file of it is missing, damaged or not safetensors.
     """
-    if weight_dtype != "auto" and device.type != "cpu":
-        raise SettingError(
-            f"weights can be {weight_dtype} only on the CPU, and the model runs on {device.type!r}: "
-            "leave their type at auto"
-        )
+    _check_weight_dtype(weight_dtype, device)
     attention.register()
     # Progress bars of transformers would garble the launcher's.
     transformers_logging.disable_progress_bar()
@@ -125,18 +121,11 @@ def load_model(
             module, digest, plan = _load_whole(folder, dtype, device, weight_dtype)
         else:
             module, digest, plan = _load_part(folder, config, dtype, weight_dtype, collectives)
-    try:
-        heads = observe_attention(module, text_config, max_position_embeddings)
-        check_paging(module, heads, text_config.vocab_size, max_position_embeddings)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{config.model_type}: {error}") from error
+    heads = _checked_heads(module, config, max_position_embeddings)
     recipe = None
     if device.type == "cpu":
         recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings, collectives)
-    num_kv_heads, own_kv_heads = heads.num_kv_heads, None
-    if collectives is not None and plan.attention is not None:
-        num_kv_heads = plan.attention.num_kv_heads
-        own_kv_heads = plan.attention.own_kv_heads(collectives.rank, collectives.num_ranks)
+    num_kv_heads, own_kv_heads = _kv_heads(heads, plan, collectives)
     return LoadedModel(
         module=module,
         folder=folder,
@@ -153,6 +142,35 @@ def load_model(
         collectives=collectives,
         own_kv_heads=own_kv_heads,
     )
+
+
+def _check_weight_dtype(weight_dtype: str, device: torch.device) -> None:
+    if weight_dtype != "auto" and device.type != "cpu":
+        raise SettingError(
+            f"weights can be {weight_dtype} only on the CPU, and the model runs on {device.type!r}: "
+            "leave their type at auto"
+        )
+
+
+def _checked_heads(module: PreTrainedModel, config: PreTrainedConfig, num_positions: int) -> KvHeads:
+    """Return a model's KV heads; raise UnsupportedModelError if it cannot run over paged blocks."""
+    text_config = config.get_text_config()
+    try:
+        heads = observe_attention(module, text_config, num_positions)
+        check_paging(module, heads, text_config.vocab_size, num_positions)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{config.model_type}: {error}") from error
+    return heads
+
+
+def _kv_heads(
+    heads: KvHeads, plan: ParallelPlan, collectives: Collectives | None
+) -> tuple[int, range | None]:
+    """Return how many KV heads a block holds, and which of them are this rank's; None: all."""
+    if collectives is None or plan.attention is None:
+        return heads.num_kv_heads, None
+    own = plan.attention.own_kv_heads(collectives.rank, collectives.num_ranks)
+    return plan.attention.num_kv_heads, own
 
 
 def _check_files(folder: Path) -> None:

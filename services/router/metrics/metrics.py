@@ -94,6 +94,11 @@ class RouterMetrics:
             "Seconds from the choice to the first token: expected, and taken.",
             "kind",
         )
+        self._create_outcomes(registry)
+        self._create_times(registry)
+        self._begin_at_zero()
+
+    def _create_outcomes(self, registry: CollectorRegistry) -> None:
         self.pulls = _counter(
             registry, "kv_pull_requests", "Pulls that were asked for, by how they ended.", "result"
         )
@@ -104,6 +109,8 @@ class RouterMetrics:
             "role",
             "cause",
         )
+
+    def _create_times(self, registry: CollectorRegistry) -> None:
         self.time_to_first_token = _histogram(
             registry, "time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
         )
@@ -125,7 +132,6 @@ class RouterMetrics:
         self.request_generation_tokens = _histogram(
             registry, "request_generation_tokens", "Tokens of a finished request's answers.", TOKEN_BUCKETS
         )
-        self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
         """Create the labelled counters at zero: ``rate`` misses the first increment of a new counter."""
