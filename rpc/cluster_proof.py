@@ -17,12 +17,11 @@ import grpc
 from quire.protos import worker_pb2
 from quire.rpc.errors import InvalidArgument, ServiceError, Unauthenticated, Unavailable
 from quire.rpc.interceptors import OwnCalls, refusal
-from quire.rpc.loopback import is_loopback
+from quire.rpc.loopback import REMEDY, is_loopback
 from quire.rpc.proof import (
     ANSWER_KEY,
     CHALLENGE_KEY,
     PROOF_KEY,
-    REMEDY,
     answer_proof,
     call_proof,
     is_equal,

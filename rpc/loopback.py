@@ -1,8 +1,11 @@
-"""Recognises loopback hosts, which other machines cannot reach."""
+"""Recognises loopback hosts, which other machines cannot reach, and says what the others need."""
 
 from __future__ import annotations
 
 import ipaddress
+
+REMEDY = "give all routers and workers the same QUIRE_CLUSTER_SECRET (--cluster-secret)"
+"""What an operator does about services that do not have the same cluster secret."""
 
 
 def is_loopback(host: str) -> bool:

@@ -24,8 +24,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-REMEDY = "give all routers and workers the same QUIRE_CLUSTER_SECRET (--cluster-secret)"
-"""What an operator does about services that do not have the same cluster secret."""
+from quire.rpc.loopback import REMEDY
+
 PROOF_KEY = "quire-proof"
 CHALLENGE_KEY = "quire-challenge"
 ANSWER_KEY = "quire-answer"

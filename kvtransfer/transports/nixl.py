@@ -33,7 +33,7 @@ from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.transports.interface import Intake, OwnPool, Tell, ToldOnce
 from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
-from quire.rpc.proof import REMEDY
+from quire.rpc.loopback import REMEDY
 
 logger = logging.getLogger("quire.kvtransfer")
 

@@ -13,8 +13,8 @@ from typing import Any
 from quire.protos import worker_pb2
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.errors import InvalidArgument
-from quire.rpc.loopback import is_loopback
-from quire.rpc.proof import REMEDY, is_equal, proof
+from quire.rpc.loopback import REMEDY, is_loopback
+from quire.rpc.proof import is_equal, proof
 
 FIELD = "kv_transfer_params_json"
 

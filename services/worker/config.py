@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 
 from quire.engine.config import EngineConfig
 from quire.models.source import model_name
-from quire.rpc.loopback import is_loopback
-from quire.rpc.proof import REMEDY
+from quire.rpc.loopback import REMEDY, is_loopback
 from quire.services.server.config import ServiceConfig
 from quire.services.worker.address import WILDCARDS
 from quire.settings.setting import MAX_PORT, Panel, setting

@@ -20,7 +20,7 @@ from quire.rpc.channels import ChannelPool
 from quire.rpc.server import Service, grpc_server
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("benchmarks", "cli", "client", "examples", "kvtransfer", "llm", "observability", "services")
+FOLDERS = ("benchmarks", "cli", "client", "examples", "kvtransfer", "llm", "observability", "rpc", "services")
 SILENT_SECONDS = 6.0
 """Time for five hastened pings."""
 LAYOUT = KvLayout(2, 2, 4, 8, "float16", "model-a", "float16", "cpu")

@@ -34,7 +34,11 @@ class Receiver:
 
     def __init__(self) -> None:
         model: Any = SimpleNamespace(
-            max_position_embeddings=64, eos_token_ids=frozenset({1}), window=None, recipe=None
+            max_position_embeddings=64,
+            eos_token_ids=frozenset({1}),
+            window=None,
+            has_windows=False,
+            recipe=None,
         )
         self.memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), 8, torch.device("cpu"))
         limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64)

@@ -171,7 +171,7 @@ async def test_the_prefill_worker_is_the_place_while_it_serves(setup: Setup) -> 
     grow(setup.follow(has_prefill=True), INTERVAL_TOKENS)
     await setup.finish()
     assert [place for place, _ in setup.requests] == ["p"]
-    setup.prefill.health.reported_draining(True)
+    setup.prefill.can_serve = False
     grow(setup.follow(has_prefill=True), INTERVAL_TOKENS)
     await setup.finish()
     assert len(setup.requests) == 2

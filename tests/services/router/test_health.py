@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from quire.services.router.workers.pulse import (
     LIMIT_FACTOR,
 )
 from quire.services.router.workers.silences import TICK_SECONDS, vanished
-from quire.services.router.workers.worker import Worker, WorkerConnection, has_substitute
+from quire.services.router.workers.worker import Worker, has_substitute
 from quire.services.router.workers.worker_set import WorkerSet
 
 ROLES = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
@@ -133,7 +134,7 @@ class HealthMachine(RuleBasedStateMachine):
     def make_worker(self, name: str, role: str) -> Worker:
         health = WorkerHealth(self.clock, is_draining=self.models[name].is_draining)
         info = worker_pb2.GetWorkerInfoResponse(worker_id=name, role=role, epoch="1")
-        return Worker(f"{name}:1", info, cast(WorkerConnection, None), health)
+        return Worker(f"{name}:1", info, Mock(outputs=Mock(is_open=True)), health)
 
     def happen(self, name: str, event: str, value: Any = None) -> Any:
         """Let one event happen to a worker and to its model; return what the worker's health returns."""

@@ -73,7 +73,7 @@ def generation(**fields: Any) -> Any:
 def attributes() -> set[str]:
     """Return the names of all attributes that the HTTP API reads."""
     folder = ROOT / "services" / "router" / "http"
-    trees = [ast.parse(path.read_text("utf-8")) for path in folder.glob("*.py")]
+    trees = [ast.parse(path.read_text("utf-8")) for path in folder.rglob("*.py")]
     return {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
