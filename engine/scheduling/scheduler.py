@@ -148,29 +148,42 @@ class Scheduler:
         self._fair_turns = FairTurns(queues, config.max_num_seqs, config.max_num_batched_tokens)
 
     def schedule(self) -> Schedule:
-        """Return the next step: choose its tokens and allocate their blocks."""
-        schedule, queues = Schedule(), self._queues
-        num_preempted = self._preemption.num_preempted
-        queues.count_held_blocks()
-        budget = self._divided_budget()
-        self._make_way(schedule, budget)
-        if self._preemption.num_preempted > num_preempted:
-            budget = self._divided_budget()
+        """Return the next step: make way, continue what runs, admit what waits; and allocate the blocks."""
+        schedule, num_preempted = Schedule(), self._preemption.num_preempted
+        budget = self._make_way(schedule)
         self._continue_running(schedule, budget)
-        # After a preemption nothing is admitted, since the running groups would soon preempt it again.
-        if not queues.running:
+        self._admit_groups(schedule, budget, has_preempted=self._preemption.num_preempted > num_preempted)
+        self._continue_without_turns(schedule)
+        return schedule
+
+    def _make_way(self, schedule: Schedule) -> _Budget:
+        """Preempt groups of clients that hold too many blocks; return what the step may compute."""
+        num_preempted = self._preemption.num_preempted
+        self._queues.count_held_blocks()
+        budget = self._divided_budget()
+        self._preempt_for_next(schedule, budget)
+        has_preempted = self._preemption.num_preempted > num_preempted
+        return self._divided_budget() if has_preempted else budget
+
+    def _admit_groups(self, schedule: Schedule, budget: _Budget, *, has_preempted: bool) -> None:
+        """Admit waiting groups; after a preemption none, since the running groups would soon preempt them."""
+        if not self._queues.running:
             self._admit_first(schedule)
-        elif self._preemption.num_preempted == num_preempted:
+        elif not has_preempted:
             self._admit_waiting(schedule, budget)
-        while queues.running and not schedule.sequences:
-            # Those that had turns were preempted, or could not start. The engine would wait for an event.
+
+    def _continue_without_turns(self, schedule: Schedule) -> None:
+        """Divide a step again that computes nothing although groups run: the engine would wait for an event.
+
+        Those that had turns were preempted, or could not start.
+        """
+        while self._queues.running and not schedule.sequences:
             num_preempted = self._preemption.num_preempted
             self._continue_running(schedule, self._divided_budget(with_waiting=False))
-            if not queues.running:
+            if not self._queues.running:
                 self._admit_first(schedule)
             elif self._preemption.num_preempted == num_preempted:
-                break
-        return schedule
+                return
 
     def _budget(self) -> _Budget:
         num_tokens = self.config.max_num_batched_tokens
@@ -200,7 +213,7 @@ class Scheduler:
             if self._queues.running:
                 return
 
-    def _make_way(self, schedule: Schedule, budget: _Budget) -> None:
+    def _preempt_for_next(self, schedule: Schedule, budget: _Budget) -> None:
         """Preempt groups of clients that hold many blocks for the next group of one that holds few.
 
         Even with its blocks, that group has a lower rank than the others had before. So a group that is
