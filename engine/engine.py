@@ -91,8 +91,9 @@ class StepLogits(NamedTuple):
 class Engine:
     """Runs sequences over paged KV blocks. Not thread-safe: one thread owns it.
 
-    ``transfers`` has the requests whose prompts another worker computes. Call its ``grant_blocks`` after any
-    call that may free blocks; ``step`` does so itself.
+    Its parts are public: what concerns one of them is asked of it, as in ``engine.pins.unpin(name)``. The
+    engine itself has what concerns several. ``transfers`` has the requests whose prompts another worker
+    computes. Call its ``grant_blocks`` after any call that may free blocks; ``step`` does so itself.
 
     Args:
         model: the model.
@@ -222,10 +223,6 @@ class Engine:
         if self.tiers is not None:
             self.tiers.promote_into(self.pool, block_hashes)
         return self.pins.pin(name, block_hashes)
-
-    def unpin(self, name: str) -> None:
-        """Drop a pin; do nothing if it is unknown."""
-        self.pins.unpin(name)
 
     def clear_cache(self) -> int:
         """Drop the cached blocks that no request uses, in all tiers; return how many were dropped."""

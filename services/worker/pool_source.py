@@ -37,7 +37,7 @@ class PoolSource:
     def unpin(self, lease_id: str) -> None:
         """Hold them no longer."""
         with suppress(EngineStoppedError):
-            self._engine.post(lambda e: e.unpin(lease_id))
+            self._engine.post(lambda e: e.pins.unpin(lease_id))
 
     def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
         """Return the frame of a pinned block."""

@@ -172,7 +172,7 @@ class _Arrivals:
         arrived = self._wanted[self.num_held :][: self.num_written]
         if arrived:
             engine.pins.seal(self._name, self.num_held, arrived)
-        engine.unpin(self._name)
+        engine.pins.unpin(self._name)
 
 
 def _reason(error: Exception) -> str:

@@ -515,7 +515,7 @@ class TieredEngineMachine(EngineMachine):
         held = [token for each in block_ids for token in read_tokens(self.engine.memory, each)]
         assert held == prompt[: len(held)]
         self.pinned = [], []
-        self.command(lambda e: e.unpin("pin"))
+        self.command(lambda e: e.pins.unpin("pin"))
 
     @rule()
     def clear_cache(self) -> None:

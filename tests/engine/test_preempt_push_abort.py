@@ -141,7 +141,7 @@ class Worker:
             if self.engine.preemption.num_preempted > before:
                 break
             self.step()
-        self.engine.unpin("others")
+        self.engine.pins.unpin("others")
 
     def abort(self, name: str) -> None:
         if name in self.engine.groups:

@@ -80,6 +80,6 @@ def test_the_oldest_pin_is_a_finished_prefill_or_a_lease(engine: Engine, clock: 
     assert engine.oldest_pin_seconds == clock.now - finished_at == 7.0
     engine.abort("a")
     assert engine.oldest_pin_seconds == 2.0
-    engine.unpin("lease")
+    engine.pins.unpin("lease")
     assert engine.oldest_pin_seconds == 0.0
     engine.check_conservation()

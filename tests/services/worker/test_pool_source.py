@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.events: list[Any] = []
+        self.pins = SimpleNamespace(unpin=lambda name: self.events.append(("unpin", name)))
 
     def prefetch(self, block_hashes: Sequence[bytes], on_done: Callable[[], None]) -> None:
         self.events.append("prefetch")
@@ -32,9 +34,6 @@ class Engine:
     def pin(self, name: str, block_hashes: Sequence[bytes]) -> list[int]:
         self.events.append(("pin", name, len(block_hashes)))
         return [4, 5]
-
-    def unpin(self, name: str) -> None:
-        self.events.append(("unpin", name))
 
 
 class Thread:
