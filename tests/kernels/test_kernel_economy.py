@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed: there are wheels 
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels run there", allow_module_level=True)
 
-from quire.benchmarks import kernel_economy as economy
-from quire.benchmarks.kernel_economy import Case
+from tests.kernels.ptx import economy as economy
+from tests.kernels.ptx.economy import Case
 
 
 @pytest.fixture(autouse=True)

@@ -23,16 +23,16 @@ if torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from quire.benchmarks.ptx import fragments
-from quire.benchmarks.ptx.arithmetic import find_operation, round_to_bfloat16
-from quire.benchmarks.ptx.launch import Emulator, Launch, installed
-from quire.benchmarks.ptx.memory import SharedMemory
-from quire.benchmarks.ptx.program import Fault, parse
 from quire.kernels.quantization import KV_FORMATS
 from quire.kernels.triton import blocks, configs
 from quire.kernels.triton.quantization_kernels import decode_values
 from tests.kernels import triton_kernels as interpreted
 from tests.kernels.mutations import MUTATIONS, Mutation
+from tests.kernels.ptx import fragments
+from tests.kernels.ptx.arithmetic import find_operation, round_to_bfloat16
+from tests.kernels.ptx.launch import Emulator, Launch, installed
+from tests.kernels.ptx.memory import SharedMemory
+from tests.kernels.ptx.program import Fault, parse
 from tests.kernels.triton_kernels import FEATURES, TOLERANCE, Case, Layout, Lengths
 
 TYPES_IN_TRITON = {

@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: there are wheels only for Linux")
 
-from quire.benchmarks.ptx.machine import Cta
-from quire.benchmarks.ptx.memory import GlobalMemory, SharedMemory, extent
-from quire.benchmarks.ptx.program import parse
-from quire.benchmarks.ptx.tally import GlobalTraffic, SharedTraffic, Tally, by_class
+from tests.kernels.ptx.machine import Cta
+from tests.kernels.ptx.memory import GlobalMemory, SharedMemory, extent
+from tests.kernels.ptx.program import parse
+from tests.kernels.ptx.tally import GlobalTraffic, SharedTraffic, Tally, by_class
 
 PTX = """
 .visible .entry kernel(.param .u64 kernel_param_0) .reqntid {num_threads}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.benchmarks.ptx.program import Fault
+from tests.kernels.ptx.program import Fault
 
 Array = NDArray[Any]
 WORD = 16

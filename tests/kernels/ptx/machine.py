@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.benchmarks.ptx import fragments
-from quire.benchmarks.ptx.arithmetic import TYPES, Dtype, find_operation
-from quire.benchmarks.ptx.fragments import WARP
-from quire.benchmarks.ptx.memory import POISON, GlobalMemory, SharedMemory
-from quire.benchmarks.ptx.program import (
+from tests.kernels.ptx import fragments
+from tests.kernels.ptx.arithmetic import TYPES, Dtype, find_operation
+from tests.kernels.ptx.fragments import WARP
+from tests.kernels.ptx.memory import POISON, GlobalMemory, SharedMemory
+from tests.kernels.ptx.program import (
     Address,
     Fault,
     Immediate,
@@ -29,7 +29,7 @@ from quire.benchmarks.ptx.program import (
     Register,
     Special,
 )
-from quire.benchmarks.ptx.tally import Tally
+from tests.kernels.ptx.tally import Tally
 
 Array = NDArray[Any]
 Mask = Array | None

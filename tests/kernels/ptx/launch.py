@@ -1,5 +1,5 @@
 """Executes the PTX that Triton emits for sm_80 on a CPU: tests run the compiled kernels without a GPU, and
-``kernel_economy`` counts what they do.
+``economy`` counts what they do.
 
 ::
 
@@ -36,10 +36,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.benchmarks.ptx.machine import Cta
-from quire.benchmarks.ptx.memory import GlobalMemory, SharedMemory, extent
-from quire.benchmarks.ptx.program import Program, parse
-from quire.benchmarks.ptx.tally import Tally
+from tests.kernels.ptx.machine import Cta
+from tests.kernels.ptx.memory import GlobalMemory, SharedMemory, extent
+from tests.kernels.ptx.program import Program, parse
+from tests.kernels.ptx.tally import Tally
 
 TARGET = GPUTarget("cuda", 80, 32)
 _compile = JITFunction.run

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.benchmarks.ptx.program import Fault
+from tests.kernels.ptx.program import Fault
 
 Array = NDArray[Any]
 Dtype = type[Any]

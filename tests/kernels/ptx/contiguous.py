@@ -55,7 +55,7 @@ CONTIGUOUS = (_count_from_the_start, _count_from_the_tile)
 
 @cache
 def _kernels_with(find_keys: Any) -> ModuleType:
-    spec = spec_from_file_location("quire.benchmarks.ptx.contiguous_attention", attention_kernels.__file__)
+    spec = spec_from_file_location("tests.kernels.ptx.contiguous_attention", attention_kernels.__file__)
     assert spec
     assert spec.loader
     module = module_from_spec(spec)

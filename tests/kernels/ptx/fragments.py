@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.benchmarks.ptx.arithmetic import widen_bfloat16
+from tests.kernels.ptx.arithmetic import widen_bfloat16
 
 Array = NDArray[Any]
 WARP = 32

@@ -1,6 +1,6 @@
 """What the compiled attention kernels do beyond the least possible, counted without a GPU.
 
-    python -m quire.benchmarks.kernel_economy [--case "decode bfloat16 128"]
+    python -m tests.kernels.ptx.economy [--case "decode bfloat16 128"]
 
 The interpreter of PTX executes the shipped kernels for sm_80 over shuffled blocks. It counts
 
@@ -36,11 +36,11 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-from quire.benchmarks.ptx.contiguous import CONTIGUOUS, contiguous_kernels, lay_out_contiguously
-from quire.benchmarks.ptx.launch import Emulator, Launch, installed
-from quire.benchmarks.ptx.tally import SECTOR, by_class
 from quire.kernels.triton import configs
 from quire.kernels.triton.attention import paged_attention
+from tests.kernels.ptx.contiguous import CONTIGUOUS, contiguous_kernels, lay_out_contiguously
+from tests.kernels.ptx.launch import Emulator, Launch, installed
+from tests.kernels.ptx.tally import SECTOR, by_class
 
 GOAL_PAGING = 0.05
 """The most that paging may add; the kernel of the PagedAttention paper takes 20 to 26 % longer."""
