@@ -1,4 +1,7 @@
-"""Sees from outside whether the processes of the ranks still do their work."""
+"""Sees from outside whether the processes of the ranks still do their work.
+
+What then happens is in ``ranks.py``: all ranks are killed, and each later step fails. A worker ends.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,9 @@ A READ lands in a slab, a buffer of its own, and never in the receiver's pool; w
 is checked. **NIXL cannot cancel a READ**: it lets go of one that runs, and of its peer, without an error, and
 the bytes still come when the peer goes on. So a READ that has not ended in time keeps its slab and its peer
 until it ends, and no READ from another peer waits for it.
+
+The sender's blocks stay pinned while their push or lease lasts. A READ that outlasts it may copy a block that
+has been given to another sequence; the digest in its frame then refuses the copy.
 """
 
 from __future__ import annotations

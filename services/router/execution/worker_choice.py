@@ -6,13 +6,13 @@ from collections.abc import Callable
 from math import inf
 
 from quire.kvindex.block_hash import CacheScope
+from quire.protos import worker_pb2
 from quire.routing.placement import PlannedPrompt, TooLateError
-from quire.routing.policy import CandidateWorker
+from quire.routing.policy import CandidateWorker, PullChoice
 from quire.sampling.params import SamplingParams
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.failures import too_late
 from quire.services.router.execution.plan import NextWorker, Plan
-from quire.services.router.execution.pulls import pull_source
 from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.worker import Worker
@@ -20,6 +20,10 @@ from quire.services.server.phases import Phase, RequestPhases
 
 LATE_FACTOR = 2.0
 """A new request is refused if its first token is expected after this many times the time that it has."""
+
+
+MIN_PULL_SECONDS = 0.5
+"""Least time limit of a pull."""
 
 
 class WorkerChoice:
@@ -130,3 +134,16 @@ class WorkerChoice:
             for worker in self._serving(role, group)
             if only is None or worker is only
         ]
+
+
+def pull_source(pull: PullChoice, peer: Worker) -> worker_pb2.PullSource:
+    """Return the message that describes a pull from a peer.
+
+    The timeout is ``MIN_PULL_SECONDS`` plus twice the expected time.
+    """
+    return worker_pb2.PullSource(
+        address=peer.peer_address,
+        epoch=peer.info.epoch,
+        num_blocks=pull.num_blocks,
+        timeout_ms=int(1000 * (MIN_PULL_SECONDS + 2 * pull.pull_seconds)),
+    )
