@@ -32,11 +32,12 @@ class Setup:
         self.servicer = Silent()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, server)
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        # A stub of a channel that is closed already may abort the process: it registers its methods there.
+        self._stub: Any = worker_pb2_grpc.WorkerServiceStub(self.channel)
 
     async def call(self) -> None:
-        stub: Any = worker_pb2_grpc.WorkerServiceStub(self.channel)
         with closed_channel_errors():
-            await stub.GetLoad(worker_pb2.GetLoadRequest())
+            await self._stub.GetLoad(worker_pb2.GetLoadRequest())
 
 
 @pytest.fixture
