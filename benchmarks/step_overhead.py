@@ -92,6 +92,7 @@ def make_engine(batch: int, context: int, num_steps: int) -> Engine:
     model: Any = SimpleNamespace(
         recipe=None,
         window=None,
+        has_windows=False,
         eos_token_ids=frozenset({EOS}),
         max_position_embeddings=num_blocks * BLOCK_SIZE,
     )

@@ -95,7 +95,11 @@ class MeasuringRunner:
 def measure_engine(requests: list[Request], num_slots: int, block_size: int) -> Load:
     """Run requests that all wait from the start through the engine."""
     model: Any = SimpleNamespace(
-        max_position_embeddings=MAX_LENGTH, eos_token_ids=frozenset(), window=None, recipe=None
+        max_position_embeddings=MAX_LENGTH,
+        eos_token_ids=frozenset(),
+        window=None,
+        has_windows=False,
+        recipe=None,
     )
     shape = KvShape(num_layers=1, num_kv_heads=1, block_size=block_size, head_dim=1, dtype="float16")
     limits = SchedulerConfig(block_size, max_num_seqs=1024, max_num_batched_tokens=MAX_LENGTH)
