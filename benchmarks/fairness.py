@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire.client import AsyncClient
-from quire.models.bundled import demo_model_path
+from quire.models.source import demo_model_path
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import local_stack
 from quire.services.router.config import RouterConfig

@@ -30,8 +30,8 @@ from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.paged_eviction import PagedEviction, Score, importance
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
-from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out
+from quire.models.source import demo_model_path
 from quire.sampling.params import SamplingParams
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files

@@ -49,7 +49,7 @@ from quire.engine.speculation.speculator import DraftRequest, Proposer, Speculat
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from quire.models import notes
-from quire.models.bundled import demo_model_path
+from quire.models.source import demo_model_path
 from quire.models.training.conversations import recital
 from quire.sampling.params import SamplingParams
 from quire.tokenization.chat_template import ChatTemplate

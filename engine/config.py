@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from quire.models.bundled import demo_model_path
+from quire.models.source import demo_model_path
 from quire.settings.setting import Panel, check_settings, setting
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

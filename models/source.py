@@ -1,4 +1,4 @@
-"""Finds the folder of a model: a local folder, or the download of one revision from the hub."""
+"""Finds the folder of a model: the bundled one, a local folder, or a revision's download from the hub."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 MODEL_FILES = (*CONFIGURATION_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
+
+
+def demo_model_path() -> Path:
+    """Return the folder of the bundled demo model."""
+    return Path(__file__).resolve().parent / "demo"
 
 
 def find_model(source: str, files: Sequence[str] = MODEL_FILES) -> Path:

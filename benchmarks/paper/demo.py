@@ -14,8 +14,8 @@ from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
-from quire.models.bundled import demo_model_path
 from quire.models.notes import ITEMS, sample_notes, text
+from quire.models.source import demo_model_path
 from quire.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")

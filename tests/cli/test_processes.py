@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import Result
 
 from quire.cli.sizes import format_size, parse_size
-from quire.models.bundled import demo_model_path
+from quire.models.source import demo_model_path
 from quire.routing.placement import PolicyConfig
 from quire.services import worker_process
 from quire.services.local import stack as local_stack

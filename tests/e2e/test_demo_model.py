@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quire.models.bundled import demo_model_path
 from quire.models.notes import HELD_OUT_SEEDS, Example, held_out, question, sample_notes, text
+from quire.models.source import demo_model_path
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig

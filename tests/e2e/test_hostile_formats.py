@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from quire.client import InvalidRequest
-from quire.models.bundled import demo_model_path
+from quire.models.source import demo_model_path
 from quire.protos import worker_pb2
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack

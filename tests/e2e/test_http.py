@@ -16,8 +16,8 @@ from openai.types.shared_params.response_format_json_schema import JSONSchema
 from transformers import AutoModelForCausalLM
 
 from quire.client import InvalidRequest
-from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out
+from quire.models.source import demo_model_path
 from quire.protos import worker_pb2 as pb
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack

@@ -28,8 +28,8 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from quire.models.bundled import demo_model_path
 from quire.models.notes import held_out
+from quire.models.source import demo_model_path
 from quire.protos import worker_pb2
 from quire.rpc.server import grpc_server
 from quire.services.local.stack import RunningStack

@@ -20,7 +20,7 @@ from quire.engine.structured_output.grammar import (
 )
 from quire.engine.structured_output.grammar_check import FormatChecker
 from quire.engine.structured_output.grammar_compile import BadFormatError
-from quire.models.bundled import demo_model_path
+from quire.models.source import demo_model_path
 from quire.sampling.output_format import OutputFormat
 
 VOCAB_SIZE = 2048

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from quire.engine.weights.files import check_weights_and_configuration
-from quire.models.bundled import demo_model_path
 from quire.models.file_checks import ModelFileError
+from quire.models.source import demo_model_path
 from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
 from quire.services.requests.served_model import load_served_model
