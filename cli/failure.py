@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from quire.settings.address import is_address
+from quire.settings.setting import is_address
 
 if TYPE_CHECKING:
     from quire.client import QuireError

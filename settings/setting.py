@@ -6,6 +6,7 @@ tests of the documentation read it from there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
@@ -18,6 +19,7 @@ MAX_PORT = 65535
 T = TypeVar("T")
 
 _KEY = "setting"
+_ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
 
 
 class SettingError(ValueError):
@@ -150,3 +152,9 @@ def check_settings(config: Any, name_of: Callable[[str], str] | None = None) -> 
         value = getattr(config, name)
         if value is not None and (problem := each.problem(value)) is not None:
             raise ValueError(f"{name_of(name) if name_of else each.setting.flag} {problem}")
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is host:port."""
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and 0 < int(match[1]) <= MAX_PORT

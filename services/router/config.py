@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from quire.kvindex.membership import POLL_SECONDS
 from quire.routing.placement import PolicyConfig
 from quire.services.server.config import ServiceConfig
-from quire.settings.address import is_address
-from quire.settings.setting import MAX_PORT, Panel, check_settings, setting
+from quire.settings.setting import MAX_PORT, Panel, check_settings, is_address, setting
 
 if TYPE_CHECKING:
     from quire.rpc.tls import TlsFiles

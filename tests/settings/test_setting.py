@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from quire.settings.address import is_address
-from quire.settings.setting import Panel, check_settings, flag_of, setting, settings_of, variable
+from quire.settings.setting import Panel, check_settings, flag_of, is_address, setting, settings_of, variable
 
 
 @dataclass(frozen=True)
