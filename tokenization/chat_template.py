@@ -13,7 +13,6 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.models.file_checks import damaged, read_text
-from quire.tokenization.errors import ChatTemplateError
 from quire.tokenization.tokenizer import ModelFiles
 
 # Errors that running a template can raise: Jinja's own, and those of its expressions over values of another
@@ -23,6 +22,10 @@ _TEMPLATE_ERRORS = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError),
 )
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTemplateError(ValueError):
+    """The model's chat template refuses the conversation; the message contains the reason."""
 
 
 class ChatTemplate:

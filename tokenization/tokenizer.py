@@ -13,7 +13,6 @@ import tokenizers
 
 from quire.models.file_checks import damaged, read_object
 from quire.models.source import TOKENIZER_FILES, find_model
-from quire.tokenization.errors import MissingTokenizerError, TooManyTokensError
 from quire.tokenization.text_bound import most_bytes_of_a_token
 
 INLINE_ENCODE_CHARS = 2048
@@ -31,6 +30,18 @@ IDS_AT_ONCE = 32
 KEPT_IDS = 12
 """Newest ids that it keeps then. They have more bytes than the characters held back can have."""
 _REPLACEMENT = "\ufffd"
+
+
+class MissingTokenizerError(ValueError):
+    """The model has no tokenizer that quire can read; the message says how to make one."""
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than were allowed."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(f"the text has {num_tokens} tokens, more than {limit}")
+        self.num_tokens = num_tokens
 
 
 class ModelFiles(NamedTuple):

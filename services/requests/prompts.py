@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, quoted, shortened
 from quire.services.requests.served_model import ServedModel
-from quire.tokenization.errors import ChatTemplateError, TooManyTokensError
+from quire.tokenization.chat_template import ChatTemplateError
+from quire.tokenization.tokenizer import TooManyTokensError
 
 MAX_PROMPT_BYTES = 8 << 20
 MAX_MESSAGES = 4096

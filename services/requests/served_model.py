@@ -11,8 +11,7 @@ from quire.models.file_checks import ModelFileError
 from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
 from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.errors import MissingTokenizerError
-from quire.tokenization.tokenizer import Tokenizer, load_model_files
+from quire.tokenization.tokenizer import MissingTokenizerError, Tokenizer, load_model_files
 
 
 @dataclass(slots=True)

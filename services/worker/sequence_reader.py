@@ -21,7 +21,7 @@ from quire.sampling.messages import format_from_proto
 from quire.services.worker.convert import no_token_left, sequence_from_proto
 from quire.services.worker.format_queue import FormatQueue
 from quire.services.worker.identity import WorkerIdentity
-from quire.tokenization.errors import MissingTokenizerError
+from quire.tokenization.tokenizer import MissingTokenizerError
 
 INLINE_HASH_TOKENS = 2048
 """Prompts of up to this length are hashed on the event loop, in about 1 ms; longer ones in a thread."""

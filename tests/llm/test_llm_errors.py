@@ -18,7 +18,8 @@ from quire.llm import LLM, BeamSearchParams, RequestOutput, RequestsFailedError,
 from quire.llm import llm as llm_module
 from quire.llm.config import LLMConfig
 from quire.llm.interrupt import uninterrupted
-from quire.tokenization.errors import ChatTemplateError, MissingTokenizerError
+from quire.tokenization.chat_template import ChatTemplateError
+from quire.tokenization.tokenizer import MissingTokenizerError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.errors import ChatTemplateError
+from quire.tokenization.chat_template import ChatTemplate, ChatTemplateError
 
 
 def test_a_template_shows_tools_and_further_variables() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.errors import ChatTemplateError
+from quire.tokenization.chat_template import ChatTemplate, ChatTemplateError
 
 PLAIN = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
 INJECTIONS = [

@@ -11,14 +11,14 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.errors import ChatTemplateError, MissingTokenizerError
+from quire.tokenization.chat_template import ChatTemplate, ChatTemplateError
 from quire.tokenization.tokenizer import (
     IDS_AT_ONCE,
     INLINE_ENCODE_CHARS,
     KEPT_IDS,
     MAX_WAITING_IDS,
     IncrementalDecoder,
+    MissingTokenizerError,
     ModelFiles,
     Tokenizer,
     load_model_files,

@@ -18,7 +18,7 @@ from quire.protos import worker_pb2
 from quire.rpc.errors import InvalidArgument, ServiceError
 from quire.services.worker import sequence_reader
 from quire.services.worker.sequence_reader import INLINE_HASH_TOKENS, SequenceReader
-from quire.tokenization.errors import MissingTokenizerError
+from quire.tokenization.tokenizer import MissingTokenizerError
 
 BLOCK_SIZE = 4
 
