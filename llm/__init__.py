@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from quire.engine.errors import RequestFailedError
-from quire.llm.errors import RequestsFailedError
 from quire.llm.llm import LLM
-from quire.llm.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
+from quire.llm.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput, RequestsFailedError
 from quire.llm.params import BeamSearchParams, SamplingParams
 from quire.llm.structured import StructuredOutputsParams
 

@@ -25,9 +25,8 @@ from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import block_hash
 from quire.llm.config import LLMConfig, takes_fields_of
-from quire.llm.errors import RequestsFailedError
 from quire.llm.interrupt import uninterrupted
-from quire.llm.outputs import EngineStats, RequestOutput
+from quire.llm.outputs import EngineStats, RequestOutput, RequestsFailedError
 from quire.llm.params import BeamSearchParams, SamplingParams
 from quire.llm.progress import Advance, progress_bar
 from quire.llm.request import EncodedPrompt, Request, TextOptions

@@ -1,9 +1,12 @@
-"""The results of ``LLM``; their names are those of vLLM."""
+"""What calls of ``LLM`` return or raise; the names of the results are those of vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from quire.engine.errors import RequestFailedError
 
 
 class Logprob(NamedTuple):
@@ -84,3 +87,17 @@ class EngineStats(NamedTuple):
     num_free_blocks: int
     num_cached_blocks: int
     num_used_blocks: int
+
+
+class RequestsFailedError(RuntimeError):
+    """Some prompts of a call have no answer; the message has the reason of the first of them.
+
+    Attributes:
+        outputs: for each prompt, its answers or the error that prevented them.
+    """
+
+    def __init__(self, outputs: Sequence[RequestOutput | RequestFailedError]) -> None:
+        self.outputs = list(outputs)
+        failed = [(at, each) for at, each in enumerate(outputs) if isinstance(each, RequestFailedError)]
+        at, error = failed[0]
+        super().__init__(f"prompts[{at}]: {error} ({len(failed)} of {len(outputs)} prompts failed)")
