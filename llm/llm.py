@@ -10,7 +10,6 @@ import torch
 
 from quire.engine.device import choose_device
 from quire.engine.engine import Engine, EngineParts
-from quire.engine.errors import KvBudgetError, RequestTooLongError
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.ranks.parallel_runner import ParallelRunner
 from quire.engine.ranks.ranks import Ranks, start_ranks
@@ -24,11 +23,10 @@ from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import block_hash
+from quire.llm.batch import run_batch
 from quire.llm.config import LLMConfig, takes_fields_of
-from quire.llm.interrupt import uninterrupted
 from quire.llm.outputs import EngineStats, RequestOutput, RequestsFailedError
 from quire.llm.params import BeamSearchParams, SamplingParams
-from quire.llm.progress import Advance, progress_bar
 from quire.llm.request import EncodedPrompt, Request, TextOptions
 from quire.llm.structured import StructuredOutputsParams
 from quire.sampling.constraints import contradiction
@@ -285,43 +283,13 @@ class LLM:
     # --- from requests to answers -------------------------------------------------------------------------
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        engine = self.engine
-        by_id = {request.sequence.attempt_id: request for request in requests}
-        try:
-            with uninterrupted():
-                self._add(requests)
-            with progress_bar(len(requests), use_tqdm) as advance:
-                while not engine.is_idle:
-                    with uninterrupted():
-                        self._step(by_id, advance)
-        finally:
-            with uninterrupted():
-                for attempt_id in by_id:
-                    engine.abort(attempt_id)
+        run_batch(self.engine, requests, use_tqdm)
         self._count(requests)
         outputs = [request.output() for request in requests if request.error is None]
         if len(outputs) < len(requests):
             good = iter(outputs)
             raise RequestsFailedError([request.error or next(good) for request in requests])
         return outputs
-
-    def _add(self, requests: list[Request]) -> None:
-        for at, request in enumerate(requests):
-            try:
-                self.engine.add_request(request.sequence)
-            except KvBudgetError as error:
-                raise ValueError(f"sampling_params[{at}].kv_budget_tokens {error}") from error
-            except RequestTooLongError as error:
-                raise ValueError(f"prompts[{at}]: {error}") from error
-
-    def _step(self, by_id: Mapping[str, Request], advance: Advance) -> None:
-        num_running = len(self.engine.groups)
-        updates = self.engine.step()
-        for update in updates:
-            if by_id[update.sequence.attempt_id].take(update):
-                self.engine.stop_sequence(update.sequence)
-        num_ended = num_running - len(self.engine.groups)
-        advance(num_ended, sum(len(update.tokens) for update in updates))
 
     def _count(self, requests: list[Request]) -> None:
         self._num_requests += len(requests)

@@ -16,8 +16,8 @@ from quire.engine.sequences import sampler
 from quire.engine.sequences.sequence import Sequence
 from quire.llm import LLM, BeamSearchParams, RequestOutput, RequestsFailedError, SamplingParams
 from quire.llm import llm as llm_module
+from quire.llm.batch import uninterrupted
 from quire.llm.config import LLMConfig
-from quire.llm.interrupt import uninterrupted
 from quire.tokenization.chat_template import ChatTemplateError
 from quire.tokenization.tokenizer import MissingTokenizerError
 
