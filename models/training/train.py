@@ -8,21 +8,22 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from quire.models.notes import HELD_OUT_SEEDS
 from quire.models.training.batches import Batch, Batches
 from quire.models.training.curriculum import STAGES, Progress
-from quire.models.training.export import export
 from quire.models.training.initial_model import make_model
 
 
@@ -144,7 +145,7 @@ class Run:
         torch.save(state, folder / "last.tmp")
         os.replace(folder / "last.tmp", folder / "last.pt")
         if self._settings.export:
-            export(self.model, self._settings.out)
+            export_model(self.model, self._settings.out)
 
     def _step(self) -> None:
         """Make one step on a fresh batch.
@@ -175,6 +176,25 @@ class Run:
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.progress = Progress(**state["progress"])
+
+
+def export_model(model: LlamaForCausalLM, out: Path) -> None:
+    """Write a Hugging Face checkpoint in bfloat16 to the folder of the tokenizer, each file atomically."""
+    config = model.config
+    rounded = deepcopy(model).to(torch.bfloat16)
+    rounded.config.dtype = torch.bfloat16
+    rounded.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        do_sample=False,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent) as folder:
+        rounded.save_pretrained(folder)
+        for path in Path(folder).iterdir():
+            path.chmod(0o644)
+            os.replace(path, out / path.name)
 
 
 def parse() -> Settings:
