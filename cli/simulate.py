@@ -113,7 +113,7 @@ def _compare(
 ) -> dict[str, Trial]:
     from quire.simulator.capacity import Trial
     from quire.simulator.cluster import replay
-    from quire.simulator.figures import figures
+    from quire.simulator.figures import figures, plot_policies
 
     replays = {}
     with _progress() as progress:
@@ -121,8 +121,6 @@ def _compare(
             task = progress.add_task(name, total=len(requests))
             replays[name] = replay(config, costs, requests, partial(progress.advance, task))
     if plot is not None:
-        from quire.simulator.plots import plot_policies
-
         plot_policies({name: each.outcomes for name, each in replays.items()}, plot)
     return {
         name: Trial(configs[name].num_prefill, configs[name].num_decode, figures(each, slo))

@@ -1,9 +1,10 @@
-"""Computes the figures of a run from the outcomes of simulated requests."""
+"""Computes and plots the figures of a run from the outcomes of simulated requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.simulator.cluster import Replay, RequestOutcome
 
@@ -84,3 +85,22 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     if not ordered:
         return 0.0
     return ordered[min(len(ordered) - 1, max(0, -(-int(share * len(ordered) * 1e6) // 10**6) - 1))]
+
+
+def plot_policies(replays: Mapping[str, Sequence[RequestOutcome]], path: Path) -> None:
+    """Plot, for each policy, the cumulative distribution of the time to the first token."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, outcomes in replays.items():
+        ordered = sorted(outcome.ttft_seconds for outcome in outcomes)
+        axes.plot(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))], label=name)
+    axes.set_xscale("log")
+    axes.set_xlabel("time to first token (s)")
+    axes.set_ylabel("share of requests")
+    axes.set_title("Simulated time to first token")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
