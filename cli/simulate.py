@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quire.cli import options
 from quire.cli.failure import describe, fail
+from quire.cli.results import print_table, progress_bars
 from quire.cli.simulate_options import CalibrationOptions, ClusterOptions, ObjectiveOptions, RequestOptions
 from quire.cli.spread import spread
-from quire.cli.tables import print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -116,7 +116,7 @@ def _compare(
     from quire.simulator.figures import figures, plot_policies
 
     replays = {}
-    with _progress() as progress:
+    with progress_bars() as progress:
         for name, config in configs.items():
             task = progress.add_task(name, total=len(requests))
             replays[name] = replay(config, costs, requests, partial(progress.advance, task))
@@ -138,7 +138,7 @@ def _find(
     from quire.simulator.capacity import smallest_cluster
 
     trials = {}
-    with _progress() as progress:
+    with progress_bars() as progress:
         for name, config in configs.items():
             task = progress.add_task(name, total=None)
             on_trial = partial(progress.advance, task)
@@ -151,7 +151,7 @@ def _measured(connect: Callable[[], AsyncClient], num_blocks: int, max_num_seqs:
 
     from quire.simulator.calibrate import calibrate
 
-    with _progress() as progress:
+    with progress_bars() as progress:
         task = progress.add_task("calibrating", total=None)
         return asyncio.run(
             calibrate(
@@ -161,22 +161,6 @@ def _measured(connect: Callable[[], AsyncClient], num_blocks: int, max_num_seqs:
                 on_step=lambda step: progress.update(task, advance=1, description=step),
             )
         )
-
-
-def _progress() -> Any:
-    """Return progress bars on stderr, since stdout is for results only; hidden if it is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
 
 
 def _table(trials: dict[str, Trial], slo: Slo) -> Table:

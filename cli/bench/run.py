@@ -6,13 +6,11 @@ import random
 import time
 from collections.abc import Callable
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from quire.cli.bench.config import BenchConfig
 from quire.cli.bench.load import closed_loop, open_loop, poisson_offsets, send
 from quire.cli.bench.summary import RequestRecord, Summary, summarize
 from quire.cli.bench.workload import BenchRequest, make_requests
+from quire.cli.results import progress_bars
 from quire.client import AsyncClient
 
 
@@ -32,7 +30,7 @@ async def run_bench(config: BenchConfig, connect: Callable[[], AsyncClient]) -> 
 
 async def _measure(config: BenchConfig, client: AsyncClient, requests: list[BenchRequest]) -> Summary:
     records: list[RequestRecord] = []
-    with _progress() as progress:
+    with progress_bars() as progress:
         task = progress.add_task("requests", total=len(requests))
 
         async def record(request: BenchRequest, due_seconds: float) -> None:
@@ -47,16 +45,3 @@ async def _measure(config: BenchConfig, client: AsyncClient, requests: list[Benc
             offsets = poisson_offsets(config.rate, len(requests), random.Random(f"arrivals {config.seed}"))
             await open_loop(requests, offsets, record)
         return summarize(records, time.perf_counter() - begin)
-
-
-def _progress() -> Progress:
-    """Return a progress bar on stderr, since stdout is for results only; hidden if it is not a terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )

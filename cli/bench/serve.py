@@ -10,8 +10,8 @@ import typer
 from quire.cli import options
 from quire.cli.bench.config import BenchConfig
 from quire.cli.failure import describe, fail, writable
+from quire.cli.results import print_table
 from quire.cli.spread import spread
-from quire.cli.tables import print_table
 
 
 @spread
