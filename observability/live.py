@@ -17,11 +17,16 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from quire.observability.boards.all import BOARDS
+from quire.observability.build import BOARDS
 from quire.observability.dashboard import Expression, expressions
 from quire.observability.load import put_load
-from quire.observability.ports import free_ports
-from quire.observability.prometheus import PrometheusClient, Series, find_prometheus, running_prometheus
+from quire.observability.prometheus import (
+    PrometheusClient,
+    Series,
+    find_prometheus,
+    free_ports,
+    running_prometheus,
+)
 from quire.observability.references import references
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import local_stack

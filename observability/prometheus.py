@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, NamedTuple
 from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-from quire.observability.ports import free_ports
-
 START_SECONDS = 20.0
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.05
 HTTP_SECONDS = 30.0
+FIRST_PORT, LAST_PORT = 10_000, 32_000
+"""Range below the ports that Linux assigns dynamically, so that a port found free is not taken by chance."""
 ALERTS = Path(__file__).with_name("alerts.yml")
 
 
@@ -79,6 +81,24 @@ class PrometheusClient:
 def find_prometheus() -> str | None:
     """Return the path of the binary, or None if there is none on PATH."""
     return shutil.which("prometheus")
+
+
+def free_ports(count: int) -> int:
+    """Return the first of ``count`` consecutive loopback ports that are free now."""
+    random = SystemRandom()
+    while True:
+        first = random.randrange(FIRST_PORT, LAST_PORT - count)
+        if all(_is_free(first + index) for index in range(count)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observability.live import absent_series, findings, live_run
 from quire.observability.metric_docs import series
-from quire.observability.ports import free_ports
-from quire.observability.prometheus import find_prometheus
+from quire.observability.prometheus import find_prometheus, free_ports
 from quire.observability.registries import (
     DescribedMetric,
     described,

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from quire.observability.boards.all import BOARDS
-from quire.observability.build import BuiltFile, built_files
+from quire.observability.build import BOARDS, BuiltFile, built_files
 from quire.observability.dashboard import expressions, panels_of, to_json
 from quire.observability.references import references
 
