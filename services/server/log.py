@@ -11,9 +11,19 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Mapping
 from typing import TextIO
 
+from quire.protos import admin_pb2
+from quire.rpc.errors import InvalidArgument
+
 _ROOT = "quire"
+_LEVELS: Mapping[int, int] = {
+    admin_pb2.LOG_LEVEL_DEBUG: logging.DEBUG,
+    admin_pb2.LOG_LEVEL_INFO: logging.INFO,
+    admin_pb2.LOG_LEVEL_WARNING: logging.WARNING,
+    admin_pb2.LOG_LEVEL_ERROR: logging.ERROR,
+}
 _PLAIN = re.compile(r"[A-Za-z0-9_.:/@+\-]+")
 
 
@@ -100,9 +110,16 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
 
 
-def set_level(level: str) -> None:
-    """Change the minimum severity of logged events."""
-    logging.getLogger(_ROOT).setLevel(level.upper())
+def set_level(level: int) -> None:
+    """Log the events of at least one of the admin API's levels.
+
+    Raises:
+        InvalidArgument: there is no such level.
+    """
+    if level not in _LEVELS:
+        names = ", ".join(logging.getLevelName(each).lower() for each in _LEVELS.values())
+        raise InvalidArgument("level", f"must be one of {names}; got {level}")
+    logging.getLogger(_ROOT).setLevel(_LEVELS[level])
 
 
 def _quote(value: object) -> str:

@@ -11,7 +11,6 @@ from quire.kvindex.block_hash import CacheScope
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.cluster_proof import description_proof
 from quire.services.server.log import set_level
-from quire.services.server.log_level import level_name
 from quire.services.worker.block_copier import BlockCopier
 from quire.services.worker.metrics import EngineSnapshot, take_snapshot
 from quire.services.worker.parts import WorkerParts
@@ -134,7 +133,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.SetLogLevelRequest, context: Any
     ) -> worker_pb2.SetLogLevelResponse:
         """Log more, or less."""
-        set_level(level_name(request.level))
+        set_level(request.level)
         return worker_pb2.SetLogLevelResponse()
 
 

@@ -23,7 +23,6 @@ from quire.services.router.admin.scaling import Scaling
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.log import get_logger, set_level
-from quire.services.server.log_level import level_name
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
 CALL_SECONDS = 5.0
@@ -88,7 +87,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self, request: pb.ChangeLogLevelRequest, context: Any
     ) -> pb.ChangeLogLevelResponse:
         """Change the log level of this router and of every worker that answers; return those workers' ids."""
-        set_level(level_name(request.level))
+        set_level(request.level)
         workers = self._workers.all()
         level = worker_pb2.SetLogLevelRequest(level=request.level)
         results = await asyncio.gather(

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.protos import admin_pb2
+from quire.rpc.errors import InvalidArgument
 from quire.services.server.log import LineFormatter, configure_logging, get_logger, set_level
 
 FIELD = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[A-Za-z0-9_.:/@+\-]+)')
@@ -61,10 +63,22 @@ def test_events_below_the_level_are_left_out() -> None:
     log = get_logger("test")
     for level in ("debug", "info", "warning", "error"):
         getattr(log, level)(f"at_{level}")
-    set_level("debug")
+    set_level(admin_pb2.LOG_LEVEL_DEBUG)
     log.debug("now")
     events = [parsed(each)["event"] for each in stream.getvalue().splitlines()]
     assert events == ["at_warning", "at_error", "now"]
+
+
+@pytest.mark.parametrize("name", sorted(set(admin_pb2.LogLevel.keys()) - {"LOG_LEVEL_UNSPECIFIED"}))
+def test_every_level_of_the_admin_api_is_one_of_the_logger(name: str) -> None:
+    set_level(admin_pb2.LogLevel.Value(name))
+    assert name == f"LOG_LEVEL_{logging.getLevelName(logging.getLogger('quire').level)}"
+
+
+@pytest.mark.parametrize("level", [admin_pb2.LOG_LEVEL_UNSPECIFIED, 99])
+def test_any_other_level_is_refused(level: int) -> None:
+    with pytest.raises(InvalidArgument, match="must be one of debug, info, warning, error"):
+        set_level(level)
 
 
 def test_a_traceback_is_one_value_of_the_line() -> None:
