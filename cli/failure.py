@@ -36,7 +36,7 @@ def usage_errors() -> Iterator[None]:
 @contextmanager
 def start_errors() -> Iterator[None]:
     """Report in one line why a process could not start, such as a taken port or a missing model folder."""
-    from quire.services.server.open_tracer import MissingTracingError
+    from quire.services.server.tracing import MissingTracingError
     from quire.settings.setting import SettingError
 
     try:

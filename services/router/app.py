@@ -58,7 +58,7 @@ from quire.services.server.log import get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
 from quire.services.server.open_files import raise_open_file_limit
-from quire.services.server.open_tracer import open_tracer
+from quire.services.server.tracing import open_tracer
 
 if TYPE_CHECKING:
     from quire.services.router.http.server import HttpServer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from opentelemetry import trace
@@ -20,7 +20,6 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from quire.rpc.errors import ServiceError
-from quire.services.server.tracing import Headers, Metadata
 
 EXPORT_SECONDS = 5.0
 """Time limit for sending a batch of spans; if the collector takes longer, the batch is lost."""
@@ -38,7 +37,7 @@ class OtelSpan:
         self._context = trace.set_span_in_context(span, Context())
 
     @property
-    def metadata(self) -> Metadata | None:
+    def metadata(self) -> tuple[tuple[str, str], ...]:
         """Metadata for a call to another process, which makes that process's spans children of this one."""
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, context=self._context)
@@ -69,7 +68,7 @@ class OtelTracer:
         self._clock = clock
 
     @contextmanager
-    def span(self, name: str, headers: Headers) -> Iterator[OtelSpan]:
+    def span(self, name: str, headers: Iterable[tuple[str, str | bytes]]) -> Iterator[OtelSpan]:
         """Begin a span as a child of the one in the headers; an exception sets the span's error status."""
         carrier = {key.lower(): value for key, value in headers if isinstance(value, str)}
         parent = _propagator.extract(carrier, context=Context())

@@ -1,14 +1,14 @@
 """Traces each request across router and workers, if an endpoint for the spans is configured.
 
 The parent span comes in a call's metadata as W3C ``traceparent`` and is passed on to the workers in the same
-way. This module does not import OpenTelemetry: ``otel_tracing`` does, and ``open_tracer`` imports it only if
-there is an endpoint.
+way. Only ``otel_tracing``, which implements the protocols below, imports OpenTelemetry, and ``open_tracer``
+imports it only if there is an endpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 
 Metadata = Sequence[tuple[str, str]]
@@ -57,3 +57,33 @@ class NoTracer:
     def span(self, name: str, headers: Headers) -> AbstractContextManager[Span]:
         """Return the span that records nothing."""
         return nullcontext(NO_SPAN)
+
+
+class MissingTracingError(RuntimeError):
+    """Tracing is configured, but the packages that it needs are not installed."""
+
+
+@asynccontextmanager
+async def open_tracer(
+    endpoint: str | None, *, service: str, instance: str, clock: Callable[[], float]
+) -> AsyncIterator[Tracer]:
+    """Yield a tracer that sends spans to an OTLP endpoint; without an endpoint it traces nothing.
+
+    Args:
+        endpoint: such as ``http://host:4317``.
+
+    Raises:
+        MissingTracingError: there is an endpoint, but the extra ``tracing`` is not installed.
+    """
+    if endpoint is None:
+        yield NoTracer()
+        return
+    try:
+        from quire.services.server.otel_tracing import otlp_tracer
+    except ImportError as error:
+        raise MissingTracingError(
+            "--otlp-endpoint needs the extra 'tracing': in quire's clone, run "
+            f".venv/bin/pip install -e '.[tracing]' ({error})"
+        ) from error
+    async with otlp_tracer(endpoint, service=service, instance=instance, clock=clock) as tracer:
+        yield tracer

@@ -38,7 +38,7 @@ from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.rpc.tls import ClusterTls
 from quire.services.server.background import in_background
 from quire.services.server.log import get_logger
-from quire.services.server.open_tracer import open_tracer
+from quire.services.server.tracing import open_tracer
 from quire.services.worker.address import WILDCARDS, address_towards
 from quire.services.worker.block_reader import BlockReader
 from quire.services.worker.build import Models, build_engine, known_step_seconds, open_disk_cache

@@ -15,9 +15,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from quire.rpc.errors import Unavailable
-from quire.services.server.open_tracer import MissingTracingError, open_tracer
 from quire.services.server.otel_tracing import OtelTracer
-from quire.services.server.tracing import NO_SPAN, NoTracer
+from quire.services.server.tracing import NO_SPAN, MissingTracingError, NoTracer, open_tracer
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
