@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.server import Service, end_on_signals
-from quire.services.server.open_files import raise_open_file_limit
+from quire.services.server.process import num_processors, raise_open_file_limit
 from quire.services.worker.config import RunningWorker, WorkerConfig
-from quire.services.worker.processors import num_processors
 
 if TYPE_CHECKING:
     from quire.services.worker.parts import WorkerParts

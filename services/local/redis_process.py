@@ -21,7 +21,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from quire.services.local.parent_end import PR_SET_PDEATHSIG
+from quire.services.server.process import PR_SET_PDEATHSIG
 
 _LAUNCHER = f"""
 import ctypes, os, signal, sys

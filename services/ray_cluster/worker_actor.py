@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from quire.services.launch.launcher import RESTART_SECONDS
 from quire.services.local.child_processes import KILL_SECONDS, end_of, start_child
-from quire.services.local.parent_end import end_with_parent
 from quire.services.ray_cluster.connection import node_address
+from quire.services.server.process import end_with_parent
 from quire.services.worker.config import RunningWorker, WorkerConfig
 from quire.services.worker_process import run_worker
 

@@ -57,7 +57,7 @@ from quire.services.server.background import Spawn, background, in_background
 from quire.services.server.log import get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
-from quire.services.server.open_files import raise_open_file_limit
+from quire.services.server.process import raise_open_file_limit
 from quire.services.server.tracing import open_tracer
 
 if TYPE_CHECKING:

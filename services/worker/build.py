@@ -38,9 +38,9 @@ from quire.models.source import pin_revision
 from quire.rpc.errors import BadFileError
 from quire.sampling.params import SamplingParams
 from quire.services.server.log import get_logger
+from quire.services.server.process import num_processors
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
-from quire.services.worker.processors import num_processors
 from quire.settings.setting import SettingError
 
 _log = get_logger("worker")

@@ -21,7 +21,7 @@ REPORT = "chaos_report "
 def main() -> None:
     """Run the command; the process ends with the one that started it."""
     from quire.cli.main import main as quire_main
-    from quire.services.local.parent_end import end_with_parent
+    from quire.services.server.process import end_with_parent
 
     end_with_parent()
     signal.signal(signal.SIGUSR1, _print_report)

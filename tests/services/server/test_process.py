@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.services.worker.processors import num_processors
+from quire.services.server.process import num_processors
 
 
 @pytest.fixture(autouse=True)
