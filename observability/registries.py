@@ -21,7 +21,7 @@ from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.migration.copies import CopyMetrics
 from quire.services.server.loop_lag import LoopLagMetrics
 from quire.services.server.metrics_server import describe_readiness
-from quire.services.worker.metrics import (
+from quire.services.worker.reports.metrics import (
     CacheInfo,
     EngineCollector,
     EngineSnapshot,

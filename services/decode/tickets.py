@@ -26,7 +26,7 @@ from quire.kvtransfer.errors import (
 from quire.kvtransfer.frame import Frame
 from quire.protos import kvtransfer_pb2 as pb
 from quire.rpc.errors import Aborted
-from quire.services.worker.updates import Updates
+from quire.services.worker.requests.updates import Updates
 
 
 @dataclass(eq=False, slots=True)

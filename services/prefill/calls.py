@@ -16,10 +16,15 @@ from quire.rpc.errors import Aborted, ServiceError
 from quire.services.prefill.push import PrefillPush, PushedPrompt
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
-from quire.services.worker.convert import converting, finish_reason, token_to_proto, without_last_token
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.prompt_steps import account_prompt, add_sequence, prompt_logprobs, pull_prefix
-from quire.services.worker.updates import Updates
+from quire.services.worker.requests.convert import (
+    converting,
+    finish_reason,
+    token_to_proto,
+    without_last_token,
+)
+from quire.services.worker.requests.updates import Updates
 
 _log = get_logger("worker")
 

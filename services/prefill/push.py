@@ -9,8 +9,8 @@ from quire.engine.sequences.sequence import NO_BLOCK, Sequence, SequenceUpdate
 from quire.kvtransfer.errors import ProtocolError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.push_sender import BlockPush, PushSummary
-from quire.services.worker.block_reader import BlockReader
-from quire.services.worker.updates import Updates
+from quire.services.worker.blocks.block_reader import BlockReader
+from quire.services.worker.requests.updates import Updates
 
 
 class PushedPrompt(NamedTuple):

@@ -39,9 +39,9 @@ from quire.services.vllm_adapter.answers import AnswerWriter
 from quire.services.vllm_adapter.hand_off import hand_off, has_hand_off, num_cached_tokens, pull_source
 from quire.services.vllm_adapter.requests import fields_as_sent, generation_from_proto
 from quire.services.vllm_adapter.tokenizer_archive import pieces, tokenizer_archive
-from quire.services.worker.convert import converting, outputs_to_proto
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.prompt_steps import decoding_here
+from quire.services.worker.requests.convert import converting, outputs_to_proto
 from quire.services.worker.servicer import WorkerServicer
 from quire.tokenization.tokenizer import load_model_files
 

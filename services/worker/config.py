@@ -12,12 +12,12 @@ from quire.engine.config import EngineConfig
 from quire.models.source import model_name
 from quire.rpc.loopback import REMEDY, is_loopback
 from quire.services.server.config import ServiceConfig
-from quire.services.worker.address import WILDCARDS
 from quire.settings.setting import MAX_PORT, Panel, setting
 
 DEMO_MODEL = "demo"
 """Name under which the bundled model is served."""
-
+WILDCARDS = frozenset({"0.0.0.0", "::", "[::]"})
+"""Hosts that stand for all addresses of a machine; clients cannot connect to them."""
 
 TRANSPORTS = ("auto", "grpc", "shared")
 PLUG_INS = "quire.transports"

@@ -19,10 +19,10 @@ from quire.services.server.background import in_background
 from quire.services.server.log import configure_logging, get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
-from quire.services.worker.build import identify, load_models
 from quire.services.worker.config import RunningWorker, WorkerConfig
-from quire.services.worker.drain import drain_before_exit
 from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.lifecycle.build import identify, load_models
+from quire.services.worker.lifecycle.drain import drain_before_exit
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.start import (
     Start,

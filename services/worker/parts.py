@@ -10,15 +10,15 @@ from quire.engine.kv_cache.memory import KvMemory
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports.interface import Transports
 from quire.rpc.channels import ChannelPool
-from quire.services.worker.block_reader import BlockReader
+from quire.services.worker.blocks.block_reader import BlockReader
+from quire.services.worker.blocks.prefix_pull import PrefixPuller
 from quire.services.worker.identity import WorkerIdentity
-from quire.services.worker.metrics import PromptMetrics
-from quire.services.worker.output_streams import OutputStreams
-from quire.services.worker.prefix_pull import PrefixPuller
-from quire.services.worker.running_requests import RunningRequests
-from quire.services.worker.sequence_reader import SequenceReader
+from quire.services.worker.reports.metrics import PromptMetrics
+from quire.services.worker.reports.worker_reports import WorkerReports
+from quire.services.worker.requests.output_streams import OutputStreams
+from quire.services.worker.requests.running_requests import RunningRequests
+from quire.services.worker.requests.sequence_reader import SequenceReader
 from quire.services.worker.state import WorkerState
-from quire.services.worker.worker_reports import WorkerReports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

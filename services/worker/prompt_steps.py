@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from quire.engine.sequences.sequence import Sequence
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.server.phases import Phase, RequestPhases
-from quire.services.worker.convert import converting, logprobs_to_proto
-from quire.services.worker.engine_errors import known_errors
 from quire.services.worker.parts import WorkerParts
-from quire.services.worker.updates import Updates
+from quire.services.worker.requests.convert import converting, logprobs_to_proto
+from quire.services.worker.requests.engine_errors import known_errors
+from quire.services.worker.requests.updates import Updates
 
 
 class LocalDecode(NamedTuple):

@@ -11,9 +11,9 @@ from quire.kvindex.block_hash import CacheScope
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.cluster_proof import description_proof
 from quire.services.server.log import set_level
-from quire.services.worker.block_copier import BlockCopier
-from quire.services.worker.metrics import EngineSnapshot, take_snapshot
+from quire.services.worker.blocks.block_copier import BlockCopier
 from quire.services.worker.parts import WorkerParts
+from quire.services.worker.reports.metrics import EngineSnapshot, take_snapshot
 
 
 class Prefill(Protocol):

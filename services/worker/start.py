@@ -39,12 +39,16 @@ from quire.rpc.tls import ClusterTls
 from quire.services.server.background import in_background
 from quire.services.server.log import get_logger
 from quire.services.server.tracing import open_tracer
-from quire.services.worker.address import WILDCARDS, address_towards
-from quire.services.worker.block_reader import BlockReader
-from quire.services.worker.build import Models, build_engine, known_step_seconds, open_disk_cache
-from quire.services.worker.config import WorkerConfig
+from quire.services.worker.blocks.block_reader import BlockReader
+from quire.services.worker.blocks.pool_source import PoolSource
+from quire.services.worker.blocks.prefix_pull import PrefixPuller
+from quire.services.worker.blocks.transports import open_transports
+from quire.services.worker.config import WILDCARDS, WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
-from quire.services.worker.metrics import (
+from quire.services.worker.lifecycle.address import address_towards
+from quire.services.worker.lifecycle.build import Models, build_engine, known_step_seconds, open_disk_cache
+from quire.services.worker.parts import WorkerParts
+from quire.services.worker.reports.metrics import (
     CacheInfo,
     EngineCollector,
     PromptMetrics,
@@ -53,15 +57,11 @@ from quire.services.worker.metrics import (
     describe_division,
     describe_role,
 )
-from quire.services.worker.output_streams import OutputStreams
-from quire.services.worker.parts import WorkerParts
-from quire.services.worker.pool_source import PoolSource
-from quire.services.worker.prefix_pull import PrefixPuller
-from quire.services.worker.running_requests import RunningRequests
-from quire.services.worker.sequence_reader import SequenceReader
+from quire.services.worker.reports.worker_reports import WorkerReports
+from quire.services.worker.requests.output_streams import OutputStreams
+from quire.services.worker.requests.running_requests import RunningRequests
+from quire.services.worker.requests.sequence_reader import SequenceReader
 from quire.services.worker.state import WorkerState
-from quire.services.worker.transports import open_transports
-from quire.services.worker.worker_reports import WorkerReports
 from quire.tokenization.tokenizer import load_model_files
 
 PULL_SERVICE = "quire.v1.KvPullService"

@@ -25,7 +25,7 @@ NEXT = f"""
 from functools import partial
 from quire.engine.runner.model_runner import ModelRunner
 from quire.kvindex.kv_layout import ARITHMETIC_VERSION
-from quire.services.worker import build
+from quire.services.worker.lifecycle import build
 
 forward = ModelRunner.forward
 ModelRunner.forward = lambda self, step: forward(self, step).roll(1, -1)

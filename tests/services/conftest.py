@@ -81,9 +81,9 @@ def make_parts() -> Callable[..., WorkerParts]:
     """Return a maker of a worker's parts: requests and reader are real, others not given are mocks."""
     # They load torch, which tests of the router do without.
     from quire.services.worker.parts import WorkerParts
-    from quire.services.worker.request_loads import RequestLoads
-    from quire.services.worker.running_requests import RunningRequests
-    from quire.services.worker.sequence_reader import SequenceReader
+    from quire.services.worker.reports.request_loads import RequestLoads
+    from quire.services.worker.requests.running_requests import RunningRequests
+    from quire.services.worker.requests.sequence_reader import SequenceReader
 
     def make(**given: Any) -> WorkerParts:
         parts = {field.name: Mock() for field in fields(WorkerParts)} | given

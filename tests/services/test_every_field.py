@@ -15,7 +15,7 @@ from quire.sampling.messages import format_from_proto, to_proto
 from quire.sampling.params import BeamParams, ResponseOptions, SamplingParams
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import validate
-from quire.services.worker.convert import sequence_from_proto
+from quire.services.worker.requests.convert import sequence_from_proto
 
 # Messages whose fields are all parameters; the fields of other messages count as one value.
 PARTS = ("SamplingParams", "BeamParams", "StoppingParams", "ResponseOptions", "ResponseFormat")

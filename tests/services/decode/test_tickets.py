@@ -23,7 +23,7 @@ from quire.protos import kvtransfer_pb2 as pb
 from quire.rpc.errors import Aborted
 from quire.sampling.params import SamplingParams
 from quire.services.decode.tickets import Promise, PromisedBlocks, Tickets
-from quire.services.worker.updates import Updates
+from quire.services.worker.requests.updates import Updates
 
 BLOCK_SIZE = 4
 SECONDS = 20.0

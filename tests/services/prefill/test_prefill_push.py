@@ -24,7 +24,7 @@ from quire.rpc.channels import ChannelPool
 from quire.rpc.server import Service, grpc_server
 from quire.sampling.params import SamplingParams
 from quire.services.prefill.calls import PrefillCalls
-from quire.services.worker.block_reader import BlockReader
+from quire.services.worker.blocks.block_reader import BlockReader
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.state import WorkerState
 

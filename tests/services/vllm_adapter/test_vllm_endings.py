@@ -24,8 +24,8 @@ from quire.services.vllm_adapter import servicer
 from quire.services.vllm_adapter.servicer import vllm_service
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.prompt_steps import LocalDecode
+from quire.services.worker.requests.updates import Updates
 from quire.services.worker.state import WorkerState
-from quire.services.worker.updates import Updates
 
 WAIT_SECONDS = 20.0
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire.rpc.tls import TlsFiles
-from quire.services.worker.address import address_towards
 from quire.services.worker.config import WorkerConfig
+from quire.services.worker.lifecycle.address import address_towards
 
 
 @pytest.mark.parametrize(

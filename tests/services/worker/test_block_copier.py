@@ -10,8 +10,8 @@ import pytest
 
 from quire.engine.sequences.sequence import Sequence
 from quire.protos import worker_pb2
-from quire.services.worker import block_copier
-from quire.services.worker.block_copier import MAX_USED_SHARE, BlockCopier
+from quire.services.worker.blocks import block_copier
+from quire.services.worker.blocks.block_copier import MAX_USED_SHARE, BlockCopier
 
 NUM_BLOCKS = 10
 

@@ -12,8 +12,8 @@ from quire.kvindex.kv_layout import KvShape
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import DigestMismatchError
 from quire.kvtransfer.frame import Frame
-from quire.services.worker import block_reader
-from quire.services.worker.block_reader import BlockReader
+from quire.services.worker.blocks import block_reader
+from quire.services.worker.blocks.block_reader import BlockReader
 
 SHAPE = KvShape(1, 1, 4, 8, "float16")
 HASH = b"0123456789abcdef"

@@ -13,7 +13,7 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.rpc.errors import InvalidArgument
 from quire.sampling.params import BeamParams, SamplingParams
-from quire.services.worker.convert import (
+from quire.services.worker.requests.convert import (
     converting,
     no_token_left,
     outputs_to_proto,

@@ -15,8 +15,8 @@ from quire.rpc.ended_calls import end_of
 from quire.rpc.errors import Unavailable
 from quire.services.decode.calls import DecodeCalls
 from quire.services.prefill.calls import PrefillCalls
-from quire.services.worker import drain as drain_module
-from quire.services.worker.drain import drain_before_exit
+from quire.services.worker.lifecycle import drain as drain_module
+from quire.services.worker.lifecycle.drain import drain_before_exit
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.servicer import WorkerServicer
 from quire.services.worker.state import WorkerState

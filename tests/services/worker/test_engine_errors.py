@@ -23,7 +23,7 @@ from quire.rpc.errors import (
     ServiceError,
 )
 from quire.sampling.params import BeamParams, SamplingParams
-from quire.services.worker.engine_errors import known_errors
+from quire.services.worker.requests.engine_errors import known_errors
 
 Code = grpc.StatusCode
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from quire.services.worker.format_queue import HALF_LIFE_SECONDS, FormatQueue
+from quire.services.worker.requests.format_queue import HALF_LIFE_SECONDS, FormatQueue
 
 
 class Clock:

@@ -14,7 +14,7 @@ from quire.engine.scheduling.preemption import PreemptionCounts
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.speculation.speculator import SpeculationCounts
 from quire.sampling.params import SamplingParams
-from quire.services.worker.metrics import (
+from quire.services.worker.reports.metrics import (
     EngineCollector,
     EngineSnapshot,
     PromptMetrics,

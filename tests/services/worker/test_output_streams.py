@@ -23,8 +23,8 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.rpc.errors import Aborted, AlreadyExists, InvalidArgument, ServiceError, Unavailable
 from quire.sampling.params import BeamParams, SamplingParams
-from quire.services.worker.output_streams import TOKENS_PER_REPORT, OutputStream, OutputStreams
-from quire.services.worker.updates import Updates
+from quire.services.worker.requests.output_streams import TOKENS_PER_REPORT, OutputStream, OutputStreams
+from quire.services.worker.requests.updates import Updates
 
 NEVER = 1e6
 """A rest, in seconds, that no test outlasts."""

@@ -13,8 +13,8 @@ from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import TransferError
 from quire.kvtransfer.frame import Frame
-from quire.services.worker.block_reader import BlockReader
-from quire.services.worker.pool_source import PoolSource
+from quire.services.worker.blocks.block_reader import BlockReader
+from quire.services.worker.blocks.pool_source import PoolSource
 
 LAYOUT = KvLayout(1, 1, 4, 8, "float16", "digest", "float16", "cpu")
 HASHES = [bytes([index]) * 16 for index in range(3)]

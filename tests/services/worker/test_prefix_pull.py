@@ -13,7 +13,7 @@ from quire.engine.kv_cache.memory import KvMemory
 from quire.kvindex.kv_layout import KvShape
 from quire.kvtransfer.errors import BadBlockError, DigestMismatchError
 from quire.kvtransfer.frame import Frame, digest
-from quire.services.worker.prefix_pull import _Arrivals
+from quire.services.worker.blocks.prefix_pull import _Arrivals
 
 BLOCK_SIZE = 4
 

@@ -17,9 +17,9 @@ from quire.rpc.errors import InvalidArgument
 from quire.sampling.params import SamplingParams
 from quire.services.server.phases import RequestPhases
 from quire.services.server.tracing import NO_SPAN
-from quire.services.worker.metrics import PromptMetrics
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.prompt_steps import account_prompt, add_sequence, prompt_logprobs, pull_prefix
+from quire.services.worker.reports.metrics import PromptMetrics
 
 BLOCK_SIZE = 4
 MakeParts = Callable[..., WorkerParts]

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos import worker_pb2
-from quire.services.worker import worker_reports
-from quire.services.worker.request_loads import RequestLoads
+from quire.services.worker.reports import worker_reports
+from quire.services.worker.reports.request_loads import RequestLoads
+from quire.services.worker.reports.worker_reports import LOAD_SECONDS, WorkerReports
 from quire.services.worker.state import WorkerState
-from quire.services.worker.worker_reports import LOAD_SECONDS, WorkerReports
 
 ROUTERS = ("a", "b", "")
 

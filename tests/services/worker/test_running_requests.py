@@ -18,8 +18,8 @@ from quire.rpc.errors import AlreadyExists, InvalidArgument
 from quire.sampling.params import SamplingParams
 from quire.services.server.phases import PROMPT_PHASES, PhaseMetrics
 from quire.services.server.tracing import NoTracer
-from quire.services.worker.request_loads import RequestLoads
-from quire.services.worker.running_requests import RunningRequests
+from quire.services.worker.reports.request_loads import RequestLoads
+from quire.services.worker.requests.running_requests import RunningRequests
 from quire.services.worker.state import WorkerState
 
 

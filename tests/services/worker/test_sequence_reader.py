@@ -16,8 +16,8 @@ from quire.kvindex.block_hash import block_hash
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.rpc.errors import InvalidArgument, ServiceError
-from quire.services.worker import sequence_reader
-from quire.services.worker.sequence_reader import INLINE_HASH_TOKENS, SequenceReader
+from quire.services.worker.requests import sequence_reader
+from quire.services.worker.requests.sequence_reader import INLINE_HASH_TOKENS, SequenceReader
 from quire.tokenization.tokenizer import MissingTokenizerError
 
 BLOCK_SIZE = 4

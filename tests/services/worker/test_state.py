@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from quire.protos import worker_pb2
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.services.worker.parts import WorkerParts
+from quire.services.worker.reports.worker_reports import WorkerReports
 from quire.services.worker.servicer import WorkerServicer
 from quire.services.worker.state import DrainState, WorkerState
-from quire.services.worker.worker_reports import WorkerReports
 
 
 def values(state: WorkerState) -> tuple[str, DrainState, bool]:

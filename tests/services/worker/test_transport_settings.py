@@ -15,9 +15,10 @@ import torch
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.kv_layout import KvShape
-from quire.services.worker import build, transports
+from quire.services.worker.blocks import transports
+from quire.services.worker.blocks.transports import open_transports
 from quire.services.worker.config import WorkerConfig
-from quire.services.worker.transports import open_transports
+from quire.services.worker.lifecycle import build
 from quire.settings.setting import SettingError
 
 SHAPE = KvShape(1, 1, 4, 8, "float16")

@@ -10,7 +10,7 @@ from quire.engine.engine_thread import EngineFailedError
 from quire.engine.errors import RequestFailedError
 from quire.engine.sequences.sequence import Sequence, SequenceStatus, SequenceUpdate
 from quire.sampling.params import SamplingParams
-from quire.services.worker.updates import MAX_BATCH, Updates
+from quire.services.worker.requests.updates import MAX_BATCH, Updates
 
 SEQUENCE = Sequence("r#0", [5], 1, SamplingParams(), b"")
 

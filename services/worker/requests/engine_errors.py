@@ -23,7 +23,7 @@ from quire.rpc.errors import (
     InvalidArgument,
     Unavailable,
 )
-from quire.services.worker.convert import no_token_left
+from quire.services.worker.requests.convert import no_token_left
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 from quire.protos import worker_pb2
-from quire.services.worker.request_loads import RequestLoads
+from quire.services.worker.reports.request_loads import RequestLoads
 from quire.services.worker.state import WorkerState
 
 BEAT_SECONDS = 0.4

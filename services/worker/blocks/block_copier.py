@@ -9,7 +9,7 @@ from quire.engine.engine_thread import EngineThread
 from quire.engine.sequences.sequence import Sequence
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
-from quire.services.worker.prefix_pull import PrefixPuller
+from quire.services.worker.blocks.prefix_pull import PrefixPuller
 
 POLL_SECONDS = 0.02
 WAIT_SECONDS = 5.0

@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator
 from quire.engine.sequences.sequence import SequenceUpdate
 from quire.protos import worker_pb2
 from quire.rpc.errors import DRAINING, Aborted, AlreadyExists, InvalidArgument, Unavailable
-from quire.services.worker.convert import converting, outputs_to_proto
-from quire.services.worker.updates import Updates, checked
+from quire.services.worker.requests.convert import converting, outputs_to_proto
+from quire.services.worker.requests.updates import Updates, checked
 
 REST_SECONDS_PER_DECODE = 0.01
 TOKENS_PER_REPORT = 64

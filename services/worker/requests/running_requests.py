@@ -15,11 +15,11 @@ from quire.rpc.ended_calls import end_calls
 from quire.rpc.errors import Aborted, AlreadyExists
 from quire.services.server.phases import PhaseMetrics, RequestPhases
 from quire.services.server.tracing import Tracer
-from quire.services.worker.convert import attempt_id as id_of_attempt
-from quire.services.worker.engine_errors import known_errors
-from quire.services.worker.request_loads import RequestLoads
+from quire.services.worker.reports.request_loads import RequestLoads
+from quire.services.worker.requests.convert import attempt_id as id_of_attempt
+from quire.services.worker.requests.engine_errors import known_errors
+from quire.services.worker.requests.updates import Updates
 from quire.services.worker.state import WorkerState
-from quire.services.worker.updates import Updates
 
 TALLY_SECONDS = 10.0
 """How long the tally of an attempt that has ended is kept for the ``abort`` that asks for it."""

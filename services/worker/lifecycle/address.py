@@ -5,9 +5,6 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
-WILDCARDS = frozenset({"0.0.0.0", "::", "[::]"})
-"""Hosts that stand for all addresses of a machine; clients cannot connect to them."""
-
 REDIS_PORT = 6379
 
 

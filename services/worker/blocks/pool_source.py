@@ -10,7 +10,7 @@ from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import TransferError
 from quire.kvtransfer.frame import Frame
-from quire.services.worker.block_reader import BlockReader
+from quire.services.worker.blocks.block_reader import BlockReader
 
 
 class PoolSource:

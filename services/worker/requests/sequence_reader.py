@@ -18,9 +18,9 @@ from quire.kvindex.block_hash import CacheScope, block_hash
 from quire.protos import worker_pb2
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.sampling.messages import format_from_proto
-from quire.services.worker.convert import no_token_left, sequence_from_proto
-from quire.services.worker.format_queue import FormatQueue
 from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.requests.convert import no_token_left, sequence_from_proto
+from quire.services.worker.requests.format_queue import FormatQueue
 from quire.tokenization.tokenizer import MissingTokenizerError
 
 INLINE_HASH_TOKENS = 2048

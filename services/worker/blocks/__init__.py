@@ -1,0 +1,1 @@
+"""Blocks between this worker and others: reading, pulling, copying, and the transport."""

@@ -1,0 +1,1 @@
+"""What a worker reports: its state and load to routers, and its metrics."""
