@@ -6,37 +6,48 @@ import asyncio
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 
 import torch
 
-from quire.engine.engine_thread import EngineStoppedError
 from quire.kvindex.publisher import BlockPublisher
+from quire.kvtransfer.leases import BlockLeases
+from quire.kvtransfer.pull_server import KvPullServicer
+from quire.protos import kvtransfer_pb2_grpc
+from quire.rpc.call_limits import READ_SECONDS
+from quire.rpc.cluster_proof import RequireProof
 from quire.rpc.freed_buffers import keep_freed_buffers
-from quire.rpc.server import GrpcServer, Service, Stop, serve_until_signal, tell_log
+from quire.rpc.server import GrpcServer, Service, Stop, grpc_server, serve_until_signal, tell_log
 from quire.services.server.background import in_background
 from quire.services.server.log import configure_logging, get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
+from quire.services.worker.blocks.pool_source import PoolSource
 from quire.services.worker.config import RunningWorker, WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
-from quire.services.worker.lifecycle.build import identify, load_models
+from quire.services.worker.lifecycle.address import reachable_address
 from quire.services.worker.lifecycle.drain import drain_before_exit
-from quire.services.worker.parts import WorkerParts
-from quire.services.worker.start import (
-    Start,
-    assemble_parts,
-    begin,
-    pull_service,
-    reachable_address,
-    start_engine,
-    worker_server,
-)
+from quire.services.worker.lifecycle.engine import start_engine
+from quire.services.worker.lifecycle.membership import join
+from quire.services.worker.lifecycle.models import identify, load_models
+from quire.services.worker.lifecycle.start import Start, begin
+from quire.services.worker.parts import WorkerParts, assemble_parts
 from quire.services.worker.state import WorkerState
 
 Compose = Callable[[WorkerConfig, WorkerParts], Awaitable[Sequence[Service]]]
 """Makes the services that use a worker's parts; a process hands in those of its choice."""
+
+PULL_SERVICE = "quire.v1.KvPullService"
+
+LENT_SHARE = 0.3
+"""Most of the pool that other workers' leases may keep from being evicted."""
+
+ROUTER_READ_SECONDS = 2 * READ_SECONDS
+"""A router stops reading while its client does, and is the first to drop that."""
+
+MIN_PING_SECONDS = 0.1
+"""Routers may ping this often; they do every two seconds."""
 
 _log = get_logger("worker")
 
@@ -61,15 +72,17 @@ async def serve(
         engine = await start_engine(start)
         lag = await stack.enter_async_context(loop_lag_observed(LoopLagMetrics(start.registry)))
         parts = await assemble_parts(start, engine)
-        services = [*await compose(config, parts), await pull_service(parts, stack)]
-        server = await stack.enter_async_context(worker_server(start, services))
+        services = [*await compose(config, parts), await _pull_service(parts, stack)]
+        server = await stack.enter_async_context(_server(start, services))
         server.call_before_end(parts.outputs.close)
         server.call_before_end(parts.reports.close)
         start.address.set_result(reachable_address(config, server))
         metrics_port = stack.enter_context(
             metrics_server(start.registry, Probes(server, lag), config.host, config.metrics_port)
         )
-        await _join(start)
+        if start.publisher is not None:
+            record = partial(identity.record, start.address.result(), start.state)
+            await join(start.publisher, record, start.state, start.failure, stack)
         await stack.enter_async_context(in_background(engine.watch()))
         readiness = _report_readiness(server, start.state, start.publisher)
         await stack.enter_async_context(in_background(readiness))
@@ -82,15 +95,38 @@ async def serve(
         await serve_until_signal(server, Stop(drain, lambda: len(parts.requests), tell_log), start.failure)
 
 
-async def _join(start: Start) -> None:
-    """Publish the worker and its blocks, until it stops or its engine fails."""
-    if (publisher := start.publisher) is None:
-        return
-    record = partial(start.identity.record, start.address.result(), start.state)
-    publisher.start(record())
-    start.state.call_on_change(lambda: publisher.announce(record()))
-    start.stack.push_async_callback(publisher.close)
-    await start.stack.enter_async_context(in_background(_leave_on_failure(publisher, start.failure)))
+async def _pull_service(parts: WorkerParts, stack: AsyncExitStack) -> Service:
+    """Return the service that lends this worker's blocks to others."""
+    identity, memory = parts.identity, parts.memory
+    leases = BlockLeases(
+        PoolSource(parts.engine, parts.blocks, identity.layout, identity.epoch),
+        parts.transfers,
+        max_blocks=max(1, int(LENT_SHARE * memory.num_blocks)),
+    )
+    await stack.enter_async_context(in_background(leases.sweep_forever()))
+    return Service(
+        kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server,
+        KvPullServicer(leases, parts.transfers, parts.transports),
+        PULL_SERVICE,
+    )
+
+
+def _server(start: Start, services: Sequence[Service]) -> AbstractAsyncContextManager[GrpcServer]:
+    """Return the server of the worker's services; if there is a cluster secret, calls must prove it."""
+    config, guards = start.config, []
+    if config.cluster_secret:
+        guards.append(RequireProof(config.cluster_secret, start.identity.epoch, start.address.result))
+    return grpc_server(
+        services,
+        host=config.host,
+        port=config.port,
+        registry=start.registry,
+        grace_seconds=config.grace_seconds,
+        credentials=None if start.tls is None else start.tls.server_credentials(),
+        interceptors=guards,
+        read_seconds=ROUTER_READ_SECONDS,
+        min_ping_seconds=MIN_PING_SECONDS,
+    )
 
 
 async def _report_readiness(server: GrpcServer, state: WorkerState, publisher: BlockPublisher | None) -> None:
@@ -126,9 +162,3 @@ def _running(identity: WorkerIdentity, server: GrpcServer, metrics_port: int) ->
         max_model_len=identity.max_model_len,
         epoch=identity.epoch,
     )
-
-
-async def _leave_on_failure(publisher: BlockPublisher, failure: asyncio.Future[EngineStoppedError]) -> None:
-    """Give up the lease at once: the calls of a failed worker may take a while to end."""
-    await asyncio.wait([failure])
-    await publisher.close()

@@ -1,24 +1,40 @@
-"""Lists what the services of one worker share."""
+"""What the services of one worker share, and how it is made."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
 
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.structured_output.grammar import GrammarCompiler
+from quire.kvindex.block_hash import block_hash
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports.interface import Transports
 from quire.rpc.channels import ChannelPool
+from quire.rpc.proof import Caller
+from quire.services.server.background import in_background
+from quire.services.server.tracing import open_tracer
 from quire.services.worker.blocks.block_reader import BlockReader
 from quire.services.worker.blocks.prefix_pull import PrefixPuller
+from quire.services.worker.blocks.transports import open_transports
 from quire.services.worker.identity import WorkerIdentity
-from quire.services.worker.reports.metrics import PromptMetrics
+from quire.services.worker.lifecycle.start import Start
+from quire.services.worker.reports.metrics import (
+    PromptMetrics,
+    describe_role,
+)
 from quire.services.worker.reports.worker_reports import WorkerReports
 from quire.services.worker.requests.output_streams import OutputStreams
 from quire.services.worker.requests.running_requests import RunningRequests
 from quire.services.worker.requests.sequence_reader import SequenceReader
 from quire.services.worker.state import WorkerState
+from quire.tokenization.tokenizer import load_model_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +67,50 @@ class WorkerParts:
     puller: PrefixPuller
     transfers: TransferMetrics
     prompts: PromptMetrics
+
+
+async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
+    """Open what the services share: tracing, the connections to other workers, the compiler of formats."""
+    config, identity, memory, stack = start.config, start.identity, start.models.memory, start.stack
+    tracer = await stack.enter_async_context(
+        open_tracer(
+            config.otlp_endpoint,
+            service=f"quire-{config.role}",
+            instance=identity.worker_id,
+            clock=time.perf_counter,
+        )
+    )
+    connect = grpc.aio.insecure_channel if start.tls is None else start.tls.connect
+    channels = ChannelPool(connect, Caller(config.cluster_secret))
+    stack.push_async_callback(channels.close)
+    transports = open_transports(config, identity.epoch, memory)
+    stack.callback(transports.close)
+    await stack.enter_async_context(in_background(channels.close_unused_forever()))
+    model = start.models.model
+    grammars = GrammarCompiler(lambda: _read_tokenizer(model.folder), model.vocab_size, model.eos_token_ids)
+    reader = SequenceReader(identity, grammars)
+    stack.callback(reader.close)
+    prompts, transfers = PromptMetrics(start.registry), TransferMetrics(start.registry)
+    reports = WorkerReports(start.state)
+    describe_role(start.registry, lambda: start.state.role)
+    return WorkerParts(
+        identity=identity,
+        address=start.address.result,
+        engine=engine,
+        memory=memory,
+        reader=reader,
+        requests=RunningRequests(engine, start.state, prompts.phases, tracer, reports.loads),
+        state=start.state,
+        reports=reports,
+        outputs=OutputStreams(config.stream_interval),
+        blocks=BlockReader(memory, await engine.call(lambda e: e.pool)),
+        channels=channels,
+        transports=transports,
+        puller=PrefixPuller(engine, memory, identity.layout, block_hash, channels, transfers, transports),
+        transfers=transfers,
+        prompts=prompts,
+    )
+
+
+def _read_tokenizer(folder: Path) -> str:
+    return (load_model_files(str(folder)).folder / "tokenizer.json").read_text("utf-8")

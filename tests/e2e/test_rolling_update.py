@@ -25,11 +25,11 @@ NEXT = f"""
 from functools import partial
 from quire.engine.runner.model_runner import ModelRunner
 from quire.kvindex.kv_layout import ARITHMETIC_VERSION
-from quire.services.worker.lifecycle import build
+from quire.services.worker.lifecycle import models
 
 forward = ModelRunner.forward
 ModelRunner.forward = lambda self, step: forward(self, step).roll(1, -1)
-build.KvLayout = partial(build.KvLayout, arithmetic_version=ARITHMETIC_VERSION + 1)
+models.KvLayout = partial(models.KvLayout, arithmetic_version=ARITHMETIC_VERSION + 1)
 {MAIN}
 """
 

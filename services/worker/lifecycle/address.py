@@ -1,11 +1,23 @@
-"""At which address others reach a worker."""
+"""Finds the address at which others reach a worker."""
 
 from __future__ import annotations
 
 import socket
 from urllib.parse import urlsplit
 
+from quire.rpc.server import GrpcServer
+from quire.services.worker.config import WILDCARDS, WorkerConfig
+
 REDIS_PORT = 6379
+
+
+def reachable_address(config: WorkerConfig, server: GrpcServer) -> str:
+    """Return the host:port at which others reach the worker."""
+    if config.advertise is not None:
+        return config.advertise
+    if config.redis_url is not None and config.host in WILDCARDS:
+        return address_towards(config.redis_url, server.port)
+    return server.address
 
 
 def address_towards(redis_url: str, port: int) -> str:

@@ -18,7 +18,7 @@ from quire.kvindex.kv_layout import KvShape
 from quire.services.worker.blocks import transports
 from quire.services.worker.blocks.transports import open_transports
 from quire.services.worker.config import WorkerConfig
-from quire.services.worker.lifecycle import build
+from quire.services.worker.lifecycle import models
 from quire.settings.setting import SettingError
 
 SHAPE = KvShape(1, 1, 4, 8, "float16")
@@ -45,7 +45,7 @@ def config(transport: Any, directory: str | None = None) -> WorkerConfig:
 
 
 def pool(transport: Any) -> KvMemory:
-    return build._allocate_pool(config(transport), cast("LoadedModel", Model()), None, CPU, None)
+    return models._allocate_pool(config(transport), cast("LoadedModel", Model()), None, CPU, None)
 
 
 def no_shared_memory(num_bytes: int) -> None:
@@ -61,9 +61,9 @@ def test_a_pool_is_shared_unless_messages_are_chosen() -> None:
 def test_without_shared_memory_the_pool_is_private_and_a_line_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "allocate_shared", no_shared_memory)
+    monkeypatch.setattr(models, "allocate_shared", no_shared_memory)
     log = Mock()
-    monkeypatch.setattr(build, "_log", log)
+    monkeypatch.setattr(models, "_log", log)
     assert pool("auto").descriptor is None
     [line] = log.warning.call_args_list
     assert line.args == ("pool_not_shared",)

@@ -1,4 +1,4 @@
-"""Builds a worker's engine from its settings: models, block pool, the tiers below it, warm-up."""
+"""Loads what a worker computes with: the models and the memory of their blocks."""
 
 from __future__ import annotations
 
@@ -7,36 +7,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
 from quire.engine.device import choose_device
-from quire.engine.engine import Engine, EngineParts, longest_sequence
-from quire.engine.kv_cache.block_pool import BlockListener
-from quire.engine.kv_cache.disk_cache import DiskCache
-from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.engine import longest_sequence
 from quire.engine.kv_cache.memory import KvMemory, dtype_name
 from quire.engine.kv_cache.shared_memory import allocate_shared
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.collectives import RanksError
-from quire.engine.model.decode_graphs import CudaCapture
-from quire.engine.pool_memory import allocate_pool, allocate_swap_space
-from quire.engine.ranks.parallel_runner import ParallelRunner
+from quire.engine.pool_memory import allocate_pool
 from quire.engine.ranks.ranks import Ranks, start_ranks
-from quire.engine.scheduling.schedule import StepKind
-from quire.engine.scheduling.scheduler import SchedulerConfig
-from quire.engine.sequences.sequence import Sequence
-from quire.engine.speculation.speculators import DraftModelError, load_draft_model, make_speculator
+from quire.engine.speculation.speculators import DraftModelError, load_draft_model
 from quire.engine.weights.loader import LoadedModel, load_model
-from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.transports.transport import Transport
 from quire.models.source import pin_revision
 from quire.rpc.errors import BadFileError
-from quire.sampling.params import SamplingParams
 from quire.services.server.log import get_logger
 from quire.services.server.process import num_processors
 from quire.services.worker.config import WorkerConfig
@@ -157,91 +145,3 @@ def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIden
         eos_token_ids=model.eos_token_ids,
         cluster_secret=config.cluster_secret,
     )
-
-
-def open_disk_cache(config: WorkerConfig, memory: KvMemory, identity: WorkerIdentity) -> DiskCache | None:
-    """Open the folder of evicted blocks, if there is one; reads what an earlier worker left."""
-    if config.disk_cache is None:
-        return None
-    folder, num_bytes = config.disk_cache
-    return DiskCache(Path(folder), num_bytes, memory.shape.block_bytes, identity.fingerprint)
-
-
-def build_engine(
-    config: WorkerConfig,
-    models: Models,
-    identity: WorkerIdentity,
-    listener: BlockListener | None,
-    disk_cache: DiskCache | None,
-) -> Engine:
-    """Build an engine and compile all that its requests will run; takes seconds."""
-    model, draft, memory, ranks = models
-    limits = SchedulerConfig.of(config)
-    speculator = None
-    if config.role == "decode":
-        speculator = make_speculator(config, draft, model, memory, limits, block_hash)
-    swap_memory = allocate_swap_space(config, memory)
-    parts = EngineParts(
-        listener=listener,
-        swap_memory=swap_memory,
-        host_cache=_host_cache(config, memory),
-        disk_cache=disk_cache,
-        speculator=speculator,
-        runner=None if ranks is None else ParallelRunner(model, memory, swap_memory, ranks),
-    )
-    engine = Engine(model, memory, limits, block_hash, identity.max_model_len, parts)
-    _warm_up(engine)
-    if memory.device.type == "cuda" and config.role == "decode":
-        _capture_decode_steps(engine)
-    return engine
-
-
-def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:
-    if not config.host_cache_bytes:
-        return None
-    num_blocks = config.host_cache_bytes // memory.shape.block_bytes
-    if num_blocks < 2:
-        raise ValueError(
-            f"one KV block takes {memory.shape.block_bytes} bytes; --host-cache must hold two at least"
-        )
-    host = torch.device("cpu")
-    return HostCache(KvMemory(memory.shape, num_blocks, host, is_pinned=memory.blocks.is_cuda))
-
-
-def _warm_up(engine: Engine) -> None:
-    """Run one prompt, a draft model's part too, so that no request waits for a kernel to be compiled."""
-    engine.memory.copy_within([(0, 1)])
-    _run_full_step(engine)
-
-
-def known_step_seconds(engine: Engine) -> dict[StepKind, float]:
-    """Time a step of as many tokens as one may have; its kernels have been compiled."""
-    start = perf_counter()
-    _run_full_step(engine)
-    length = _full_length(engine)
-    return {StepKind.of(length, length * length): perf_counter() - start}
-
-
-def _full_length(engine: Engine) -> int:
-    return min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 3)
-
-
-def _run_full_step(engine: Engine) -> None:
-    length = _full_length(engine)
-    prompt = Sequence(
-        "warm-up", [0] * length, length, SamplingParams(max_tokens=3, ignore_eos=True), b"warm-up"
-    )
-    engine.add_request(prompt)
-    while not engine.is_idle:
-        engine.step()
-    engine.pool.clear_cache()  # not the tiers: a disk's blocks outlive the worker
-
-
-def _capture_decode_steps(engine: Engine) -> None:
-    """Hold decode steps in CUDA graphs; a model that cannot be captured runs without."""
-    max_num_seqs = engine.scheduler.config.max_num_seqs
-    try:
-        engine.runner.capture_decode_steps(CudaCapture(), max_num_seqs, engine.max_model_len)
-    except Exception as error:  # whatever foreign model code raises
-        torch.cuda.empty_cache()
-        _log.warning("decode_steps_not_captured", error=f"{type(error).__name__}: {error}")

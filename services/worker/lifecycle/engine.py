@@ -1,0 +1,182 @@
+"""Starts a worker's engine: builds it with the tiers of its cache, warms it up, and runs it in its thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from quire.engine.engine import Engine, EngineParts
+from quire.engine.engine_thread import EngineFailedError, EngineThread
+from quire.engine.kv_cache.disk_cache import DiskCache
+from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.decode_graphs import CudaCapture
+from quire.engine.pool_memory import allocate_swap_space
+from quire.engine.ranks.parallel_runner import ParallelRunner
+from quire.engine.ranks.ranks import Ranks
+from quire.engine.runner.step_watch import StepWatch
+from quire.engine.scheduling.schedule import StepKind
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.speculation.speculators import make_speculator
+from quire.kvindex.block_hash import block_hash
+from quire.sampling.params import SamplingParams
+from quire.services.server.log import get_logger
+from quire.services.worker.config import WorkerConfig
+from quire.services.worker.lifecycle.start import Start
+from quire.services.worker.reports.metrics import (
+    CacheInfo,
+    EngineCollector,
+    StepMetrics,
+    ask_for_snapshot,
+    describe_division,
+)
+
+_log = get_logger("worker")
+
+
+async def start_engine(start: Start) -> EngineThread:
+    """Build the engine and start its thread."""
+    config, models, stack = start.config, start.models, start.stack
+    disk_cache = await asyncio.to_thread(_open_disk_cache, start)
+    if disk_cache is not None:
+        stack.push_async_callback(asyncio.to_thread, disk_cache.close)
+    engine = await asyncio.to_thread(_build_engine, start, disk_cache)
+    # The objects of the libraries and the model live as long as the process. Otherwise the garbage collector
+    # visits all of them now and then, which stops the steps for a quarter of a second.
+    gc.collect()
+    gc.freeze()
+    watch = StepWatch(config.max_step_seconds, await asyncio.to_thread(_known_step_seconds, engine))
+    thread = EngineThread(
+        engine,
+        StepMetrics(start.registry).stepped,
+        start.failure.set_result,
+        start.state.set_stalled,
+        watch,
+    )
+    thread.start()
+    stack.push_async_callback(_stop_engine, thread)
+    if models.ranks is not None:
+        _fail_with_ranks(thread, models.ranks)
+    _describe(start.registry, thread, models.memory)
+    describe_division(start.registry, config.tensor_parallel_size)
+    return thread
+
+
+def _fail_with_ranks(thread: EngineThread, ranks: Ranks) -> None:
+    """Give the engine up when a rank fails, even if no step runs that would notice."""
+    loop = asyncio.get_running_loop()
+
+    def give_up(failure: Future[str]) -> None:
+        error = EngineFailedError(f"the engine has failed: {failure.result()}")
+        with suppress(RuntimeError):  # the loop is closed: the worker is ending
+            loop.call_soon_threadsafe(thread.give_up, error)
+
+    ranks.failure.add_done_callback(give_up)
+
+
+async def _stop_engine(thread: EngineThread) -> None:
+    if not await thread.stop():
+        _log.error("engine_not_stopped", details="its step does not end; the process ends without it")
+
+
+def _describe(registry: CollectorRegistry, thread: EngineThread, memory: KvMemory) -> None:
+    """Let the metrics tell of the process, the engine and its blocks, as they are when they are asked for."""
+    registry.register(EngineCollector(partial(ask_for_snapshot, thread)))
+    ProcessCollector(registry=registry)
+    CacheInfo(registry).describe(
+        block_size=memory.shape.block_size,
+        num_blocks=memory.num_blocks,
+        block_bytes=memory.shape.block_bytes,
+    )
+
+
+def _open_disk_cache(start: Start) -> DiskCache | None:
+    """Open the folder of evicted blocks, if there is one; reads what an earlier worker left."""
+    if start.config.disk_cache is None:
+        return None
+    folder, num_bytes = start.config.disk_cache
+    block_bytes = start.models.memory.shape.block_bytes
+    return DiskCache(Path(folder), num_bytes, block_bytes, start.identity.fingerprint)
+
+
+def _build_engine(start: Start, disk_cache: DiskCache | None) -> Engine:
+    """Build an engine and compile all that its requests will run; takes seconds."""
+    config, (model, draft, memory, ranks) = start.config, start.models
+    limits = SchedulerConfig.of(config)
+    speculator = None
+    if config.role == "decode":
+        speculator = make_speculator(config, draft, model, memory, limits, block_hash)
+    swap_memory = allocate_swap_space(config, memory)
+    parts = EngineParts(
+        listener=start.publisher,
+        swap_memory=swap_memory,
+        host_cache=_host_cache(config, memory),
+        disk_cache=disk_cache,
+        speculator=speculator,
+        runner=None if ranks is None else ParallelRunner(model, memory, swap_memory, ranks),
+    )
+    engine = Engine(model, memory, limits, block_hash, start.identity.max_model_len, parts)
+    _warm_up(engine)
+    if memory.device.type == "cuda" and config.role == "decode":
+        _capture_decode_steps(engine)
+    return engine
+
+
+def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:
+    if not config.host_cache_bytes:
+        return None
+    num_blocks = config.host_cache_bytes // memory.shape.block_bytes
+    if num_blocks < 2:
+        raise ValueError(
+            f"one KV block takes {memory.shape.block_bytes} bytes; --host-cache must hold two at least"
+        )
+    host = torch.device("cpu")
+    return HostCache(KvMemory(memory.shape, num_blocks, host, is_pinned=memory.blocks.is_cuda))
+
+
+def _warm_up(engine: Engine) -> None:
+    """Run one prompt, a draft model's part too, so that no request waits for a kernel to be compiled."""
+    engine.memory.copy_within([(0, 1)])
+    _run_full_step(engine)
+
+
+def _known_step_seconds(engine: Engine) -> dict[StepKind, float]:
+    """Time a step of as many tokens as one may have; its kernels have been compiled."""
+    start = perf_counter()
+    _run_full_step(engine)
+    length = _full_length(engine)
+    return {StepKind.of(length, length * length): perf_counter() - start}
+
+
+def _full_length(engine: Engine) -> int:
+    return min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 3)
+
+
+def _run_full_step(engine: Engine) -> None:
+    length = _full_length(engine)
+    prompt = Sequence(
+        "warm-up", [0] * length, length, SamplingParams(max_tokens=3, ignore_eos=True), b"warm-up"
+    )
+    engine.add_request(prompt)
+    while not engine.is_idle:
+        engine.step()
+    engine.pool.clear_cache()  # not the tiers: a disk's blocks outlive the worker
+
+
+def _capture_decode_steps(engine: Engine) -> None:
+    """Hold decode steps in CUDA graphs; a model that cannot be captured runs without."""
+    max_num_seqs = engine.scheduler.config.max_num_seqs
+    try:
+        engine.runner.capture_decode_steps(CudaCapture(), max_num_seqs, engine.max_model_len)
+    except Exception as error:  # whatever foreign model code raises
+        torch.cuda.empty_cache()
+        _log.warning("decode_steps_not_captured", error=f"{type(error).__name__}: {error}")

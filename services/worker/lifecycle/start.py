@@ -1,0 +1,57 @@
+"""What the steps of a worker's start have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from quire.engine.engine_thread import EngineStoppedError
+from quire.kvindex.publisher import BlockPublisher
+from quire.rpc.tls import ClusterTls
+from quire.services.worker.config import WorkerConfig
+from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.lifecycle.membership import open_publisher
+from quire.services.worker.lifecycle.models import Models
+from quire.services.worker.state import WorkerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The parts of a worker that each step of its start may use.
+
+    Attributes:
+        address: host:port at which others reach the worker, once the server is bound.
+        failure: gets the error of an engine that fails or is given up.
+        stack: ends what a step began, the latest first.
+    """
+
+    config: WorkerConfig
+    models: Models
+    identity: WorkerIdentity
+    registry: CollectorRegistry
+    publisher: BlockPublisher | None
+    tls: ClusterTls | None
+    address: asyncio.Future[str]
+    failure: asyncio.Future[EngineStoppedError]
+    state: WorkerState
+    stack: AsyncExitStack
+
+
+def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack: AsyncExitStack) -> Start:
+    """Open the worker's connection to Redis, and prepare what is known only later."""
+    loop, registry = asyncio.get_running_loop(), CollectorRegistry()
+    return Start(
+        config=config,
+        models=models,
+        identity=identity,
+        registry=registry,
+        publisher=open_publisher(config, registry, stack),
+        tls=None if config.cluster_tls is None else ClusterTls(config.cluster_tls),
+        address=loop.create_future(),
+        failure=loop.create_future(),
+        state=WorkerState(config.role),
+        stack=stack,
+    )
