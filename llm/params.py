@@ -18,65 +18,42 @@ _NO_LIMIT = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(engine.CommonParams):
     """How to sample answers and when to end them.
 
+    Values of ``CommonParams`` mean the same here, except that a ``top_k`` of -1 is off too.
+
     Attributes:
-        n: answers to each prompt. Answer i equals that of a separate request with ``seed + i``.
         best_of: number of answers to sample, of which the ``n`` with the highest cumulative logprobs are
             returned, best first.
-        temperature: 0, or any value below 0.00001, takes the most probable token; at most 1,000,000.
-        top_k: number of most probable tokens to sample from; 0 or -1 is off.
-        min_p: smallest probability of a token to sample, as a share of the best token's.
-        typical_p: sample from the tokens whose surprise is nearest to the expected one, up to this sum of
-            probabilities (Meister et al., 2022); 1 is off.
         seed: seed of sampling; None chooses a random one.
         stop: strings that end an answer; they are not part of its text.
         include_stop_str_in_output: whether the text ends with the stop string.
         stop_token_ids: tokens that end an answer, as its last token.
-        ignore_eos: whether to continue after the model's end-of-sequence tokens.
         max_tokens: most tokens to generate; None means up to the model's length.
-        min_tokens: fewest tokens before a stop condition applies.
         logprobs: how many of the most probable tokens to report at each position of the answer.
         prompt_logprobs: how many of them to report at each position of the prompt.
-        presence_penalty: subtracted from the logits of tokens that the answer already contains.
-        frequency_penalty: subtracted from a token's logit for each occurrence in the answer so far.
-        repetition_penalty: divides the logits of tokens that the prompt or the answer contains.
         logit_bias: amounts to add to the logits of tokens, by token id.
         allowed_token_ids: the only tokens that may be sampled; empty allows all.
         bad_words: texts that are never generated.
-        kv_budget_tokens: keep the keys and values of only this many tokens after the prompt, at least three
-            blocks; the answer is an approximation.
         structured_outputs: the format that the answer must have; needs the extra ``structured``.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the limit.
     """
 
-    n: int = 1
     best_of: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
     max_tokens: int | None = 16
-    min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
-    kv_budget_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:

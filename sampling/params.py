@@ -71,43 +71,11 @@ class BeamParams:
         return score * float(length**self.length_penalty)
 
 
-@dataclass(frozen=True, slots=True)
-class StoppingParams:
-    """When an answer ends; strings that end it are not known to the engine, see ``ResponseOptions``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonParams:
+    """Parameters that have the same names, types and meanings in the engine and in ``LLM``."""
 
-    Raises:
-        ParameterError: a value is outside its range.
-    """
-
-    max_tokens: Annotated[
-        int,
-        Parameter(
-            "stopping.max_tokens", Range(1), "Most tokens to generate; by default up to the model's length."
-        ),
-    ] = 16
-    min_tokens: Annotated[int, Parameter("stopping.min_tokens", Range(0))] = 0
-    stop_token_ids: Annotated[frozenset[int], Parameter("stopping.stop_token_ids", max_items=1024)] = (
-        frozenset()
-    )
-    ignore_eos: Annotated[bool, Parameter("stopping.ignore_eos")] = False
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.min_tokens > self.max_tokens:
-            problem = f"must be from 0 to max_tokens = {self.max_tokens}; got {self.min_tokens}"
-            raise ParameterError("stopping.min_tokens", problem)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams(StoppingParams):
-    """How to sample tokens and when to stop: all that the engine needs besides the tokens and a format.
-
-    Sample i of ``n``, from 0, gets the tokens of a request with n=1 and the seed ``seed + i``.
-
-    Raises:
-        ParameterError: a value is outside its range, or values contradict each other.
-    """
-
+    n: Annotated[int, Parameter("sampling.n", Range(1, MAX_SEQUENCES))] = 1
     temperature: Annotated[float, Parameter("sampling.temperature", Range(0, 10**6), "0 is greedy.")] = 1.0
     """Divisor of the logits; below ``GREEDY_BELOW`` the most probable token is taken."""
     top_p: Annotated[float, Parameter("sampling.top_p", _SHARE, "Nucleus probability.")] = 1.0
@@ -137,8 +105,34 @@ class SamplingParams(StoppingParams):
         ),
     ] = 1.0
     """Divides positive logits of tokens in the prompt or output, and multiplies negative ones."""
+    min_tokens: Annotated[int, Parameter("stopping.min_tokens", Range(0))] = 0
+    ignore_eos: Annotated[bool, Parameter("stopping.ignore_eos")] = False
+    kv_budget_tokens: Annotated[int | None, Parameter("sampling.kv_budget_tokens", Range(1))] = None
+    """Most tokens whose keys and values are kept after the prompt is computed, at least ``MIN_BUDGET_BLOCKS``
+    blocks of them: the answer is an approximation."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(CommonParams):
+    """How to sample tokens and when to stop: all that the engine needs in addition to tokens and a format.
+
+    Strings that end an answer are not known to the engine; see ``ResponseOptions``. Sample i of ``n``, from
+    0, gets the tokens of a request with n=1 and the seed ``seed + i``.
+
+    Raises:
+        ParameterError: a value is outside its range, or values contradict each other.
+    """
+
+    max_tokens: Annotated[
+        int,
+        Parameter(
+            "stopping.max_tokens", Range(1), "Most tokens to generate; by default up to the model's length."
+        ),
+    ] = 16
+    stop_token_ids: Annotated[frozenset[int], Parameter("stopping.stop_token_ids", max_items=1024)] = (
+        frozenset()
+    )
     seed: Annotated[int, Parameter("sampling.seed", Range(0, 2**64 - 1), "Same seed, same tokens.")] = 0
-    n: Annotated[int, Parameter("sampling.n", Range(1, MAX_SEQUENCES))] = 1
     beam: Annotated[BeamParams | None, Parameter("sampling.beam")] = None
     logit_bias: Annotated[
         tuple[tuple[int, float], ...], Parameter("sampling.logit_bias", Range(-100, 100), max_items=1024)
@@ -148,15 +142,16 @@ class SamplingParams(StoppingParams):
     """The only tokens that may be sampled; empty means all."""
     bad_words: Annotated[tuple[tuple[int, ...], ...], Parameter("sampling.bad_word_token_ids")] = ()
     """Token sequences that are never generated; a bad word may begin in the prompt."""
-    kv_budget_tokens: Annotated[int | None, Parameter("sampling.kv_budget_tokens", Range(1))] = None
-    """Most tokens whose keys and values are kept after the prompt is computed: an approximation."""
     num_logprobs: Annotated[int | None, Parameter("response.logprobs", _NUM_LOGPROBS)] = None
     """How many most probable tokens to report at each position of the output; None reports nothing."""
     num_prompt_logprobs: Annotated[int | None, Parameter("response.prompt_logprobs", _NUM_LOGPROBS)] = None
     """How many most probable tokens to report at each position of the prompt; None reports nothing."""
 
     def __post_init__(self) -> None:
-        StoppingParams.__post_init__(self)
+        check(self)
+        if self.min_tokens > self.max_tokens:
+            problem = f"must be from 0 to max_tokens = {self.max_tokens}; got {self.min_tokens}"
+            raise ParameterError("stopping.min_tokens", problem)
         if self.beam is not None and self.n > 1:
             problem = f"must be 1 with sampling.beam, which has its width; got {self.n}"
             raise ParameterError("sampling.n", problem)

@@ -15,7 +15,7 @@ from quire.sampling.constraints import check_vocabulary, contradiction
 from quire.sampling.messages import format_from_proto, from_proto, to_proto
 from quire.sampling.output_format import OutputFormat, choice_format
 from quire.sampling.parameter import ParameterError, Range, table
-from quire.sampling.params import BeamParams, ResponseOptions, SamplingParams, StoppingParams
+from quire.sampling.params import BeamParams, ResponseOptions, SamplingParams
 
 KINDS = (SamplingParams, BeamParams, ResponseOptions)
 
@@ -144,7 +144,3 @@ def test_tokens_outside_the_vocabulary_are_named(params: SamplingParams, field: 
     with pytest.raises(ParameterError, match="must be below 10; got 10") as caught:
         check_vocabulary(params, 10)
     assert caught.value.field == field
-
-
-def test_what_ends_an_answer_is_known_without_the_rest() -> None:
-    assert isinstance(SamplingParams(), StoppingParams)

@@ -15,7 +15,6 @@ from quire.sampling.params import (
     BeamParams,
     EarlyStopping,
     SamplingParams,
-    StoppingParams,
     check_best_of,
 )
 
@@ -41,7 +40,7 @@ def test_contradictions_and_limits_are_refused_by_name(wrong: dict[str, Any], fi
 
 def test_the_limits_themselves_are_allowed() -> None:
     SamplingParams(max_tokens=2, min_tokens=2, seed=2**64 - 1, n=MAX_SEQUENCES)
-    StoppingParams(stop_token_ids=frozenset(range(1024)))
+    SamplingParams(stop_token_ids=frozenset(range(1024)))
 
 
 @pytest.mark.parametrize(

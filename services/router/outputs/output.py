@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
-from quire.sampling.params import StoppingParams
+from quire.sampling.params import SamplingParams
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.workers.answer_part import AnswerPart
 from quire.tokenization.stopping_decoder import StoppingDecoder
@@ -20,7 +20,7 @@ class OutputAssembler:
         self.cumulative_logprob = 0.0
         """Sum of the tokens' logprobs; stays 0 if the worker was not asked for logprobs."""
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
-        self._stopping: StoppingParams = request.params
+        self._stopping: SamplingParams = request.params
         self._wants_logprobs = request.response.logprobs is not None
         self._decoder = StoppingDecoder(
             tokenizer,
