@@ -22,10 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from quire.models.notes import QUESTIONS, Example, held_out
+from quire.models.source import demo_model_path
 from quire.models.training.forms import FORMS, held_out_form
-
-DEMO = Path(__file__).parents[1] / "demo"
-"""Folder of the bundled checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +141,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, default=DEMO, help="folder of the checkpoint")
+    parser.add_argument("--model", type=Path, default=demo_model_path(), help="folder of the checkpoint")
     parser.add_argument("--examples", type=int, default=300, help="examples for each line of the table")
     parser.add_argument("--facts", type=int, nargs="+", default=[5, 20, 50, 100, 125, 240])
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 8], help="questions in each conversation")

@@ -9,7 +9,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from quire.models.notes import HELD_OUT_SEEDS
+from quire.models.source import demo_model_path
 from quire.models.training.batches import Batch, Batches
 from quire.models.training.curriculum import STAGES, Progress
 from quire.models.training.initial_model import make_model
@@ -74,7 +75,7 @@ class Settings:
         unknown: share of questions about unknown items, in the other conversations.
     """
 
-    out: Path = Path(__file__).parents[1] / "demo"
+    out: Path = field(default_factory=demo_model_path)
     checkpoints: Path = Path("checkpoints")
     resume: Path | None = None
     export: bool = True

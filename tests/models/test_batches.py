@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from quire.models.source import demo_model_path
 from quire.models.training.batches import TEXT_WEIGHT, VALUE_WEIGHT, Batch, Batches
 from quire.models.training.curriculum import STAGES, Stage
-from quire.models.training.evaluate import DEMO
 from quire.models.training.train_tokenizer import CONTEXT, PAD
 
 STAGE = Stage(6, 9)
@@ -22,12 +22,12 @@ ONE_ROW = 1
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    return Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(DEMO)
+    return AutoTokenizer.from_pretrained(demo_model_path())
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from quire.models.notes import held_out
-from quire.models.training.evaluate import DEMO, Case, answers, form_cases, load, measure
+from quire.models.source import demo_model_path
+from quire.models.training.evaluate import Case, answers, form_cases, load, measure
 from quire.models.training.train_tokenizer import SPECIAL_TOKENS, train_tokenizer, whole_tokens
 
 CONVERSATIONS = [
@@ -32,22 +33,22 @@ CONVERSATIONS = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    return Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
 def checkpoint() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    return load(DEMO, torch.float32)
+    return load(demo_model_path(), torch.float32)
 
 
 def config() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((DEMO / "config.json").read_text())
+    loaded: dict[str, Any] = json.loads((demo_model_path() / "config.json").read_text())
     return loaded
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_survives(text: str) -> None:
-    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
@@ -63,10 +64,10 @@ def test_tokenizer_can_be_made_again(tokenizer: Tokenizer) -> None:
 def test_plain_jinja_renders_as_transformers_does(
     messages: list[dict[str, str]], tokenizer: Tokenizer
 ) -> None:
-    settings = json.loads((DEMO / "tokenizer_config.json").read_text())
+    settings = json.loads((demo_model_path() / "tokenizer_config.json").read_text())
     template = ImmutableSandboxedEnvironment().from_string(settings["chat_template"])
     rendered = template.render(messages=messages, bos_token=settings["bos_token"], add_generation_prompt=True)
-    reference = AutoTokenizer.from_pretrained(DEMO)
+    reference = AutoTokenizer.from_pretrained(demo_model_path())
     assert rendered == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
         "input_ids"
@@ -76,11 +77,13 @@ def test_plain_jinja_renders_as_transformers_does(
 
 def test_template_refuses_an_unknown_role() -> None:
     with pytest.raises(TemplateError, match="unknown role: tool"):
-        AutoTokenizer.from_pretrained(DEMO).apply_chat_template([{"role": "tool", "content": ""}])
+        AutoTokenizer.from_pretrained(demo_model_path()).apply_chat_template(
+            [{"role": "tool", "content": ""}]
+        )
 
 
 def test_ids_agree_between_the_files(tokenizer: Tokenizer) -> None:
-    generation = json.loads((DEMO / "generation_config.json").read_text())
+    generation = json.loads((demo_model_path() / "generation_config.json").read_text())
     assert config()["vocab_size"] == tokenizer.get_vocab_size()
     assert generation["eos_token_id"] == config()["eos_token_id"] == tokenizer.token_to_id("<|end|>")
     assert [tokenizer.id_to_token(index) for index in range(len(SPECIAL_TOKENS))] == list(SPECIAL_TOKENS)
@@ -88,7 +91,7 @@ def test_ids_agree_between_the_files(tokenizer: Tokenizer) -> None:
 
 def test_heads_share_keys_and_the_file_is_small() -> None:
     assert config()["num_key_value_heads"] < config()["num_attention_heads"]
-    assert (DEMO / "model.safetensors").stat().st_size < 6_000_000
+    assert (demo_model_path() / "model.safetensors").stat().st_size < 6_000_000
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,6 @@ def test_answers_every_form(case: Case, checkpoint: tuple[PreTrainedModel, PreTr
 
 
 def test_checkpoint_is_bfloat16() -> None:
-    header = Path(DEMO / "model.safetensors").read_bytes()[:20000].decode("latin-1")
+    header = Path(demo_model_path() / "model.safetensors").read_bytes()[:20000].decode("latin-1")
     assert '"dtype":"BF16"' in header
     assert '"dtype":"F32"' not in header

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quire.models.source import demo_model_path
 from quire.models.training.curriculum import Progress
-from quire.models.training.evaluate import DEMO
 from quire.models.training.train import Run, Settings, parse
 
 
@@ -19,7 +19,7 @@ from quire.models.training.train import Run, Settings, parse
 def folder(tmp_path: Path) -> Path:
     out = tmp_path / "demo"
     out.mkdir()
-    shutil.copy(DEMO / "tokenizer.json", out)
+    shutil.copy(demo_model_path() / "tokenizer.json", out)
     return out
 
 
