@@ -22,11 +22,11 @@ from quire.services.router.migration.copies import CopyMetrics
 from quire.services.server.loop_lag import LoopLagMetrics
 from quire.services.server.metrics_server import describe_readiness
 from quire.services.worker.reports.metrics import (
-    CacheInfo,
     EngineCollector,
     EngineSnapshot,
     PromptMetrics,
     StepMetrics,
+    describe_cache,
     describe_division,
     describe_role,
 )
@@ -93,7 +93,7 @@ def worker_registry() -> RecordingRegistry:
     StepMetrics(registry)
     PromptMetrics(registry)
     describe_role(registry, lambda: "decode")
-    CacheInfo(registry).describe(block_size=16, num_blocks=1, block_bytes=1)
+    describe_cache(registry, block_size=16, num_blocks=1, block_bytes=1)
     describe_division(registry, 1)
     TransferMetrics(registry)
     PublisherMetrics(registry, PublishLedger())

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import ProcessCollector
 
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.engine_thread import EngineFailedError, EngineThread
@@ -33,10 +33,10 @@ from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.lifecycle.start import Start
 from quire.services.worker.reports.metrics import (
-    CacheInfo,
     EngineCollector,
     StepMetrics,
     ask_for_snapshot,
+    describe_cache,
     describe_division,
 )
 
@@ -66,8 +66,7 @@ async def start_engine(start: Start) -> EngineThread:
     stack.push_async_callback(_stop_engine, thread)
     if models.ranks is not None:
         _fail_with_ranks(thread, models.ranks)
-    _describe(start.registry, thread, models.memory)
-    describe_division(start.registry, config.tensor_parallel_size)
+    _describe(start, thread)
     return thread
 
 
@@ -88,15 +87,14 @@ async def _stop_engine(thread: EngineThread) -> None:
         _log.error("engine_not_stopped", details="its step does not end; the process ends without it")
 
 
-def _describe(registry: CollectorRegistry, thread: EngineThread, memory: KvMemory) -> None:
-    """Let the metrics tell of the process, the engine and its blocks, as they are when they are asked for."""
+def _describe(start: Start, thread: EngineThread) -> None:
+    """Register the metrics of the process, the engine and its blocks."""
+    registry, memory = start.registry, start.models.memory
     registry.register(EngineCollector(partial(ask_for_snapshot, thread)))
     ProcessCollector(registry=registry)
-    CacheInfo(registry).describe(
-        block_size=memory.shape.block_size,
-        num_blocks=memory.num_blocks,
-        block_bytes=memory.shape.block_bytes,
-    )
+    block_size, block_bytes = memory.shape.block_size, memory.shape.block_bytes
+    describe_cache(registry, block_size=block_size, num_blocks=memory.num_blocks, block_bytes=block_bytes)
+    describe_division(registry, start.config.tensor_parallel_size)
 
 
 def _open_disk_cache(start: Start) -> DiskCache | None:

@@ -113,17 +113,13 @@ class TierMetrics:
             self._counted[name] = now.copy()
 
 
-class CacheInfo:
-    """What does not change: the size of the block pool."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._info = Info("quire_cache_config", "The block pool; the value is 1.", registry=registry)
-
-    def describe(self, *, block_size: int, num_blocks: int, block_bytes: int) -> None:
-        """Publish it."""
-        self._info.info(
-            {"block_size": str(block_size), "num_blocks": str(num_blocks), "block_bytes": str(block_bytes)}
-        )
+def describe_cache(
+    registry: CollectorRegistry, *, block_size: int, num_blocks: int, block_bytes: int
+) -> None:
+    """Publish the size of the block pool, which does not change."""
+    sizes = {"block_size": block_size, "num_blocks": num_blocks, "block_bytes": block_bytes}
+    info = Info("quire_cache_config", "The block pool; the value is 1.", registry=registry)
+    info.info({name: str(size) for name, size in sizes.items()})
 
 
 def describe_division(registry: CollectorRegistry, tensor_parallel_size: int) -> None:
