@@ -53,7 +53,7 @@ async def _services(config: WorkerConfig, parts: WorkerParts) -> list[Service]:
     from quire.services.worker.servicer import WorkerServicer
 
     tickets = Tickets(parts.engine, parts.memory, parts.identity.layout, parts.identity.epoch)
-    worker = WorkerServicer(parts, PrefillCalls(parts), DecodeCalls(parts, tickets))
+    worker = WorkerServicer(parts, PrefillCalls(parts).prefill, DecodeCalls(parts, tickets).decode)
     receiver = KvTransferServicer(tickets, parts.transfers, parts.transports)
     services = [
         Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, worker, WORKER_SERVICE),

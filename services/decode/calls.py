@@ -22,12 +22,6 @@ class DecodeCalls:
         self._parts = parts
         self._tickets = tickets
 
-    def stream_outputs(
-        self, request: worker_pb2.StreamOutputsRequest
-    ) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
-        """Send the outputs of all decodes that name this stream."""
-        return self._parts.outputs.serve(request.stream_id)
-
     async def decode(
         self, request: worker_pb2.DecodeRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:

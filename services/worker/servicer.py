@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 from quire.engine.engine import Engine
 from quire.kvindex.block_hash import CacheScope
@@ -15,28 +15,8 @@ from quire.services.worker.blocks.block_copier import BlockCopier
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.reports.metrics import EngineSnapshot, take_snapshot
 
-
-class Prefill(Protocol):
-    """The calls of the prefill service."""
-
-    def prefill(
-        self, request: worker_pb2.PrefillRequest, context: Any
-    ) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
-        """Compute a prompt and push its blocks."""
-
-
-class Decode(Protocol):
-    """The calls of the decode service."""
-
-    def decode(
-        self, request: worker_pb2.DecodeRequest, context: Any
-    ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
-        """Generate from a prompt whose blocks are pushed here, or computed here."""
-
-    def stream_outputs(
-        self, request: worker_pb2.StreamOutputsRequest
-    ) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
-        """Send the outputs of all decodes that name this stream."""
+Prefill = Callable[[worker_pb2.PrefillRequest, Any], AsyncGenerator[worker_pb2.PrefillResponse, None]]
+Decode = Callable[[worker_pb2.DecodeRequest, Any], AsyncGenerator[worker_pb2.DecodeResponse, None]]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -52,7 +32,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.PrefillRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
         """Compute a prompt and push its blocks."""
-        async with aclosing(self._prefill.prefill(request, context)) as responses:
+        async with aclosing(self._prefill(request, context)) as responses:
             async for response in responses:
                 yield response
 
@@ -60,7 +40,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.DecodeRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
         """Generate from a prompt whose blocks are pushed here, or computed here."""
-        async with aclosing(self._decode.decode(request, context)) as responses:
+        async with aclosing(self._decode(request, context)) as responses:
             async for response in responses:
                 yield response
 
@@ -68,9 +48,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.StreamOutputsRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
         """Send the outputs of all decodes that name this stream."""
-        async with aclosing(self._decode.stream_outputs(request)) as responses:
-            async for response in responses:
-                yield response
+        async with aclosing(self._parts.outputs.serve(request.stream_id)) as messages:
+            async for message in messages:
+                yield message
 
     async def CopyBlocks(
         self, request: worker_pb2.CopyBlocksRequest, context: Any

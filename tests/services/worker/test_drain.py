@@ -34,7 +34,7 @@ async def test_requests_are_sent_elsewhere(role: str, make_parts: Callable[..., 
     engine = Mock()
     identity = Mock(vocab_size=100, root_hash=lambda scope: bytes(16), layout=Mock(block_size=16))
     parts = make_parts(engine=engine, identity=identity, state=WorkerState("decode"))
-    servicer = WorkerServicer(parts, PrefillCalls(parts), DecodeCalls(parts, Mock()))
+    servicer = WorkerServicer(parts, PrefillCalls(parts).prefill, DecodeCalls(parts, Mock()).decode)
     parts.state.stop()
     answer: AsyncGenerator[worker_pb2.PrefillResponse | worker_pb2.DecodeResponse, None]
     if role == "prefill":
