@@ -7,6 +7,7 @@ from functools import partial
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
+from quire.services.server.parameters import check_at_most
 from quire.tokenization.tokenizer import INLINE_ENCODE_CHARS, Tokenizer
 
 MAX_BAD_WORDS = 128
@@ -22,8 +23,8 @@ async def bad_words(
     Raises:
         InvalidArgument: a bad word is out of range; the error names the field, the limit and the value.
     """
-    _check_number("sampling.bad_words", len(params.bad_words))
-    _check_number("sampling.bad_word_token_ids", len(params.bad_word_token_ids))
+    check_at_most(MAX_BAD_WORDS, len(params.bad_words), "sampling.bad_words")
+    check_at_most(MAX_BAD_WORDS, len(params.bad_word_token_ids), "sampling.bad_word_token_ids")
     words = [word.lstrip() for word in params.bad_words]
     for at, text in enumerate(words):
         _check_length(f"sampling.bad_words[{at}]", len(text), "characters")
@@ -42,13 +43,6 @@ async def _encoded(words: list[str], tokenizer: Tokenizer) -> list[tuple[int, ..
     encode = partial(tokenizer.encode_batch, variants, add_special_tokens=False)
     is_short = sum(map(len, variants)) <= INLINE_ENCODE_CHARS
     return list(map(tuple, encode() if is_short else await asyncio.to_thread(encode)))
-
-
-def _check_number(field: str, number: int) -> None:
-    if number > MAX_BAD_WORDS:
-        raise InvalidArgument(
-            field, f"must be at most {MAX_BAD_WORDS}; got {number}", metadata={"limit": str(MAX_BAD_WORDS)}
-        )
 
 
 def _check_length(field: str, length: int, unit: str) -> None:

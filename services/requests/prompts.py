@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, quoted, shortened
 from quire.services.requests.served_model import ServedModel
+from quire.services.server.parameters import check_at_most
 from quire.tokenization.chat_template import ChatTemplateError
 from quire.tokenization.tokenizer import TooManyTokensError
 
@@ -60,12 +61,7 @@ async def encode_text(
         InvalidArgument: the text is too long to tokenize.
     """
     check_size(text, field)
-    try:
-        return await model.tokenizer.encode(
-            text, add_special_tokens=add_special_tokens, max_tokens=MAX_TOKENIZED
-        )
-    except TooManyTokensError as error:
-        raise _too_many(field, MAX_TOKENIZED, error.num_tokens) from None
+    return await _encode(text, model, field, add_special_tokens=add_special_tokens)
 
 
 async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") -> list[int]:
@@ -75,10 +71,7 @@ async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") ->
         InvalidArgument: the conversation is invalid or too long.
     """
     text = await _rendered(chat, model, field)
-    try:
-        return await model.tokenizer.encode(text, add_special_tokens=False, max_tokens=MAX_TOKENIZED)
-    except TooManyTokensError as error:
-        raise _too_many(f"{field}.messages", MAX_TOKENIZED, error.num_tokens) from None
+    return await _encode(text, model, f"{field}.messages", add_special_tokens=False)
 
 
 def check_size(text: str, field: str) -> None:
@@ -87,13 +80,7 @@ def check_size(text: str, field: str) -> None:
     Raises:
         InvalidArgument: the text is too long.
     """
-    num_bytes = len(text.encode())
-    if num_bytes > MAX_PROMPT_BYTES:
-        raise InvalidArgument(
-            field,
-            f"must hold at most {MAX_PROMPT_BYTES} bytes; got {num_bytes}",
-            metadata={"limit": str(MAX_PROMPT_BYTES)},
-        )
+    check_at_most(MAX_PROMPT_BYTES, len(text.encode()), field, "bytes")
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, field: str) -> None:
@@ -115,13 +102,17 @@ def check_detokenized(token_ids: Sequence[int], model: ServedModel, field: str) 
     Raises:
         InvalidArgument: there are too many ids, or one is unknown.
     """
-    if len(token_ids) > MAX_DETOKENIZED:
-        raise InvalidArgument(
-            field,
-            f"must be at most {MAX_DETOKENIZED}; got {len(token_ids)}",
-            metadata={"limit": str(MAX_DETOKENIZED)},
-        )
+    check_at_most(MAX_DETOKENIZED, len(token_ids), field)
     check_token_ids(token_ids, model, field)
+
+
+async def _encode(text: str, model: ServedModel, field: str, *, add_special_tokens: bool) -> list[int]:
+    encode = model.tokenizer.encode
+    try:
+        return await encode(text, add_special_tokens=add_special_tokens, max_tokens=MAX_TOKENIZED)
+    except TooManyTokensError as error:
+        check_at_most(MAX_TOKENIZED, error.num_tokens, field, "tokens")
+        raise
 
 
 async def _encode_prompt(text: str, model: ServedModel, field: str, *, add_special_tokens: bool) -> list[int]:
@@ -159,12 +150,7 @@ def _render(chat: pb.Chat, model: ServedModel, field: str) -> str:
         )
     if not chat.messages:
         raise InvalidArgument(f"{field}.messages", "must hold at least one message")
-    if len(chat.messages) > MAX_MESSAGES:
-        raise InvalidArgument(
-            f"{field}.messages",
-            f"must be at most {MAX_MESSAGES}; got {len(chat.messages)}",
-            metadata={"limit": str(MAX_MESSAGES)},
-        )
+    check_at_most(MAX_MESSAGES, len(chat.messages), f"{field}.messages")
     for at, message in enumerate(chat.messages):
         if message.role not in ROLES:
             raise InvalidArgument(
@@ -192,13 +178,7 @@ def _render(chat: pb.Chat, model: ServedModel, field: str) -> str:
 
 def _json(text: str, kind: type[T], field: str) -> T:
     """Return the JSON value of a text; an empty text gives an empty object or list."""
-    num_bytes = len(text.encode())
-    if num_bytes > MAX_CHAT_JSON_BYTES:
-        raise InvalidArgument(
-            field,
-            f"must hold at most {MAX_CHAT_JSON_BYTES} bytes; got {num_bytes}",
-            metadata={"limit": str(MAX_CHAT_JSON_BYTES)},
-        )
+    check_at_most(MAX_CHAT_JSON_BYTES, len(text.encode()), field, "bytes")
     try:
         value = json.loads(text) if text else kind()
     except (ValueError, RecursionError) as error:
@@ -217,9 +197,3 @@ def _check_length(num_tokens: int, field: str, model: ServedModel) -> None:
             reason="CONTEXT_LENGTH_EXCEEDED",
             metadata={"limit": str(model.max_model_len - 1)},
         )
-
-
-def _too_many(field: str, limit: int, num_tokens: int) -> InvalidArgument:
-    return InvalidArgument(
-        field, f"must hold at most {limit} tokens; got {num_tokens}", metadata={"limit": str(limit)}
-    )

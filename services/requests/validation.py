@@ -30,7 +30,7 @@ from quire.services.requests.bad_words import bad_words
 from quire.services.requests.prompts import check_token_ids, read_prompt
 from quire.services.requests.received_answers import check_received
 from quire.services.requests.served_model import ServedModel
-from quire.services.server.parameters import parameters_checked
+from quire.services.server.parameters import check_at_most, parameters_checked
 
 MAX_STOP_STRING_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128
@@ -88,7 +88,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     values["bad_words"] = await bad_words(generation.sampling, model.tokenizer, model.vocab_size)
     _check_stop_strings(response.stop_strings)
     output_format = _format(generation)
-    _check_cache_salt(generation.cache_salt)
+    check_at_most(MAX_CACHE_SALT_CHARS, len(generation.cache_salt), "cache_salt", "characters")
     prompt = await read_prompt(generation, model)
     values["max_tokens"] = _max_tokens(max_tokens, model.max_model_len - len(prompt))
     num_best = num_answers if (response.best_of or 1) > num_answers else None
@@ -136,12 +136,7 @@ def _check_for_model(values: Mapping[str, Any], generation: pb.Generation, model
     if top_k > model.vocab_size:
         raise InvalidArgument("sampling.top_k", f"must be from 0 (off) to {model.vocab_size}; got {top_k}")
     num_allowed, least = len(generation.sampling.allowed_token_ids), MIN_BUDGET_BLOCKS * model.block_size
-    if num_allowed > model.vocab_size:
-        raise InvalidArgument(
-            "sampling.allowed_token_ids",
-            f"must be at most {model.vocab_size}; got {num_allowed}",
-            metadata={"limit": str(model.vocab_size)},
-        )
+    check_at_most(model.vocab_size, num_allowed, "sampling.allowed_token_ids")
     if budget is not None and budget < least:
         raise InvalidArgument(
             "sampling.kv_budget_tokens",
@@ -236,15 +231,6 @@ def _format(generation: pb.Generation) -> OutputFormat | None:
             "stopping.ignore_eos", "cannot go with a format, whose end is an end-of-sequence token"
         )
     return output_format
-
-
-def _check_cache_salt(salt: str) -> None:
-    if len(salt) > MAX_CACHE_SALT_CHARS:
-        raise InvalidArgument(
-            "cache_salt",
-            f"must hold at most {MAX_CACHE_SALT_CHARS} characters; got {len(salt)}",
-            metadata={"limit": str(MAX_CACHE_SALT_CHARS)},
-        )
 
 
 def check_request_id(chosen: str) -> None:

@@ -1,4 +1,4 @@
-"""Turns the errors of parameters into statuses."""
+"""Refuses parameters that are out of range, with a status that names the field and the limit."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ def parameters_checked() -> Iterator[None]:
     except ParameterError as error:
         metadata = None if error.limit is None else {"limit": error.limit}
         raise InvalidArgument(error.field, error.problem, metadata=metadata) from error
+
+
+def check_at_most(limit: int, number: int, field: str, unit: str = "") -> None:
+    """Refuse a field that has more than ``limit`` items, or that holds more than ``limit`` of a unit.
+
+    Raises:
+        InvalidArgument: names the field, the limit and the number.
+    """
+    if number > limit:
+        most = f"hold at most {limit} {unit}" if unit else f"be at most {limit}"
+        raise InvalidArgument(field, f"must {most}; got {number}", metadata={"limit": str(limit)})
