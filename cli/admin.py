@@ -100,9 +100,9 @@ def scale(
     connection: AdminConnection,
 ) -> None:
     """Start or end workers of `quire serve`; those that end pass their running requests on."""
-    wanted = dict(map(_role_and_number, numbers))
+    requested = dict(map(_role_and_number, numbers))
     with _router(connection) as router:
-        scaled = router.scale(wanted)
+        scaled = router.scale(requested)
     for name in scaled.started:
         typer.echo(f"{name} serves")
     for name in scaled.left:

@@ -15,7 +15,7 @@ from quire.cli.simulate import simulate
 
 SERVE, OPERATE, USE, MEASURE = "Serve", "Operate", "Use", "Measure"
 SETTINGS = (
-    "Settings come from the flag, then from the QUIRE_ variable shown beside it, then from the default."
+    "Settings come from the flag, then from the QUIRE_ variable shown next to it, then from the default."
 )
 
 

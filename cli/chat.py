@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.client import Client, GenerationOptions, Message
 
 HELP = (
-    "/reset forgets the conversation, /stats tells about the last answer, /quit ends. Ctrl-C stops an answer."
+    "/reset forgets the conversation, /stats describes the last answer, /quit ends. Ctrl-C stops an answer."
 )
 
 
@@ -83,9 +83,9 @@ class Conversation:
             if turn == "/reset":
                 self._messages = list(self._start)
             elif turn == "/stats":
-                self._tell_stats()
+                self._print_stats()
             elif turn.startswith("/"):
-                _tell(HELP)
+                _print_note(HELP)
             elif turn:
                 self._answer(turn)
 
@@ -97,18 +97,18 @@ class Conversation:
             self._last = stream_answer(self._client, asked, self._sampling, lambda delta: _write(delta.text))
         except QuireError as error:
             self.num_failures += 1
-            _tell(f"error: {describe(error, self._address)}")
+            _print_note(f"error: {describe(error, self._address)}")
         except KeyboardInterrupt:
             _write("\n")
-            _tell("[stopped; this turn is forgotten]")
+            _print_note("[stopped; this turn is forgotten]")
         else:
             _write("\n")
             self._messages = [*asked, {"role": "assistant", "content": self._last.text}]
             if self._with_stats:
-                self._tell_stats()
+                self._print_stats()
 
-    def _tell_stats(self) -> None:
-        _tell("no answer yet" if self._last is None else format_stats(self._last))
+    def _print_stats(self) -> None:
+        _print_note("no answer yet" if self._last is None else format_stats(self._last))
 
 
 def _ask() -> str | None:
@@ -131,5 +131,5 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     typer.echo(text, err=True)

@@ -43,9 +43,9 @@ def health(
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                fail(f"{address} speaks gRPC but tells nothing of its health: is it a server of quire's?")
+                fail(f"{address} speaks gRPC but does not report its health: is it a server of quire?")
             problem = connection_problem(error.details() or "", address)
             fail(problem or f"{address} does not answer: {error.code().name}")
     if answer.status != HealthCheckResponse.SERVING:
-        fail(f"{address} answers, but takes no requests (yet, or no longer)")
+        fail(f"{address} answers, but accepts no requests (yet, or any longer)")
     typer.echo("serving")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from quire.cli.failure import start_errors, usage_errors
-from quire.cli.setting_options import Offer
+from quire.cli.setting_options import OptionRules
 from quire.cli.spread import spread
 from quire.services.local.config import LocalStackConfig
 from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
@@ -22,7 +22,7 @@ SPECULATION = ("speculation", "num_speculative_tokens")
 SHARED_IN_STACK = ("served_model_name", "cluster_cert", "cluster_key", "cluster_ca", "otlp_endpoint")
 """Settings that the router and the workers of a local stack have in common."""
 
-STACK_WORKER = Offer(
+STACK_WORKER = OptionRules(
     fixed={"role": "decode"},
     omitted=(
         *(each.name for each in fields(ServiceConfig) if each.name not in SHARED_IN_STACK),
@@ -30,7 +30,7 @@ STACK_WORKER = Offer(
         "advertise",
     ),
 )
-STACK_ROUTER = Offer(
+STACK_ROUTER = OptionRules(
     omitted=(
         "cluster_secret",
         "worker_addresses",
@@ -46,7 +46,7 @@ STACK_ROUTER = Offer(
 def serve(
     *,
     worker: Annotated[WorkerConfig, STACK_WORKER],
-    stack: Annotated[LocalStackConfig, Offer(omitted=("router", "worker"))],
+    stack: Annotated[LocalStackConfig, OptionRules(omitted=("router", "worker"))],
     router: Annotated[RouterConfig, STACK_ROUTER],
     example: Annotated[
         bool, typer.Option("--example", help="Once ready, ask one question through the public port.")
@@ -73,7 +73,7 @@ def serve(
 
 
 @spread
-def router(*, config: Annotated[RouterConfig, Offer(defaults={"metrics_port": 8501})]) -> None:
+def router(*, config: Annotated[RouterConfig, OptionRules(defaults={"metrics_port": 8501})]) -> None:
     """Run a router, which offers the public gRPC service in front of the workers."""
     if config.num_processes > 1:
         from quire.services.local.router_processes import run_router_processes
@@ -93,14 +93,14 @@ def router(*, config: Annotated[RouterConfig, Offer(defaults={"metrics_port": 85
 
 @spread
 def prefill(
-    *, config: Annotated[WorkerConfig, Offer(fixed={"role": "prefill"}, omitted=SPECULATION)]
+    *, config: Annotated[WorkerConfig, OptionRules(fixed={"role": "prefill"}, omitted=SPECULATION)]
 ) -> None:
     """Run a prefill worker, which computes KV blocks of prompts and sends them to decode workers."""
     _run_worker(config)
 
 
 @spread
-def decode(*, config: Annotated[WorkerConfig, Offer(fixed={"role": "decode"})]) -> None:
+def decode(*, config: Annotated[WorkerConfig, OptionRules(fixed={"role": "decode"})]) -> None:
     """Run a decode worker, which receives KV blocks of prompts and generates the answers."""
     _run_worker(config)
 

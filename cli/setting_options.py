@@ -18,8 +18,8 @@ from quire.settings.setting import SettingField, settings_of, variable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
-    """Which settings of a configuration a verb offers, where these are not all of them.
+class OptionRules:
+    """Which settings of a configuration a verb has as options, and with which defaults.
 
     Attributes:
         fixed: values of fields that the verb sets itself.
@@ -39,49 +39,49 @@ def has_settings(hint: Any) -> bool:
     return isinstance(hint, type) and is_dataclass(hint) and bool(settings_of(hint))
 
 
-def setting_parameters(config: type, offer: Offer) -> list[Parameter]:
+def setting_parameters(config: type, rules: OptionRules) -> list[Parameter]:
     """Return a parameter for each setting that a verb offers, those of nested configurations too."""
     parameters = []
-    for name, hint in _offered(config, offer).items():
+    for name, hint in _offered(config, rules).items():
         if has_settings(hint):
-            parameters += setting_parameters(hint, Offer())
+            parameters += setting_parameters(hint, OptionRules())
         else:
-            parameters.append(_parameter(settings_of(config)[name], offer))
+            parameters.append(_parameter(settings_of(config)[name], rules))
     return parameters
 
 
-def build(config: type, offer: Offer, given: Mapping[str, Any]) -> Any:
+def build(config: type, rules: OptionRules, given: Mapping[str, Any]) -> Any:
     """Return the configuration that the values of its options describe.
 
     Raises:
         ValueError: the configuration refuses them.
     """
-    values = dict(offer.fixed)
-    for name, hint in _offered(config, offer).items():
+    values = dict(rules.fixed)
+    for name, hint in _offered(config, rules).items():
         if has_settings(hint):
-            values[name] = build(hint, Offer(), given)
+            values[name] = build(hint, OptionRules(), given)
         else:
             values[name] = _converted(hint, given[name])
     return config(**values)
 
 
-def _offered(config: Any, offer: Offer) -> dict[str, Any]:
+def _offered(config: Any, rules: OptionRules) -> dict[str, Any]:
     """Return the types of the fields that a verb offers, by name."""
     hints, settings = get_type_hints(config), settings_of(config)
-    names = [each.name for each in fields(config) if each.name not in {*offer.fixed, *offer.omitted}]
+    names = [each.name for each in fields(config) if each.name not in {*rules.fixed, *rules.omitted}]
     return {name: hints[name] for name in names if name in settings or has_settings(hints[name])}
 
 
-def _parameter(each: SettingField, offer: Offer) -> Parameter:
+def _parameter(each: SettingField, rules: OptionRules) -> Parameter:
     """Return the parameter that typer reads; a field's type decides how its text is parsed and checked."""
     setting, kind = each.setting, _without_none(each.type)
-    default = offer.defaults.get(each.name, each.default)
+    default = rules.defaults.get(each.name, each.default)
     if not setting.flag.startswith("--"):
         argument = typer.Argument(help=setting.help, envvar=variable(setting.flag), metavar=setting.flag)
         return _keyword(each.name, default, each.type, argument)
     more: dict[str, Any] = {}
     annotation = each.type
-    shown = offer.shown.get(each.name, setting.shown_default)
+    shown = rules.shown.get(each.name, setting.shown_default)
     if shown is not None:
         more["show_default"] = shown
     if setting.is_size:

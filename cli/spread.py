@@ -13,7 +13,7 @@ from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from quire.cli.failure import usage_errors
-from quire.cli.setting_options import Offer, build, has_settings, setting_parameters
+from quire.cli.setting_options import OptionRules, build, has_settings, setting_parameters
 from quire.settings.setting import Panel
 
 
@@ -21,11 +21,11 @@ class _Group(NamedTuple):
     """A parameter of a verb that becomes several options."""
 
     type: Any
-    offer: Offer
+    rules: OptionRules
 
     def parameters(self) -> list[Parameter]:
         if has_settings(self.type):
-            return setting_parameters(self.type, self.offer)
+            return setting_parameters(self.type, self.rules)
         hints = get_type_hints(self.type, include_extras=True)
         return [
             Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
@@ -34,7 +34,7 @@ class _Group(NamedTuple):
 
     def value(self, given: Mapping[str, Any]) -> Any:
         if has_settings(self.type):
-            return build(self.type, self.offer, given)
+            return build(self.type, self.rules, given)
         return self.type(**{each.name: given[each.name] for each in fields(self.type)})
 
 
@@ -73,7 +73,7 @@ def _group(hint: Any) -> _Group | None:
     kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if not is_dataclass(kind):
         return None
-    return _Group(kind, next((extra for extra in extras if isinstance(extra, Offer)), Offer()))
+    return _Group(kind, next((extra for extra in extras if isinstance(extra, OptionRules)), OptionRules()))
 
 
 def _content(parameter: Parameter) -> tuple[Any, ...]:

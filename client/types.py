@@ -133,7 +133,7 @@ class Usage:
     """Blocks that were copied from another worker's cache instead of computed."""
     bytes_pulled: int = 0
     accepted_draft_tokens: int = 0
-    """Generated tokens that were accepted draft tokens, so that they needed no step of their own."""
+    """Generated tokens that were accepted draft tokens, so that they needed no separate step."""
 
 
 @dataclass(frozen=True, slots=True)

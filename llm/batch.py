@@ -17,7 +17,7 @@ from quire.engine.errors import KvBudgetError, RequestTooLongError
 from quire.llm.request import Request
 
 Advance = Callable[[int, int], None]
-"""Takes the number of requests that ended and of tokens generated since the last call."""
+"""Is called with the number of requests that ended and of tokens generated since the last call."""
 
 
 def run_batch(engine: Engine, requests: Sequence[Request], shows_progress: bool) -> None:

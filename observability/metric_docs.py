@@ -10,7 +10,7 @@ from quire.services.server.phases import Phase
 _HEAD = """\
 # Metrics
 
-Written from the code by `python -m quire.observability.build`; a test holds it up to date.
+Written from the code by `python -m quire.observability.build`; a test keeps it up to date.
 
 Each process serves its metrics for Prometheus over HTTP, at `/metrics` of its `--metrics-port`. Names end
 with their unit; a counter ends with `_total`. Histograms have the series `_bucket`, `_count` and `_sum`.

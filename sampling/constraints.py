@@ -14,7 +14,7 @@ def contradiction(params: SamplingParams, eos_token_ids: Set[int], vocab_size: i
     Constraints are applied in the order allowed tokens, bad words, minimum length.
 
     Args:
-        eos_token_ids: tokens that end an answer besides the request's own.
+        eos_token_ids: the model's tokens that end an answer, in addition to the request's.
         vocab_size: size of the model's logits.
     """
     allowed, banned = params.allowed_token_ids, set[int]()

@@ -54,7 +54,7 @@ def values_from_proto(kind: type, message: pb.Generation | worker_pb2.Sequence) 
     """
     values: dict[str, Any] = {}
     for group, fields in _fields(kind).items():
-        # A worker's sequence has the options of the response that it needs as fields of its own.
+        # A worker's sequence has the options of the response that it needs as separate fields.
         is_flat = group == "response" and isinstance(message, worker_pb2.Sequence)
         values |= _read(message if is_flat else getattr(message, group), fields)
     return values

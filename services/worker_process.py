@@ -29,7 +29,7 @@ def run_worker(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] |
     end_on_signals()
     _limit_processors(config)
     raise_open_file_limit()
-    # What is imported stays, and the garbage collector would visit it six times meanwhile.
+    # Imported objects are never freed, and the garbage collector would visit them six times meanwhile.
     gc.disable()
     from quire.services.worker.main import serve
 
@@ -39,7 +39,7 @@ def run_worker(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] |
         asyncio.run(serve(config, _services, on_ready))
     finally:
         if any(thread.name == "engine" for thread in threading.enumerate()):
-            # A device that hangs would hold up the interpreter's end too.
+            # A device that hangs would block the interpreter's end too.
             os._exit(1)
 
 
@@ -69,7 +69,7 @@ async def _services(config: WorkerConfig, parts: WorkerParts) -> list[Service]:
 
 
 def _limit_processors(config: WorkerConfig) -> None:
-    """Keep the worker on its processors; must come before torch starts its threads.
+    """Bind the worker to its processors; call this before torch starts its threads.
 
     Workers that share processors spin in each other's way: a step of 2 ms has been seen to take 150 ms.
     """

@@ -96,7 +96,7 @@ def _lognormal(rng: Random, mean: float, sigma: float) -> int:
 def _extended(
     block_ids: list[int], old_tokens: int, new_tokens: int, blocks: Blocks, block_tokens: int
 ) -> list[int]:
-    """Return the blocks of a longer input: full blocks stay, and a partial block becomes another one."""
+    """Return the blocks of a longer input: full blocks are equal, and a partial block becomes another one."""
     num_full = old_tokens // block_tokens
     return block_ids[:num_full] + blocks(new_tokens - num_full * block_tokens)
 

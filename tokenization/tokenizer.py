@@ -18,7 +18,7 @@ from quire.tokenization.text_bound import most_bytes_of_a_token
 INLINE_ENCODE_CHARS = 2048
 """Texts up to this length are encoded on the event loop (below 1 ms); longer ones in a thread."""
 LONG_TEXT_CHARS = 128 << 10
-"""Texts beyond this length (0.1 s) are encoded in threads of their own and wait only for each other."""
+"""Texts beyond this length (0.1 s) are encoded in separate threads and wait only for each other."""
 LONG_TEXTS_AT_ONCE = 2
 INLINE_DECODE_IDS = 1024
 MAX_WAITING_IDS = 8

@@ -1,4 +1,4 @@
-"""Serves the call of the decode service: promise to take a prompt's blocks, then generate from them."""
+"""Serves the call of the decode service: promises blocks for a prompt, then generates from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DecodeCalls:
         if not request.remote_prefill:
             async with decoding_here(parts, request, context) as (accepted, sequence, updates):
                 yield accepted
-                await stream.carry(channel, sequence.params.num_sequences, updates).ended()
+                await stream.add(channel, sequence.params.num_sequences, updates).ended()
             return
         # The prompt's logits are the prefill worker's; asking for them here would refuse cached blocks.
         request.sequence.ClearField("prompt_logprobs")
@@ -44,7 +44,7 @@ class DecodeCalls:
             updates,
             phases,
         ):
-            # What comes from this worker's disk need not come from the prefill worker.
+            # Blocks on this worker's disk need not be pushed by the prefill worker.
             await self._prefetch(sequence)
             first_block = await parts.engine.call(lambda e: e.transfers.accept(sequence))
             promise = self._tickets.issue(sequence, request.sequence.attempt, first_block, updates)
@@ -52,7 +52,7 @@ class DecodeCalls:
                 yield worker_pb2.DecodeResponse(accepted=self._accepted(promise))
                 await updates.begun()
                 _account_begin(sequence, phases)
-                await stream.carry(channel, sequence.params.num_sequences, updates).ended()
+                await stream.add(channel, sequence.params.num_sequences, updates).ended()
             finally:
                 self._tickets.close(promise)
 

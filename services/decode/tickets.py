@@ -1,4 +1,4 @@
-"""Issues tickets: promises to take a prompt's blocks; takes what is pushed and admits the sequence."""
+"""Issues tickets, which promise blocks for a prompt; writes what is pushed and admits the sequence."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Promise:
             raise UnknownTicketError("the request has ended")
 
     def fail(self, reason: str) -> None:
-        """End the request: its blocks will not come."""
+        """End the request: its blocks will not arrive."""
         self.updates.put(
             Aborted(f"the prompt's blocks did not arrive: {reason}", reason="KV_TRANSFER_FAILED")
         )
 
 
 class Tickets:
-    """Promises to take blocks; the ``BlockSink`` of pushes.
+    """The promises of one worker to receive blocks; the ``BlockSink`` of pushes.
 
     Threads write the blocks. Closing a promise waits for the block that is being written: after ``close`` no
     byte reaches the sequence's blocks, and the engine may give them to others.
@@ -74,14 +74,14 @@ class Tickets:
         self._promises: dict[str, Promise] = {}
 
     def issue(self, sequence: Sequence, attempt: int, first_block: int, updates: Updates) -> Promise:
-        """Promise to take the sequence's blocks from ``first_block`` on."""
+        """Promise to receive the sequence's blocks from ``first_block`` on."""
         num_blocks = -(-num_transferred_tokens(sequence) // self.layout.block_size)
         promise = Promise(secrets.token_hex(16), sequence, attempt, first_block, num_blocks, updates)
         self._promises[promise.ticket_id] = promise
         return promise
 
     def close(self, promise: Promise) -> None:
-        """Take the promise back; a push that is using it writes no more."""
+        """Withdraw the promise; a push that is using it writes no more."""
         with promise.writing:
             promise.is_closed = True
         self._promises.pop(promise.ticket_id, None)
@@ -130,7 +130,7 @@ class PromisedBlocks:
         self._admission: Future[None] | None = None
 
     def write(self, frame: Frame) -> None:
-        """Write a block into its place, if it is the one that belongs there, and check the copy."""
+        """Write a block after checking that it is the expected one, and check the copy."""
         sequence = self._promise.sequence
         is_full = frame.index < num_transferred_tokens(sequence) // self._memory.shape.block_size
         if frame.block_hash != (sequence.block_hashes[frame.index] if is_full else b""):
@@ -144,7 +144,7 @@ class PromisedBlocks:
         frame.check_copy(copied)
 
     async def commit(self, first_token_id: int | None) -> None:
-        """Let the engine decode from the first token on; without one it draws that too."""
+        """Let the engine decode from the first token on; without one, the engine samples it too."""
         self._promise.require_open()
         loop, updates = asyncio.get_running_loop(), self._promise.updates
         attempt_id = self._promise.sequence.attempt_id

@@ -92,7 +92,7 @@ def _has_gpu_driver() -> bool:
 
 @contextmanager
 def stopped_at_end(stop_seconds: float, show: Callable[[Draining], None]) -> Iterator[dict[str, Child]]:
-    """Yield an empty dictionary; on exit, stop the processes that it then holds.
+    """Yield an empty dictionary; on exit, stop the processes in it.
 
     Args:
         stop_seconds: time for the processes to stop before they are killed.
@@ -149,7 +149,7 @@ def _signals_held_back() -> Iterator[None]:
     """Block the stop signals while a process starts.
 
     A signal then arrives only after the process is complete and recorded, and Ctrl-C only after the process
-    is in a group of its own.
+    has its own group.
     """
     # Start the resource tracker first, because its start would unblock the signals.
     resource_tracker.ensure_running()
@@ -161,7 +161,7 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def _child_main(target: Callable[..., None], argument: object, pipe: Connection) -> None:
-    # What the fork server has imported stays for good, and the garbage collector need not visit it.
+    # What the fork server has imported is never freed, so the garbage collector need not visit it.
     gc.freeze()
     # Ctrl-C reaches all processes in the terminal's group, but the stack has to end its processes in order.
     os.setsid()
@@ -182,7 +182,7 @@ def _child_main(target: Callable[..., None], argument: object, pipe: Connection)
 def _end_with_parent() -> None:
     """Send SIGTERM to this process when the process that asked for its start has ended for any reason.
 
-    Linux's own signal comes when the fork server ends, and that server waits for the end of its processes.
+    Linux's own signal does not help: it is sent when the fork server ends, which waits for its processes.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

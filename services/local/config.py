@@ -1,4 +1,4 @@
-"""Holds the settings of a local stack; importing this loads no gRPC."""
+"""Declares the settings of a local stack; importing this loads no gRPC."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def local_launcher(config: LocalStackConfig, show: Callable[[Draining], None]) -
     """
     from_image = fork_server(WORKER_MODULES)
     with (
-        # One of its own, so that nothing is left of workers that are killed.
+        # A separate folder, so that killed workers leave no files.
         TemporaryDirectory(prefix="quire-pools-", ignore_cleanup_errors=True) as folder,
         stopped_at_end(config.worker.grace_seconds + KILL_SECONDS, show) as running,
     ):

@@ -155,7 +155,7 @@ class RedisProcess:
                 with self._process.stdin as stdin:
                     stdin.write(self._settings().encode())
             except BrokenPipeError as error:
-                # Only its end completes what it says about the reason.
+                # Its log is complete only once it has ended.
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_SECONDS)
                 raise self._not_started() from error
@@ -188,7 +188,7 @@ class RedisProcess:
                 try:
                     client.ping()
                     return
-                # Another process that has taken the port may answer with something else than Redis' protocol.
+                # Another process that has taken the port may not answer in Redis' protocol.
                 except (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse) as error:
                     if self._process.poll() is not None or time.monotonic() > deadline:
                         raise self._not_started() from error

@@ -99,7 +99,7 @@ def shared_ports(config: RouterConfig) -> Iterator[RouterConfig]:
 
 @contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    """Hold a port that others may share; a socket that does not listen gets no connection."""
+    """Reserve a port that others may share; a socket that does not listen gets no connection."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

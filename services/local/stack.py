@@ -63,7 +63,7 @@ class RunningStack:
     Attributes:
         make_worker: returns the configuration of a worker by its name.
         caller: signs calls to the workers.
-        ready: what each worker told when it last started.
+        ready: what each worker reported when it last started.
         addresses: where each router process is reached.
     """
 
@@ -181,7 +181,7 @@ def local_stack(
         launcher = stack.enter_context(open_launcher(config, show))
         router_redis = worker_redis = config.redis_url
         if config.redis_url is not None and console is not None:
-            _tell_of_redis(config.redis_url, console)
+            _warn_of_redis(config.redis_url, console)
         if config.redis_url is None:
             process = redis.enter_context(RedisProcess(host=launcher.host))
             router_redis, worker_redis = process.router_url, process.worker_url
@@ -235,7 +235,7 @@ class WorkerConfigs:
             cluster_secret=self._secret,
             metrics_port=self._metrics_ports.get(name, 0),
             disk_cache=worker.disk_cache and worker.disk_cache.of(name),
-            # A router drains a worker before it is told to end, or ends together with it.
+            # A router drains a worker before it is stopped, or ends together with it.
             notice_seconds=0.0,
             log_level=config.log_level,
         )
@@ -285,7 +285,7 @@ def _wait_until_joined(admin_address: str, config: LocalStackConfig) -> None:
 
 
 def _follow(stack: RunningStack) -> None:
-    """Start again what ends, and carry out the orders of operators, until a signal interrupts this."""
+    """Restart processes that end, and execute the orders of operators, until a signal interrupts this."""
     scaling = Scaling(stack.launcher, stack.make_worker, partial(_drain, stack))
     with ScaleOrders() as orders:
         for name, addresses in stack.addresses.items():
@@ -320,8 +320,8 @@ def _progress(console: Console | None) -> Progress:
     )
 
 
-def _tell_of_redis(url: str, console: Console) -> None:
-    """Say that the stack waits for an operator's Redis, if that does not answer."""
+def _warn_of_redis(url: str, console: Console) -> None:
+    """Print that the stack waits for an operator's Redis if that does not answer."""
     try:
         with Redis.from_url(
             url, socket_connect_timeout=REDIS_SECONDS, socket_timeout=REDIS_SECONDS

@@ -45,7 +45,7 @@ class PrefillCalls:
             sequence = without_last_token(sequence)
         with parts.requests.run("prefill", request.sequence, sequence, context) as (updates, phases):
             pulled = await pull_prefix(parts, request, sequence, phases)
-            # Once it is added the engine may append the first token at any moment.
+            # Once the sequence is added, the engine may append the first token at any moment.
             num_blocks = -(-sequence.num_tokens // parts.memory.shape.block_size)
             await add_sequence(parts, sequence)
             if not request.HasField("ticket"):
@@ -107,7 +107,7 @@ class PrefillCalls:
         )
 
     def _account_push(self, pushed: PushedPrompt, phases: RequestPhases) -> None:
-        """Observe a push that was acknowledged; what of it ran beside the computation delayed nothing."""
+        """Observe an acknowledged push from the end of the computation on: before that it delayed nothing."""
         self._parts.transfers.record_push(pushed.summary)
         credit_at = pushed.computed_at + pushed.credit_wait_seconds
         phases.record(Phase.CREDIT_WAIT, pushed.computed_at, credit_at)

@@ -31,8 +31,8 @@ class PushedPrompt(NamedTuple):
 class PrefillPush:
     """Pushes one prompt's blocks while the engine computes them.
 
-    It runs as a task of its own: it may wait for the decode worker's credit while the engine goes on, and
-    while the first token is already with the client.
+    It runs in a separate task: it may still wait for the decode worker's credit after the engine has computed
+    the prompt and the client has its first token.
     """
 
     def __init__(self, sequence: Sequence, reader: BlockReader, push: BlockPush) -> None:
@@ -44,7 +44,7 @@ class PrefillPush:
         self._waited_seconds = 0.0
 
     def record_progress(self, update: SequenceUpdate) -> None:
-        """Tell how far the engine is."""
+        """Record how far the engine is."""
         if update.status.is_finished:
             self._computed_at = perf_counter()
             self._waited_seconds = self._push.credit_wait_seconds
@@ -77,5 +77,5 @@ class PrefillPush:
         block_hash = self._sequence.block_hashes[index] if is_full else b""
         block_id = self._sequence.block_table[index]
         if block_id == NO_BLOCK:
-            raise ProtocolError(f"block {index} was asked for and has been given back: no token sees it")
+            raise ProtocolError(f"block {index} was requested but is free again: no token sees it")
         return self._reader.frame(index, block_hash, block_id)

@@ -17,7 +17,7 @@ from quire.services.launch.launcher import LaunchError
 
 CONNECT_SECONDS = 5.0
 LOCAL = "local"
-"""Instead of an address: start a Ray cluster of this machine alone, which ends with this process."""
+"""Instead of an address: start a Ray cluster of only this machine, which ends with this process."""
 
 
 @contextmanager

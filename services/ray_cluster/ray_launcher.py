@@ -1,4 +1,4 @@
-"""Starts workers on the nodes of a Ray cluster, each in an actor and a placement group of its own.
+"""Starts workers on the nodes of a Ray cluster, each in its own actor and placement group.
 
 Ray places and watches; requests and blocks never pass through it.
 """

@@ -43,7 +43,7 @@ class WorkerActor:
         return self._name
 
     def started(self) -> RunningWorker | str:
-        """Wait until the worker serves and return what it tells, or why it could not start."""
+        """Wait until the worker serves and return its report, or why it could not start."""
         return self._started.result()
 
     def ended(self) -> None:
@@ -67,7 +67,7 @@ class WorkerActor:
             report = RuntimeError(f"it {end_of(self._child.process)}; its log above says why")
         self._started.set_result(str(report) if isinstance(report, Exception) else report)
         self._child.process.join()
-        # Who waits for the start is told why it failed, and a worker that cannot start is not tried at once.
+        # Give ``started`` time to return the reason, and delay the next start of a worker that cannot start.
         time.sleep(RESTART_SECONDS)
         if not self._is_stopping:
             os._exit(1)

@@ -38,7 +38,7 @@ async def in_background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[N
     try:
         yield
     finally:
-        # redis-py may take a cancellation for a lost connection: then the task needs another one.
+        # redis-py may mistake a cancellation for a lost connection: then the task is cancelled again.
         while not task.done():
             task.cancel()
             await asyncio.wait([task], timeout=CANCEL_SECONDS)

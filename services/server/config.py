@@ -1,4 +1,4 @@
-"""Holds the settings that routers and workers have in common; importing this loads no gRPC."""
+"""Declares the settings that routers and workers have in common; importing this loads no gRPC."""
 
 from __future__ import annotations
 

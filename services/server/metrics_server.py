@@ -24,7 +24,7 @@ READ_SECONDS = 10.0
 
 class _Server(ThreadingWSGIServer):
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, or pause: it stays in the queue, and without a pause the thread would spin."""
+        """Accept a connection, or pause after an error: while it is queued the thread would spin."""
         try:
             return super().get_request()
         except OSError:
@@ -54,7 +54,7 @@ def describe_readiness(registry: CollectorRegistry, is_ready: Callable[[], bool]
 
 
 class _QuietHandler(WSGIRequestHandler):
-    """A request handler that does not log scrapes, nor clients that leave."""
+    """A request handler that logs neither scrapes nor disconnects."""
 
     timeout = READ_SECONDS
 

@@ -2,7 +2,7 @@
 
 A phase is observed once per attempt of a request, by the process in which it takes place. The phases up to
 the first token add up to TTFT, except for the time in the network and the event loops. The phases in
-``HAND_OVER`` come after the first token.
+``HAND_OVER`` follow the first token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Defines the hand-off that a gateway carries from a prefill worker's answer to a decode worker's request.
+"""Defines the hand-off that a gateway copies from a prefill worker's answer to a decode worker's request.
 
 The gateway passes it on without reading it. It has the members with which vLLM's NIXL connector names an
-engine, and a proof. Without the proof, a client behind a gateway could name a machine of its own, and the
+engine, and a proof. Without the proof, a client behind a gateway could name its own machine, and the
 decode worker would copy blocks from there into the cache that all requests share.
 """
 
@@ -20,7 +20,7 @@ FIELD = "kv_transfer_params_json"
 
 
 def hand_off(address: str, epoch: str, num_blocks: int, secret: bytes, num_cached_tokens: int = 0) -> str:
-    """Return the JSON that tells a decode worker where a prompt's blocks are, with a proof.
+    """Return the JSON that names the worker which has a prompt's blocks, with a proof.
 
     Args:
         num_cached_tokens: number of prompt tokens that the prefill worker did not have to compute.

@@ -1,4 +1,4 @@
-"""Holds a worker's settings; importing this loads neither torch nor gRPC nor the model."""
+"""Declares a worker's settings; importing this loads neither torch nor gRPC nor the model."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     """Settings of a worker.
 
     Attributes:
-        num_sharing_gpu: workers on this worker's GPU, itself among them: each takes its part of the memory.
-        cpus: processors to stay on; None is all.
+        num_sharing_gpu: number of workers on this worker's GPU, itself included, which divide its memory.
+        cpus: processors to run on; None: all.
         worker_id: name in the cluster; None makes one.
         max_step_seconds: a worker ends whose engine hangs in one step for this long, and for ten times its
             longest recent step.
         lease_ttl_seconds: time after which Redis forgets a worker that no longer renews its lease.
-        notice_seconds: how long after SIGTERM it still takes requests, from routers that do not know yet.
+        notice_seconds: how long after SIGTERM it still accepts requests, from routers that do not know yet.
 
     Raises:
         ValueError: settings are out of range or contradict each other.

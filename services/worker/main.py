@@ -40,7 +40,7 @@ Compose = Callable[[WorkerConfig, WorkerParts], Awaitable[Sequence[Service]]]
 
 PULL_SERVICE = "quire.v1.KvPullService"
 
-LENT_SHARE = 0.3
+LEASED_SHARE = 0.3
 """Most of the pool that other workers' leases may keep from being evicted."""
 
 ROUTER_READ_SECONDS = 2 * READ_SECONDS
@@ -96,12 +96,12 @@ async def serve(
 
 
 async def _pull_service(parts: WorkerParts, stack: AsyncExitStack) -> Service:
-    """Return the service that lends this worker's blocks to others."""
+    """Return the service from which other workers copy this worker's blocks."""
     identity, memory = parts.identity, parts.memory
     leases = BlockLeases(
         PoolSource(parts.engine, parts.blocks, identity.layout, identity.epoch),
         parts.transfers,
-        max_blocks=max(1, int(LENT_SHARE * memory.num_blocks)),
+        max_blocks=max(1, int(LEASED_SHARE * memory.num_blocks)),
     )
     await stack.enter_async_context(in_background(leases.sweep_forever()))
     return Service(

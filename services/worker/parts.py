@@ -46,7 +46,7 @@ class WorkerParts:
         reader: turns the router's sequences into the engine's.
         blocks: reads the blocks that are sent to other workers.
         channels: the connections to other workers.
-        transports: how blocks come from other workers and go to them.
+        transports: how blocks are copied between this worker and others.
         reports: reports the state to the routers.
         outputs: the streams in which routers get the outputs of their decodes.
         puller: fills the prefix cache from other workers.

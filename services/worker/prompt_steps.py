@@ -55,7 +55,7 @@ async def pull_prefix(
     sequence: Sequence,
     phases: RequestPhases,
 ) -> worker_pb2.PullSummary:
-    """Bring the blocks that the request names a peer for, and return what arrived."""
+    """Copy blocks from the peer that the request names, if any, and return what arrived."""
     if not request.HasField("pull_from"):
         return worker_pb2.PullSummary()
     start = perf_counter()
@@ -81,7 +81,7 @@ def account_prompt(
 
 
 async def prompt_logprobs(sequence: Sequence) -> list[inference_pb2.TokenLogprobs]:
-    """Return the logprobs of a computed prompt; those of a long one take too long for the event loop."""
+    """Return the logprobs of a computed prompt; those of a long one would block the event loop."""
     if not sequence.prompt_logprobs:
         return []
     return await asyncio.to_thread(lambda: list(map(logprobs_to_proto, sequence.prompt_logprobs)))

@@ -61,7 +61,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.CopyBlocksResponse(pulled=await self._copier.copy(request, root_hash))
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
-        """End attempts of requests, wait until nothing of them is left, and return what they generated."""
+        """End attempts of requests, wait until they have ended, and return what they generated."""
         num_generated = await self._parts.requests.abort(request.sequence_ids, request.attempt)
         return worker_pb2.AbortResponse(num_generated_tokens=num_generated)
 
@@ -82,7 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchWorker(
         self, request: worker_pb2.WatchWorkerRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchWorkerResponse, None]:
-        """Tell what has changed on this worker, until it ends."""
+        """Report each change of this worker's state and load, until it ends."""
         async with aclosing(self._parts.reports.follow(request.router_id)) as reports:
             async for report in reports:
                 yield report
@@ -94,25 +94,25 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def SetDraining(
         self, request: worker_pb2.SetDrainingRequest, context: Any
     ) -> worker_pb2.SetDrainingResponse:
-        """Tell the routers; what they still send until they know is served."""
+        """Report it to the routers. Requests that they send before they know are served."""
         self._parts.state.set_draining(request.is_draining)
         return worker_pb2.SetDrainingResponse()
 
     async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
-        """Change the role and tell the routers; requests of the old role are served to their end."""
+        """Change the role and report it to the routers; requests of the old role are served to their end."""
         self._parts.state.change_role(request.role, request.min_seconds_in_role)
         return worker_pb2.SetRoleResponse()
 
     async def ClearCache(
         self, request: worker_pb2.ClearCacheRequest, context: Any
     ) -> worker_pb2.ClearCacheResponse:
-        """Forget what no request uses, in all tiers."""
+        """Drop the cached blocks that no request uses, in all tiers."""
         return worker_pb2.ClearCacheResponse(num_blocks=await self._parts.engine.call(Engine.clear_cache))
 
     async def SetLogLevel(
         self, request: worker_pb2.SetLogLevelRequest, context: Any
     ) -> worker_pb2.SetLogLevelResponse:
-        """Log more, or less."""
+        """Change the least severity of logged events."""
         set_level(request.level)
         return worker_pb2.SetLogLevelResponse()
 

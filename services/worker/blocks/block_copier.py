@@ -13,13 +13,13 @@ from quire.services.worker.blocks.prefix_pull import PrefixPuller
 
 POLL_SECONDS = 0.02
 WAIT_SECONDS = 5.0
-"""How long a copy waits for its time, unless the router says."""
+"""How long a copy that is not urgent waits, unless the router gives a time."""
 MAX_USED_SHARE = 0.5
-"""Largest share of the pool in use: beyond it there are better uses for the other blocks."""
+"""Largest share of the pool in use at which such a copy begins: requests need the rest."""
 
 
 class BlockCopier:
-    """Makes the copies that no request needs now one after the other, in their time; others at once."""
+    """Makes urgent copies at once, and others one by one while enough of the pool is free."""
 
     def __init__(self, engine: EngineThread, puller: PrefixPuller) -> None:
         self._engine = engine
@@ -27,7 +27,7 @@ class BlockCopier:
         self._one_at_a_time = asyncio.Lock()
 
     async def copy(self, request: worker_pb2.CopyBlocksRequest, root_hash: bytes) -> worker_pb2.PullSummary:
-        """Return what was copied, or "busy" if its time did not come before the request's time was over."""
+        """Copy blocks and return how many; the failure is "busy" if the copy could not begin in time."""
         tokens = list(request.token_ids)
         sequence = Sequence(request.sequence_id, tokens, len(tokens), SamplingParams(), root_hash)
         if request.time == worker_pb2.COPY_TIME_NOW:

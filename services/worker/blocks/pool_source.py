@@ -1,4 +1,4 @@
-"""What other workers may copy from this one."""
+"""Pins and reads the blocks that other workers copy from this one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PoolSource:
         self._reader = reader
 
     async def pin(self, lease_id: str, block_hashes: Sequence[bytes]) -> Sequence[int]:
-        """Hold the leading blocks that are present; see ``BlockSource``."""
+        """Pin the leading blocks that are present; see ``BlockSource``."""
 
         def prefetch(engine: Engine, done: Callable[[None], None]) -> None:
             engine.prefetch(block_hashes, lambda: done(None))
@@ -35,7 +35,7 @@ class PoolSource:
             raise TransferError(str(error)) from error
 
     def unpin(self, lease_id: str) -> None:
-        """Hold them no longer."""
+        """Release them."""
         with suppress(EngineStoppedError):
             self._engine.post(lambda e: e.pins.unpin(lease_id))
 

@@ -1,6 +1,6 @@
-"""Brings the beginning of a prompt's blocks from a worker that holds them, before the rest is computed.
+"""Copies the first blocks of a prompt from a worker that has them, before the rest is computed.
 
-A pull is an offer, never a condition: whatever goes wrong with it, what did arrive is used and the rest of
+No request depends on a pull: whatever goes wrong with it, the blocks that did arrive are used and the rest of
 the prompt is computed here.
 """
 
@@ -56,22 +56,22 @@ class PrefixPuller:
         self._metrics = metrics
 
     async def pull(self, sequence: Sequence, source: worker_pb2.PullSource) -> worker_pb2.PullSummary:
-        """Bring the blocks that the peer is said to hold and this worker lacks; return what arrived.
+        """Copy the blocks that the peer should have and this worker lacks; return what arrived.
 
         They are in the prefix cache when this returns: the engine finds them when it admits the sequence.
         """
         await asyncio.to_thread(sequence.extend_hashes, self._layout.block_size, self._hash_block)
         # The last token is always computed, for its logits.
         num_usable = min(sequence.max_cached_tokens, sequence.num_tokens - 1) // self._layout.block_size
-        wanted = sequence.block_hashes[: min(source.num_blocks, num_usable)]
-        if not wanted:
+        block_hashes = sequence.block_hashes[: min(source.num_blocks, num_usable)]
+        if not block_hashes:
             return worker_pb2.PullSummary()
         start = perf_counter()
-        arrivals = _Arrivals(f"pull:{sequence.attempt_id}", self._engine, self._memory, wanted)
+        pulled = _PulledBlocks(f"pull:{sequence.attempt_id}", self._engine, self._memory, block_hashes)
         failure = ""
         try:
             async with asyncio.timeout(source.timeout_ms / 1000 or PULL_SECONDS):
-                await self._fill(arrivals, sequence.attempt_id, source)
+                await self._fill(pulled, sequence.attempt_id, source)
         except (TransferError, NoFreeBlocksError, TimeoutError) as error:
             failure = _reason(error)
             self._metrics.record_failure("pull", failure)
@@ -81,23 +81,23 @@ class PrefixPuller:
                 peer=source.address,
                 reason=failure,
                 details=str(error),
-                pulled_blocks=arrivals.num_written,
+                pulled_blocks=pulled.num_written,
             )
         finally:
-            arrivals.close()
+            pulled.close()
         seconds = perf_counter() - start
-        num_bytes = arrivals.num_written * self._layout.block_bytes
-        self._metrics.record_pull(arrivals.num_written, num_bytes, seconds, arrivals.transport)
+        num_bytes = pulled.num_written * self._layout.block_bytes
+        self._metrics.record_pull(pulled.num_written, num_bytes, seconds, pulled.transport)
         return worker_pb2.PullSummary(
-            num_blocks=arrivals.num_written,
+            num_blocks=pulled.num_written,
             num_bytes=num_bytes,
             seconds=seconds,
             failure=failure,
-            num_held_blocks=arrivals.num_held,
+            num_held_blocks=pulled.num_held,
         )
 
-    async def _fill(self, arrivals: _Arrivals, attempt_id: str, source: worker_pb2.PullSource) -> None:
-        missing = await arrivals.open()
+    async def _fill(self, pulled: _PulledBlocks, attempt_id: str, source: worker_pb2.PullSource) -> None:
+        missing = await pulled.open()
         if not missing:
             return
         pull = BlockPull(
@@ -110,28 +110,29 @@ class PrefixPuller:
             transports=self._transports,
         )
         async with pull:
-            arrivals.transport = pull.transport
+            pulled.transport = pull.transport
             if pull.num_blocks < len(missing):
-                # The index was ahead of an eviction; what is still there is taken.
+                # Blocks were evicted that the index still names; the others are copied.
                 self._metrics.record_failure("pull", "evicted")
             if pull.num_blocks:
-                await arrivals.reserve(pull.num_blocks)
+                await pulled.reserve(pull.num_blocks)
                 async for frames in pull.frames():
-                    await asyncio.to_thread(arrivals.write, frames)
+                    await asyncio.to_thread(pulled.write, frames)
 
 
-class _Arrivals:
+class _PulledBlocks:
     """Blocks of this worker that one pull fills.
 
-    Held under a name in the engine, so that ``close`` undoes whatever a cancelled pull has begun. Threads
-    write the blocks. ``close`` waits for the block that is being written: after it no byte reaches them.
+    They are pinned under a name in the engine, so that ``close`` undoes whatever a cancelled pull has begun.
+    Threads write the blocks. ``close`` waits for the block that is being written: after it no byte reaches
+    them.
     """
 
-    def __init__(self, name: str, engine: EngineThread, memory: KvMemory, wanted: Items[bytes]) -> None:
+    def __init__(self, name: str, engine: EngineThread, memory: KvMemory, block_hashes: Items[bytes]) -> None:
         self._name = name
         self._engine = engine
         self._memory = memory
-        self._wanted = wanted
+        self._block_hashes = block_hashes
         self.num_held = 0
         self._block_ids: list[int] = []
         self._writing = threading.Lock()
@@ -140,13 +141,13 @@ class _Arrivals:
         self.transport = Transport.MESSAGES
 
     async def open(self) -> Items[bytes]:
-        """Hold what is here already, so that it stays; return the hashes of the rest."""
-        held = await self._engine.call(lambda e: e.pin(self._name, self._wanted))
+        """Pin the blocks that are here already; return the hashes of the others."""
+        held = await self._engine.call(lambda e: e.pin(self._name, self._block_hashes))
         self.num_held = len(held)
-        return self._wanted[self.num_held :]
+        return self._block_hashes[self.num_held :]
 
     async def reserve(self, num_blocks: int) -> None:
-        """Take empty blocks for what is missing."""
+        """Reserve empty blocks for the missing ones."""
         self._block_ids = await self._engine.call(lambda e: e.pins.reserve(self._name, num_blocks))
 
     def write(self, frames: Items[Frame]) -> None:
@@ -162,14 +163,14 @@ class _Arrivals:
                 self.num_written += 1
 
     def close(self) -> None:
-        """Put what was written into the prefix cache and hold nothing any longer."""
+        """Put the written blocks into the prefix cache, and release all."""
         with self._writing:
             self._is_closed = True
         with suppress(EngineStoppedError):
             self._engine.post(self._seal)
 
     def _seal(self, engine: Engine) -> None:
-        arrived = self._wanted[self.num_held :][: self.num_written]
+        arrived = self._block_hashes[self.num_held :][: self.num_written]
         if arrived:
             engine.pins.seal(self._name, self.num_held, arrived)
         engine.pins.unpin(self._name)

@@ -40,7 +40,7 @@ def open_transports(config: WorkerConfig, epoch: str, memory: KvMemory) -> Trans
             has_tls=config.cluster_tls is not None,
         )
         [plug_in] = entry_points(group=PLUG_INS, name=config.transport)
-        opened: Transports = plug_in.load()(pool, _tell)
+        opened: Transports = plug_in.load()(pool, _log_transport)
     except (NotSharedError, OSError) as error:
         raise SettingError(f"--transport {config.transport} is not possible: {error}") from error
     return opened
@@ -49,7 +49,7 @@ def open_transports(config: WorkerConfig, epoch: str, memory: KvMemory) -> Trans
 def _share(config: WorkerConfig, epoch: str, memory: KvMemory) -> Transports:
     directory = Path(config.transport_dir) if config.transport_dir else default_directory()
     is_required = config.transport == Transport.SHARED
-    transports = SharedPools(directory, _tell, is_required=is_required)
+    transports = SharedPools(directory, _log_transport, is_required=is_required)
     try:
         if memory.descriptor is None:
             raise OSError("the pool is not in memory that processes can share")
@@ -61,5 +61,5 @@ def _share(config: WorkerConfig, epoch: str, memory: KvMemory) -> Transports:
     return transports
 
 
-def _tell(peer_epoch: str, transport: Transport, reason: str) -> None:
+def _log_transport(peer_epoch: str, transport: Transport, reason: str) -> None:
     _log.info("kv_transport", peer_epoch=peer_epoch, transport=transport, reason=reason)

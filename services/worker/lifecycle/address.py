@@ -21,9 +21,9 @@ def reachable_address(config: WorkerConfig, server: GrpcServer) -> str:
 
 
 def address_towards(redis_url: str, port: int) -> str:
-    """Return ``port`` at the address that this machine, or container, has on its way to Redis.
+    """Return ``port`` at the address from which this machine, or container, connects to Redis.
 
-    Who reaches Redis reaches that network, so other workers do. Nothing is sent.
+    Other workers use the same Redis, so they can reach that network. Nothing is sent.
 
     Raises:
         OSError: Redis' host name is not known, or no network leads there.
@@ -39,7 +39,7 @@ def address_towards(redis_url: str, port: int) -> str:
             own = probe.getsockname()[0]
     except OSError as error:
         raise OSError(
-            f"which of this machine's addresses leads to Redis at {host} cannot be told ({error}); "
+            f"cannot find the address of this machine that leads to Redis at {host} ({error}); "
             "name the one at which others reach this worker with --advertise host:port"
         ) from error
     return f"[{own}]:{port}" if family is socket.AF_INET6 else f"{own}:{port}"

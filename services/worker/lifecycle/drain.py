@@ -17,7 +17,7 @@ from quire.rpc.errors import DRAINING, Unavailable
 from quire.services.worker.state import WorkerState
 
 END_SECONDS = 1.0
-"""How long requests that are ended may take to tell their callers."""
+"""Longest time in which requests that are ended may send their last messages."""
 
 
 async def drain_before_exit(
@@ -32,16 +32,16 @@ async def drain_before_exit(
         state: becomes DRAINED and then STOPPING.
         running: returns the tasks that serve requests.
         publisher: keeps the worker's lease; None: no router finds the worker by itself.
-        notice_seconds: how long the worker still takes requests after it has given up its lease.
+        notice_seconds: how long the worker still accepts requests after it has given up its lease.
     """
     try:
         state.set_draining(True)
         if publisher is not None:
             await publisher.close()
-        # What routers send until they have noticed is served.
+        # Requests that routers send before they have noticed are served.
         await asyncio.sleep(notice_seconds)
         state.stop()
-        # Running requests need their pushes, and pulls need their leases: the server still takes such calls.
+        # Running requests need their pushes, and pulls need their leases: the server accepts such calls.
         while tasks := running():
             await asyncio.wait(tasks)
     finally:

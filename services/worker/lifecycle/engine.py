@@ -98,7 +98,7 @@ def _describe(start: Start, thread: EngineThread) -> None:
 
 
 def _open_disk_cache(start: Start) -> DiskCache | None:
-    """Open the folder of evicted blocks, if there is one; reads what an earlier worker left."""
+    """Open the folder of evicted blocks, if there is one, with the blocks of an earlier worker."""
     if start.config.disk_cache is None:
         return None
     folder, num_bytes = start.config.disk_cache
@@ -135,7 +135,7 @@ def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:
     num_blocks = config.host_cache_bytes // memory.shape.block_bytes
     if num_blocks < 2:
         raise ValueError(
-            f"one KV block takes {memory.shape.block_bytes} bytes; --host-cache must hold two at least"
+            f"one KV block takes {memory.shape.block_bytes} bytes; --host-cache must have room for two"
         )
     host = torch.device("cpu")
     return HostCache(KvMemory(memory.shape, num_blocks, host, is_pinned=memory.blocks.is_cuda))
@@ -171,7 +171,7 @@ def _run_full_step(engine: Engine) -> None:
 
 
 def _capture_decode_steps(engine: Engine) -> None:
-    """Hold decode steps in CUDA graphs; a model that cannot be captured runs without."""
+    """Capture decode steps as CUDA graphs; a model that cannot be captured runs without them."""
     max_num_seqs = engine.scheduler.config.max_num_seqs
     try:
         engine.runner.capture_decode_steps(CudaCapture(), max_num_seqs, engine.max_model_len)

@@ -64,7 +64,7 @@ def load_models(config: WorkerConfig) -> Models:
     with ExitStack() as stack:
         if (ranks := start_ranks(config, device)) is not None:
             stack.callback(ranks.close)
-            _tell_of_few_processors(config)
+            _warn_of_few_processors(config)
         try:
             models = _load_models(config, device, ranks)
         except RanksError as error:
@@ -73,7 +73,7 @@ def load_models(config: WorkerConfig) -> Models:
         return models
 
 
-def _tell_of_few_processors(config: WorkerConfig) -> None:
+def _warn_of_few_processors(config: WorkerConfig) -> None:
     num_processes, available = config.tensor_parallel_size, num_processors()
     if available < num_processes:
         details = "they wait for each other in each layer: give the worker more, or lower the size"

@@ -1,4 +1,4 @@
-"""What a worker reports of its engine and of the prompts that it computes."""
+"""Metrics of a worker's engine and of the prompts that it computes."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def describe_role(registry: CollectorRegistry, present: Callable[[], str]) -> No
 
 
 class PromptMetrics:
-    """The prompts that were computed here, and where their prefixes came from."""
+    """The prompts that were computed here, and which prefixes were cached where."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.phases = PhaseMetrics(registry, (*PROMPT_PHASES, *HAND_OVER))
@@ -207,7 +207,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
 def ask_for_snapshot(
     engine: EngineThread, timeout_seconds: float = SNAPSHOT_SECONDS
 ) -> EngineSnapshot | None:
-    """Read an engine from any thread; None of one that has stopped or does not come to its next step."""
+    """Read an engine from any thread; return None if it has stopped or does not reach its next step."""
     try:
         return engine.post(take_snapshot).result(timeout_seconds)
     except (EngineStoppedError, TimeoutError):
@@ -218,7 +218,7 @@ class EngineCollector(Collector):
     """Reads the engine when it is scraped: steps pay nothing for it, and an idle engine's values are right.
 
     Args:
-        snapshot: returns the engine's state now; None of an engine that does not answer.
+        snapshot: returns the engine's state now; None if the engine does not answer.
     """
 
     def __init__(self, snapshot: Callable[[], EngineSnapshot | None]) -> None:
@@ -229,7 +229,7 @@ class EngineCollector(Collector):
         return list(_families(None))
 
     def collect(self) -> list[Metric]:
-        """Return the values now; of an engine that has stopped or is stuck only that it is."""
+        """Return the values now; if the engine has stopped or is stuck, only that it is."""
         return list(_families(self._snapshot()))
 
 

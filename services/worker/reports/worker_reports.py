@@ -17,7 +17,7 @@ LOAD_SECONDS = 0.1
 
 
 class WorkerReports:
-    """What routers have to know about this worker, for any number of them.
+    """Reports to any number of routers what they have to know about this worker.
 
     Attributes:
         loads: the loads of the running requests.
@@ -41,9 +41,9 @@ class WorkerReports:
         """Yield the present state, and then each new one and every ``BEAT_SECONDS``, until the worker ends.
 
         Args:
-            router_id: the router that asks; its own requests are left out of the load.
+            router_id: the router that asks; the load does not include its own requests.
         """
-        told, told_at = None, 0.0
+        reported, reported_at = None, 0.0
         loop = asyncio.get_running_loop()
         while not self._is_closed:
             # Taken before the report is made: a change from then on wakes this reader.
@@ -54,12 +54,12 @@ class WorkerReports:
                 is_stalled=self._state.is_stalled,
                 load_of_others=self.loads.of_others(router_id),
             )
-            if report != told or loop.time() >= told_at + BEAT_SECONDS:
-                told, told_at = report, loop.time()
+            if report != reported or loop.time() >= reported_at + BEAT_SECONDS:
+                reported, reported_at = report, loop.time()
                 yield report
             if not self._is_closed:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout_at(told_at + BEAT_SECONDS):
+                    async with asyncio.timeout_at(reported_at + BEAT_SECONDS):
                         await has_changed.wait()
 
     def _wake_later(self) -> None:

@@ -84,7 +84,7 @@ def no_token_left(error: NoTokenLeftError) -> InvalidArgument:
 
 @contextmanager
 def converting() -> Iterator[None]:
-    """Let what goes wrong with the conversion of a request's results end this request."""
+    """Turn any error into one that ends only the request whose results are converted."""
     try:
         yield
     except Exception as error:
@@ -93,14 +93,14 @@ def converting() -> Iterator[None]:
 
 
 def without_last_token(prompt: Sequence) -> Sequence:
-    """Return what a prefill worker computes for several sequences: all draw from the prompt's last token.
+    """Return what a prefill worker computes for several sequences: they all start from the last token.
 
     Raises:
         InvalidArgument: nothing is left.
     """
     token_ids = prompt.token_ids[:-1]
     if not token_ids:
-        raise InvalidArgument("token_ids", "must hold at least two, if several sequences are to be drawn")
+        raise InvalidArgument("token_ids", "must hold at least two if several sequences are sampled")
     params = replace(prompt.params, n=1, beam=None, num_prompt_logprobs=None)
     return replace(
         prompt,
@@ -131,7 +131,7 @@ def outputs_to_proto(updates: Iterable[SequenceUpdate]) -> list[worker_pb2.Seque
 
 
 def token_to_proto(token: GeneratedToken) -> worker_pb2.SampledToken:
-    """Return the token that a step drew."""
+    """Return the message of a token that a step sampled."""
     message = worker_pb2.SampledToken(token_id=token.token_id)
     if token.logprobs is not None:
         message.logprobs.CopyFrom(logprobs_to_proto(token.logprobs))

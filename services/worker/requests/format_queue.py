@@ -28,8 +28,8 @@ class _Job:
 class FormatQueue:
     """Runs one job at a time in a thread, that of the tenant that has used the fewest seconds of late.
 
-    Jobs of one tenant run in the order of arrival. A caller that is cancelled leaves the queue. A job that
-    runs goes on, and its tenant pays for it.
+    Jobs of one tenant run in the order of arrival. If a caller is cancelled, its job is removed from the
+    queue, unless it runs already: then it runs to its end, and its tenant is charged for it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,7 +73,7 @@ class FormatQueue:
         if running.cancelled():
             job.result.cancel()
         elif job.result.done():
-            running.exception()  # the caller has left; asyncio logs an error that is not retrieved
+            running.exception()  # the caller was cancelled; asyncio would log an error that nobody retrieves
         elif (error := running.exception()) is not None:
             job.result.set_exception(error)
         else:

@@ -22,8 +22,8 @@ TOKENS_PER_REPORT = 64
 MAX_ID_CHARS = 64
 
 
-class CarriedDecode:
-    """A decode whose updates go into a stream."""
+class StreamedDecode:
+    """A decode whose updates are sent in a stream."""
 
     def __init__(self, stream: OutputStream, channel: int, num_sequences: int) -> None:
         self.channel = channel
@@ -32,14 +32,14 @@ class CarriedDecode:
         self._begun: set[int] = set()
         """Indexes of the sequences that have an output."""
         self._token_ids: list[int] = []
-        """Outputs of one token each that wait to be sent; they come before the others."""
+        """Outputs of one token each that wait to be sent, before those in ``_others``."""
         self._others: list[worker_pb2.SequenceOutput] = []
         self._num_reported = 0
         self._error: Exception | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def take(self, update: SequenceUpdate | Exception) -> None:
-        """Send an update; an exception ends the decode after what came before it."""
+    def put(self, update: SequenceUpdate | Exception) -> None:
+        """Send an update; an exception ends the decode once all earlier updates are sent."""
         try:
             self._add(checked(update))
         except Exception as error:
@@ -57,7 +57,7 @@ class CarriedDecode:
         else:
             with converting():
                 self._others += outputs_to_proto([update])
-        # A beam search's answers come all at once, and may be fewer than its beams.
+        # A beam search returns all answers at once, and there may be fewer than its beams.
         self._num_left = 0 if is_beam_search else self._num_left - is_last
         self._stream.send(self, at_once=is_last or update.sequence.index not in self._begun)
         self._begun.add(update.sequence.index)
@@ -77,7 +77,7 @@ class CarriedDecode:
         self._token_ids, self._others = [], []
 
     def sent(self) -> None:
-        """Learn that gRPC has taken a message, and end if nothing is left to send."""
+        """Record that gRPC has accepted a message, and end if nothing remains to be sent."""
         if self._token_ids or self._others:
             return
         if self._error is not None:
@@ -91,7 +91,7 @@ class CarriedDecode:
             self._end.set_exception(error)
 
     async def ended(self) -> None:
-        """Return when all of the decode's sequences have ended and gRPC has taken their outputs.
+        """Return when all of the decode's sequences have ended and gRPC has accepted their outputs.
 
         Raises:
             Exception: the decode has failed, or the stream has ended.
@@ -111,15 +111,15 @@ class OutputStream:
 
     def __init__(self, max_rest_seconds: float) -> None:
         self._max_rest_seconds = max_rest_seconds
-        self._decodes: dict[int, CarriedDecode] = {}
-        self._waiting: dict[CarriedDecode, None] = {}
+        self._decodes: dict[int, StreamedDecode] = {}
+        self._waiting: dict[StreamedDecode, None] = {}
         """The decodes that have something to send, in order."""
-        self._urgent: dict[CarriedDecode, None] = {}
+        self._urgent: dict[StreamedDecode, None] = {}
         self._is_resting = False
         self._has_ended = False
         self._wake = asyncio.Event()
 
-    def carry(self, channel: int, num_sequences: int, updates: Updates) -> CarriedDecode:
+    def add(self, channel: int, num_sequences: int, updates: Updates) -> StreamedDecode:
         """Send the updates of a decode: those that wait, and all later ones.
 
         Raises:
@@ -130,17 +130,17 @@ class OutputStream:
             raise _stream_ended()
         if channel in self._decodes:
             raise AlreadyExists(f"channel {channel} of this stream of outputs is in use")
-        decode = self._decodes[channel] = CarriedDecode(self, channel, num_sequences)
-        updates.pass_on(decode.take)
+        decode = self._decodes[channel] = StreamedDecode(self, channel, num_sequences)
+        updates.forward_to(decode.put)
         return decode
 
-    def drop(self, decode: CarriedDecode) -> None:
+    def drop(self, decode: StreamedDecode) -> None:
         """Send nothing more of a decode."""
         self._decodes.pop(decode.channel, None)
         self._waiting.pop(decode, None)
         self._urgent.pop(decode, None)
 
-    def send(self, decode: CarriedDecode, *, at_once: bool) -> None:
+    def send(self, decode: StreamedDecode, *, at_once: bool) -> None:
         """Send what waits in a decode: at once, or after the rest."""
         self._waiting[decode] = None
         if at_once:
@@ -149,7 +149,7 @@ class OutputStream:
             self._wake.set()
 
     async def messages(self) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
-        """Yield the messages as they come, until the stream is ended; the first is empty."""
+        """Yield messages until the stream is ended; the first is empty."""
         yield worker_pb2.StreamOutputsResponse()
         while not self._has_ended:
             await self._wake.wait()
@@ -241,7 +241,7 @@ def _stream_ended() -> Aborted:
 
 
 def _is_one_token(update: SequenceUpdate) -> bool:
-    """Return whether a request's only or first sequence got one token, and nothing else is to be told."""
+    """Return whether a request's only or first sequence got one token, and nothing else has to be sent."""
     return (
         len(update.tokens) == 1
         and update.tokens[0].logprobs is None

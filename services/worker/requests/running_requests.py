@@ -53,8 +53,8 @@ class RunningRequests:
         self._tallies: dict[str, Tally] = {}
         """Those of attempts that have ended, by their ids.
 
-        A router may stop reading outputs before the last ones come, so it asks for attempts that ended by
-        themselves, too.
+        A router may stop reading before it has all outputs, so it asks also for attempts that ended by
+        themselves.
         """
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class RunningRequests:
         *,
         computes_prompt: bool = True,
     ) -> Iterator[Running]:
-        """Register the handler for ``abort``; at its end, however it ends, free what the engine holds.
+        """Register the handler for ``abort``; however it ends, free the request's blocks in the engine.
 
         Args:
             computes_prompt: whether the prompt is computed here; then ``record_computed`` follows.
@@ -106,11 +106,11 @@ class RunningRequests:
                 del self._handlers[sequence_id]
 
     def record_computed(self, sequence: Sequence) -> None:
-        """Take a prompt that has been computed off the load that routers are told of."""
+        """Subtract a computed prompt from the load that is reported to routers."""
         self._loads.record_computed(sequence.attempt_id)
 
     async def abort(self, sequence_ids: Iterable[str], attempt: int) -> int:
-        """End the requests' attempts up to this one, and wait until nothing of them is left.
+        """End the requests' attempts up to this one, and wait until they have ended.
 
         Returns:
             The number of tokens that were generated in this attempt of them, if it runs or ended of late.

@@ -17,26 +17,26 @@ class Updates:
 
     def __init__(self) -> None:
         self._waiting: deque[SequenceUpdate | Exception] = deque()
-        self._has_come = asyncio.Event()
-        self._take: Callable[[SequenceUpdate | Exception], None] = self._keep
+        self._has_update = asyncio.Event()
+        self._receive: Callable[[SequenceUpdate | Exception], None] = self._queue
 
     def put(self, update: SequenceUpdate | Exception) -> None:
         """Add what has happened next."""
-        self._take(update)
+        self._receive(update)
 
     async def next(self) -> SequenceUpdate:
         """Return the next update.
 
         Raises:
-            Exception: the exception that came in its place or with it.
+            Exception: the exception in its place, or the error in it.
         """
         while not self._waiting:
-            self._has_come.clear()
-            await self._has_come.wait()
+            self._has_update.clear()
+            await self._has_update.wait()
         return checked(self._waiting.popleft())
 
     async def next_batch(self) -> list[SequenceUpdate]:
-        """Return the updates that have come, at least one: a slow reader gets several steps in one message.
+        """Return the waiting updates, at least one: a slow reader gets several steps in one message.
 
         Raises:
             Exception: see ``next``.
@@ -56,19 +56,19 @@ class Updates:
             pass
         self._waiting.appendleft(update)
 
-    def pass_on(self, take: Callable[[SequenceUpdate | Exception], None]) -> None:
-        """Call ``take`` with all updates that wait, and from now on with each as it comes."""
+    def forward_to(self, receive: Callable[[SequenceUpdate | Exception], None]) -> None:
+        """Call a function with the waiting updates, and from now on with each new one at once."""
         while self._waiting:
-            take(self._waiting.popleft())
-        self._take = take
+            receive(self._waiting.popleft())
+        self._receive = receive
 
-    def _keep(self, update: SequenceUpdate | Exception) -> None:
+    def _queue(self, update: SequenceUpdate | Exception) -> None:
         self._waiting.append(update)
-        self._has_come.set()
+        self._has_update.set()
 
 
 def checked(update: SequenceUpdate | Exception) -> SequenceUpdate:
-    """Return an update, or raise the exception that came in its place or with it."""
+    """Return an update, or raise the exception in its place, or the error in it."""
     if isinstance(update, Exception):
         raise update
     if update.error is not None:

@@ -77,7 +77,7 @@ def resting() -> OutputStream:
 async def test_the_first_output_and_the_last_go_at_once_and_the_others_wait(resting: OutputStream) -> None:
     updates = queue(update(2))
     async with opened(resting) as messages:
-        decode = resting.carry(7, 1, updates)
+        decode = resting.add(7, 1, updates)
         ended = asyncio.create_task(decode.ended())
         assert tokens_of(await anext(messages)) == {(7, 0): [2]}
         reading = asyncio.create_task(anext(messages))
@@ -100,18 +100,18 @@ async def test_the_first_output_and_the_last_go_at_once_and_the_others_wait(rest
 async def test_a_request_waits_for_no_other(resting: OutputStream) -> None:
     updates = queue(update(2))
     async with opened(resting) as messages:
-        resting.carry(1, 1, updates)
+        resting.add(1, 1, updates)
         await anext(messages)
         reading = asyncio.create_task(anext(messages))
         updates.put(update(3))
-        resting.carry(2, 1, queue(update(9)))
+        resting.add(2, 1, queue(update(9)))
         assert tokens_of(await reading) == {(2, 0): [9]}
 
 
 async def test_a_stream_that_does_not_rest_sends_each_token_when_it_comes() -> None:
     stream, updates = OutputStream(0.0), queue(update(2))
     async with opened(stream) as messages:
-        stream.carry(1, 1, updates)
+        stream.add(1, 1, updates)
         for token_id in (2, 3, 4):
             assert tokens_of(await anext(messages)) == {(1, 0): [token_id]}
             updates.put(update(token_id + 1))
@@ -120,7 +120,7 @@ async def test_a_stream_that_does_not_rest_sends_each_token_when_it_comes() -> N
 async def test_what_waits_goes_after_the_rest() -> None:
     stream, updates = OutputStream(1e-3), queue(update(2))
     async with opened(stream) as messages:
-        stream.carry(1, 1, updates)
+        stream.add(1, 1, updates)
         await anext(messages)
         updates.put(update(3))
         updates.put(update(4))
@@ -139,7 +139,7 @@ def test_each_sequence_keeps_its_order(
         received: list[worker_pb2.StreamOutputsResponse] = []
         expected: dict[tuple[int, int], list[int]] = {}
         async with opened(stream) as messages:
-            stream.carry(1, 3, updates)
+            stream.add(1, 3, updates)
             for at, (index, token_ids, is_scored) in enumerate(steps):
                 updates.put(update(*token_ids, index=index, is_scored=is_scored))
                 expected[1, index] = expected.get((1, index), []) + token_ids
@@ -156,7 +156,7 @@ def test_each_sequence_keeps_its_order(
 async def test_an_error_comes_after_the_tokens_before_it(resting: OutputStream) -> None:
     updates = queue(update(2))
     async with opened(resting) as messages:
-        decode = resting.carry(1, 1, updates)
+        decode = resting.add(1, 1, updates)
         ended = asyncio.create_task(decode.ended())
         await anext(messages)
         updates.put(update(3))
@@ -175,7 +175,7 @@ async def test_a_beam_search_reports_its_count_and_then_all_answers_in_one_messa
     prompt = Sequence("r#0", [5], 1, SamplingParams(beam=BeamParams(width=4)), b"")
     stream, updates = OutputStream(0.0), Updates()
     async with opened(stream) as messages:
-        ended = asyncio.create_task(stream.carry(1, 4, updates).ended())
+        ended = asyncio.create_task(stream.add(1, 4, updates).ended())
         for num_generated in (TOKENS_PER_REPORT - 1, TOKENS_PER_REPORT, TOKENS_PER_REPORT + 1):
             prompt.tally.num_generated_tokens = num_generated
             updates.put(SequenceUpdate(prompt, 0, [], SequenceStatus.DECODING))
@@ -199,13 +199,13 @@ async def test_a_stream_that_ends_ends_its_decodes() -> None:
     async with aclosing(streams.serve("s")) as messages:
         await anext(messages)
         stream = streams.find("s")
-        decodes = [stream.carry(channel, 1, queue(update(2))) for channel in range(2)]
+        decodes = [stream.add(channel, 1, queue(update(2))) for channel in range(2)]
         with pytest.raises(AlreadyExists):
-            stream.carry(1, 1, Updates())
+            stream.add(1, 1, Updates())
     with pytest.raises(Aborted):
         streams.find("s")
     with pytest.raises(Aborted):
-        stream.carry(3, 1, Updates())
+        stream.add(3, 1, Updates())
     for decode in decodes:
         with pytest.raises(Aborted):
             await asyncio.wait_for(decode.ended(), 20)
@@ -233,9 +233,9 @@ async def refused(messages: Messages, error: type[ServiceError]) -> None:
 
 async def test_a_decode_that_was_cancelled_leaves_nothing(resting: OutputStream) -> None:
     async with opened(resting) as messages:
-        ended = asyncio.create_task(resting.carry(1, 1, queue(update(2))).ended())
+        ended = asyncio.create_task(resting.add(1, 1, queue(update(2))).ended())
         await asyncio.sleep(0)
         ended.cancel()
         await asyncio.gather(ended, return_exceptions=True)
-        resting.carry(1, 1, queue(update(9)))
+        resting.add(1, 1, queue(update(9)))
         assert tokens_of(await anext(messages)) == {(1, 0): [9]}

@@ -13,41 +13,41 @@ from quire.engine.kv_cache.memory import KvMemory
 from quire.kvindex.kv_layout import KvShape
 from quire.kvtransfer.errors import BadBlockError, DigestMismatchError
 from quire.kvtransfer.frame import Frame, digest
-from quire.services.worker.blocks.prefix_pull import _Arrivals
+from quire.services.worker.blocks.prefix_pull import _PulledBlocks
 
 BLOCK_SIZE = 4
 
 
 async def test_a_pull_takes_no_block_that_would_end_the_engine() -> None:
     memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "int8"), 8, torch.device("cpu"))
-    arrivals = _Arrivals("pull", cast("EngineThread", None), memory, [b"hash"])
-    arrivals._block_ids = [1]
+    pulled = _PulledBlocks("pull", cast("EngineThread", None), memory, [b"hash"])
+    pulled._block_ids = [1]
     with pytest.raises(BadBlockError, match="block 0: a stored scale"):
-        arrivals.write([Frame(0, b"hash", bytes(memory.shape.block_bytes))])
-    assert arrivals.num_written == 0
+        pulled.write([Frame(0, b"hash", bytes(memory.shape.block_bytes))])
+    assert pulled.num_written == 0
 
 
-def arrivals_of(memory: KvMemory) -> _Arrivals:
-    made = _Arrivals("pull", cast("EngineThread", Mock()), memory, [b"hash"] * 2)
+def pulled_blocks_of(memory: KvMemory) -> _PulledBlocks:
+    made = _PulledBlocks("pull", cast("EngineThread", Mock()), memory, [b"hash"] * 2)
     made._block_ids = [1, 2]
     return made
 
 
 def test_only_blocks_whose_copies_are_right_count_as_written() -> None:
     memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), 8, torch.device("cpu"))
-    arrivals = arrivals_of(memory)
+    pulled = pulled_blocks_of(memory)
     payload = bytes(range(memory.shape.block_bytes))
     right = digest(b"hash", payload)
     with pytest.raises(DigestMismatchError):
-        arrivals.write([Frame(0, b"hash", payload, right), Frame(1, b"hash", payload, right + 1)])
-    assert arrivals.num_written == 1
+        pulled.write([Frame(0, b"hash", payload, right), Frame(1, b"hash", payload, right + 1)])
+    assert pulled.num_written == 1
     assert memory.read(1) == payload
 
 
 def test_after_a_pull_has_ended_a_late_block_is_not_written() -> None:
     memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), 8, torch.device("cpu"))
-    arrivals = arrivals_of(memory)
-    arrivals.close()
-    arrivals.write([Frame(0, b"hash", b"x" * memory.shape.block_bytes)])
-    assert arrivals.num_written == 0
+    pulled = pulled_blocks_of(memory)
+    pulled.close()
+    pulled.write([Frame(0, b"hash", b"x" * memory.shape.block_bytes)])
+    assert pulled.num_written == 0
     assert memory.read(1) == bytes(memory.shape.block_bytes)

@@ -74,7 +74,7 @@ async def test_an_error_ends_the_request(last: SequenceUpdate | Exception, kind:
 async def test_what_waits_is_passed_on_before_what_comes_later() -> None:
     updates = queue(update(0), update(1))
     taken: list[SequenceUpdate | Exception] = []
-    updates.pass_on(taken.append)
+    updates.forward_to(taken.append)
     updates.put(update(2))
     failure = EngineFailedError("CUDA error")
     updates.put(failure)
