@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from queue import SimpleQueue
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from quire.services.worker.config import WorkerConfig
 
 RESTART_SECONDS = 1.0
 """Time between the end of a process and its next start."""
 
+T = TypeVar("T")
 Waitable = Connection | int
 """What ``multiprocessing.connection.wait`` waits for."""
 
@@ -78,3 +81,24 @@ class Launcher(Protocol):
     def events(self) -> list[Event]:
         """Do what is due and return what has happened since the last call, without waiting."""
         ...
+
+
+class Mailbox(Generic[T]):
+    """Passes objects from other threads to the one that waits until ``waitable`` is ready."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[T] = SimpleQueue()
+        self.waitable, self._signal = multiprocessing.Pipe(duplex=False)
+
+    def put(self, item: T) -> None:
+        """Add an object."""
+        self._queue.put(item)
+        self._signal.send_bytes(b".")
+
+    def take(self) -> list[T]:
+        """Return all objects, without waiting."""
+        items = []
+        while self.waitable.poll():
+            self.waitable.recv_bytes()
+            items.append(self._queue.get())
+        return items

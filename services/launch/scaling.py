@@ -1,107 +1,139 @@
-"""Starts and ends workers of a launcher, until as many of each role run as an operator has ordered."""
+"""Starts and ends workers of a launcher until as many of each role run as ``quire admin scale`` asked for."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count, islice
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import grpc
 
 from quire.protos import admin_pb2 as pb
-from quire.services.launch.launcher import Event, Launcher, NotStarted, Started
-from quire.services.launch.scale_orders import ScaleOrder
+from quire.protos import admin_pb2_grpc as pb_grpc
+from quire.services.launch.launcher import Event, Launcher, LaunchError, Mailbox, NotStarted, Stopped
 from quire.services.worker.config import WorkerConfig
 
 LEAST = {"prefill": 0, "decode": 1}
 """Fewest workers of each role; decode workers generate the tokens, so there has to be one."""
 MOST = 256
 """Most workers of a role, so that a slip of the finger does not start millions."""
+MAX_CALLS = 16
+"""Most calls that wait at the same time."""
 
 
-@dataclass
-class _Running:
-    """An order that is being carried out, and the workers that have still to start or to end."""
+class ScaleCall(NamedTuple):
+    """A call of ``ScaleWorkers`` that waits for its response."""
 
-    order: ScaleOrder
-    starting: set[str] = field(default_factory=set)
-    stopping: set[str] = field(default_factory=set)
-    result: pb.AnswerScaleOrderRequest = field(default_factory=pb.AnswerScaleOrderRequest)
+    num_workers: Mapping[str, int]
+    response: Future[pb.ScaleWorkersResponse]
+
+    def answer(self, scale: Callable[[Mapping[str, int]], pb.ScaleWorkersResponse]) -> None:
+        """Scale, and pass the response or the ``LaunchError`` on to the caller if it still waits."""
+        with suppress(InvalidStateError):
+            try:
+                self.response.set_result(scale(self.num_workers))
+            except LaunchError as error:
+                self.response.set_exception(error)
+
+    def end(self) -> None:
+        """End the wait, since the caller has left or the server stops."""
+        self.response.cancel()
 
 
-class Scaling:
-    """Carries out orders one after the other.
+class ScaleServer(pb_grpc.AdminServiceServicer):
+    """Serves ``ScaleWorkers`` to the routers of this stack, on the loopback, while the context is open.
+
+    Attributes:
+        address: host:port; chosen at once, so that routers can be started with it.
+        calls: for the one thread that may use the launcher.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Mailbox[ScaleCall] = Mailbox()
+        self._server = grpc.server(ThreadPoolExecutor(MAX_CALLS, "scale"))
+        pb_grpc.add_AdminServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def ScaleWorkers(
+        self, request: pb.ScaleWorkersRequest, context: grpc.ServicerContext
+    ) -> pb.ScaleWorkersResponse:
+        """Wait until the call has been answered, its caller has left or this server stops."""
+        call = ScaleCall(dict(request.num_workers), Future())
+        if context.add_callback(call.end):
+            self.calls.put(call)
+            try:
+                return call.response.result()
+            except LaunchError as error:
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            except CancelledError:
+                pass
+        return pb.ScaleWorkersResponse()
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.stop(None).wait()
+
+
+def scale(
+    launcher: Launcher,
+    make: Callable[[str], WorkerConfig],
+    drain: Callable[[str], None],
+    wait: Callable[[], Iterable[Event]],
+    num_workers: Mapping[str, int],
+) -> pb.ScaleWorkersResponse:
+    """Start and end workers; return which, once the new ones serve and the others have ended.
 
     Args:
         make: returns the configuration of a new worker by its name, such as decode-2.
         drain: makes routers send no new requests to a worker, and move its answers elsewhere.
+        wait: waits for the next events of the launcher.
+        num_workers: how many workers there shall be of each role; other roles do not change.
+
+    Raises:
+        LaunchError: a number is not possible, or a worker did not start and has been stopped.
     """
+    for role, number in num_workers.items():
+        if role not in LEAST or not LEAST[role] <= number <= MOST:
+            possible = " and ".join(f"{each} {fewest} to {MOST}" for each, fewest in LEAST.items())
+            raise LaunchError(f"{role}={number} is not possible, only {possible}")
+    response, problem = pb.ScaleWorkersResponse(), ""
+    starting, stopping = set[str](), set[str]()
 
-    def __init__(
-        self, launcher: Launcher, make: Callable[[str], WorkerConfig], drain: Callable[[str], None]
-    ) -> None:
-        self._launcher = launcher
-        self._make = make
-        self._drain = drain
-        self._leaving: set[str] = set()
-        self._waiting: deque[ScaleOrder] = deque()
-        self._running: _Running | None = None
+    def stop(name: str) -> None:
+        drain(name)
+        launcher.stop(name)
+        stopping.add(name)
 
-    def take(self, orders: Iterable[ScaleOrder]) -> None:
-        """Carry out orders, as soon as those before them are done."""
-        self._waiting.extend(orders)
-        while self._running is None and self._waiting:
-            self._running = self._begin(self._waiting.popleft())
-            self._finish()
-
-    def note(self, event: Event) -> None:
-        """Note what has happened to a worker, and answer the order that waited for it."""
-        running, name = self._running, event.name
-        if isinstance(event, NotStarted) and running is not None and name in running.starting:
-            running.result.problem = f"{name} did not start: {event.error}"
-            running.starting.discard(name)
-            self._stop(name, running)
-        elif isinstance(event, Started) and running is not None and name in running.starting:
-            running.starting.discard(name)
-            running.result.started.append(name)
-        elif not isinstance(event, NotStarted | Started):
-            self._leaving.discard(name)
-            if running is not None and name in running.stopping:
-                running.stopping.discard(name)
-                running.result.left.append(name)
-        self._finish()
-
-    def _begin(self, order: ScaleOrder) -> _Running:
-        running = _Running(order)
-        for role, number in order.num_workers.items():
-            if role not in LEAST or not LEAST[role] <= number <= MOST:
-                possible = " and ".join(f"{each} {fewest} to {MOST}" for each, fewest in LEAST.items())
-                running.result.problem = f"{role}={number} is not possible, only {possible}"
-                return running
-        for role, number in order.num_workers.items():
-            self._scale(role, number, running)
-        return running
-
-    def _scale(self, role: str, number: int, running: _Running) -> None:
-        present = [name for name in self._launcher.names - self._leaving if name.startswith(f"{role}-")]
-        present.sort(key=lambda name: int(name.removeprefix(f"{role}-")))
+    for role, number in num_workers.items():
+        present = [name for name in launcher.names if name.startswith(f"{role}-")]
+        present.sort(key=lambda name: int(name.rpartition("-")[2]))
         for name in reversed(present[number:]):
-            self._stop(name, running)
-        free = (name for index in count() if (name := f"{role}-{index}") not in self._launcher.names)
+            stop(name)
+        free = (name for index in count() if (name := f"{role}-{index}") not in launcher.names)
         new = list(islice(free, max(0, number - len(present))))
-        running.starting.update(new)
-        self._launcher.start({name: self._make(name) for name in new})
-
-    def _stop(self, name: str, running: _Running) -> None:
-        self._drain(name)
-        self._leaving.add(name)
-        running.stopping.add(name)
-        self._launcher.stop(name)
-
-    def _finish(self) -> None:
-        """Answer the order whose workers have all started or ended, and begin the next."""
-        running = self._running
-        if running is None or running.starting or running.stopping:
-            return
-        running.order.answer(running.result)
-        self._running = None
-        self.take(())
+        launcher.start({name: make(name) for name in new})
+        starting.update(new)
+    while starting or stopping:
+        for event in wait():
+            name = event.name
+            if name in stopping and isinstance(event, Stopped):
+                stopping.discard(name)
+                response.left.append(name)
+            elif name in starting:
+                starting.discard(name)
+                if isinstance(event, NotStarted):
+                    problem = f"{name} did not start: {event.error}"
+                    stop(name)
+                else:
+                    response.started.append(name)
+    if problem:
+        raise LaunchError(problem)
+    return response

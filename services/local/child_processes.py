@@ -65,7 +65,7 @@ def fork_server(modules: Sequence[str]) -> Context:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
     # The server keeps these signals blocked, so that one sent to the whole process group does not end it.
-    with _signals_held_back():
+    with signals_held_back():
         forkserver.ensure_running()
     return context
 
@@ -145,8 +145,8 @@ def start_child(name: str, target: Target, argument: object, context: Context = 
 
 
 @contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Block the stop signals while a process starts.
+def signals_held_back() -> Iterator[None]:
+    """Block the stop signals while a process starts, or for good in threads that are started meanwhile.
 
     A signal then arrives only after the process is complete and recorded, and Ctrl-C only after the process
     has its own group.
@@ -280,7 +280,7 @@ class ChildProcesses:
 
     def _start(self, name: str) -> None:
         self._starting.add(name)
-        with _signals_held_back():
+        with signals_held_back():
             self.running[name] = start_child(name, self._target, self._arguments[name], self._context)
 
     def _report(self, child: Child) -> Event:

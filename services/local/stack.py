@@ -25,12 +25,12 @@ from quire.rpc.errors import ServiceError
 from quire.rpc.proof import Caller, Peer
 from quire.rpc.server import Draining
 from quire.services.launch.launcher import Event, Launcher, LaunchError, NotStarted, Started, Waitable
-from quire.services.launch.scale_orders import ScaleOrders
-from quire.services.launch.scaling import Scaling
+from quire.services.launch.scaling import ScaleServer, scale
 from quire.services.local.child_processes import (
     KILL_SECONDS,
     Child,
     ChildProcesses,
+    signals_held_back,
     stop_on_signals,
     stopped_at_end,
 )
@@ -149,12 +149,15 @@ def run(
     configure_logging(config.log_level, process="stack")
     console = Console(stderr=True)
     received = stop_on_signals()
+    with signals_held_back():  # as gRPC's threads then do for good
+        scaling = ScaleServer()
+    config = replace(config, router=replace(config.router, launcher_address=scaling.address))
     try:
         with local_stack(config, console, open_launcher) as stack:
             _print_banner(console, config, stack)
             if on_ready is not None:
                 on_ready(stack.address)
-            _follow(stack)
+            _follow(stack, scaling)
     except KeyboardInterrupt:
         if len(received) > 1:
             raise SystemExit(128 + received[-1]) from None
@@ -284,19 +287,14 @@ def _wait_until_joined(admin_address: str, config: LocalStackConfig) -> None:
             time.sleep(JOIN_POLL_SECONDS)
 
 
-def _follow(stack: RunningStack) -> None:
-    """Restart processes that end, and execute the orders of operators, until a signal interrupts this."""
-    scaling = Scaling(stack.launcher, stack.make_worker, partial(_drain, stack))
-    with ScaleOrders() as orders:
-        for name, addresses in stack.addresses.items():
-            orders.follow(name, addresses.admin)
+def _follow(stack: RunningStack, scaling: ScaleServer) -> None:
+    """Restart processes that end, and scale for operators, until a signal interrupts this."""
+    scale_stack = partial(scale, stack.launcher, stack.make_worker, partial(_drain, stack), stack.wait)
+    with scaling:
         while True:
-            for event in stack.wait(orders.arrived.waitable):
-                if event.name not in stack.routers:
-                    scaling.note(event)
-                elif isinstance(event, Started):
-                    orders.follow(event.name, stack.addresses[event.name].admin)
-            scaling.take(orders.arrived.take())
+            stack.wait(scaling.calls.waitable)
+            for call in scaling.calls.take():
+                call.answer(scale_stack)
 
 
 def _drain(stack: RunningStack, name: str) -> None:

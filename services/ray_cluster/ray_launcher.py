@@ -23,12 +23,12 @@ from quire.services.launch.launcher import (
     Event,
     Launcher,
     LaunchError,
+    Mailbox,
     NotStarted,
     Started,
     Stopped,
     Waitable,
 )
-from quire.services.launch.mailbox import Mailbox
 from quire.services.local.child_processes import KILL_SECONDS
 from quire.services.local.config import LocalStackConfig
 from quire.services.ray_cluster.connection import connected

@@ -176,7 +176,9 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         metrics_port = stack.enter_context(
             metrics_server(metrics.registry, Probes(server, lag), config.host, config.metrics_port)
         )
-        admin = await stack.enter_async_context(admin_server(workers, roles, config.chosen_admin_port))
+        admin = await stack.enter_async_context(
+            admin_server(workers, roles, config.chosen_admin_port, config.launcher_address)
+        )
         http = None
         if config.http_port is not None:
             http = await stack.enter_async_context(public_http_server(config, servicer, metrics, memory))

@@ -90,6 +90,7 @@ class RouterConfig(ServiceConfig):
     """Settings of a router; workers come from ``redis_url``, or from ``worker_addresses`` if that is None.
 
     Attributes:
+        launcher_address: host:port of the process that has started this router and can scale workers.
         http_times: time limits of HTTP clients.
         poll_seconds: interval at which the router looks for workers and probes the busy ones.
         silent_seconds: time after which a worker that answers no probe is lost.
@@ -192,6 +193,7 @@ class RouterConfig(ServiceConfig):
     )
     placing: PolicyConfig = field(default_factory=PolicyConfig)
     slo: SloTargets = field(default_factory=SloTargets)
+    launcher_address: str | None = None
     http_times: HttpTimes = field(default_factory=HttpTimes)
     poll_seconds: float = POLL_SECONDS
     silent_seconds: float = SILENT_SECONDS

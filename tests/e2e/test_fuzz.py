@@ -34,8 +34,6 @@ _REFUSALS = {
     "DrainWorker": (grpc.StatusCode.NOT_FOUND,),
     "ChangeWorkerRole": (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT),
     "ScaleWorkers": (grpc.StatusCode.FAILED_PRECONDITION,),
-    # There are no orders, so it is out of time.
-    "FollowScaleOrders": (grpc.StatusCode.DEADLINE_EXCEEDED,),
     "SetRole": (grpc.StatusCode.INVALID_ARGUMENT,),
     # The call before may still be ending.
     "StreamOutputs": (grpc.StatusCode.ALREADY_EXISTS,),

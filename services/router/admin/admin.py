@@ -16,10 +16,9 @@ from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
 from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
-from quire.rpc.errors import NotFound, ServiceError, Unavailable
+from quire.rpc.errors import FailedPrecondition, NotFound, ServiceError, Unavailable
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.admin.roles import Roles
-from quire.services.router.admin.scaling import Scaling
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.log import get_logger, set_level
@@ -32,12 +31,16 @@ Response = TypeVar("Response")
 
 
 class AdminServicer(pb_grpc.AdminServiceServicer):
-    """Serves ``AdminService`` over the workers that the router knows."""
+    """Serves ``AdminService`` over the workers that the router knows.
 
-    def __init__(self, workers: WorkerSet, roles: Roles) -> None:
+    Args:
+        launcher_address: host:port of the process that scales workers; None: there is none.
+    """
+
+    def __init__(self, workers: WorkerSet, roles: Roles, launcher_address: str | None = None) -> None:
         self._workers = workers
         self._roles = roles
-        self._scaling = Scaling()
+        self._launcher_address = launcher_address
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Any) -> pb.ListWorkersResponse:
         """Return the status of every worker; a worker that does not answer has no load."""
@@ -98,22 +101,25 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 
     async def ScaleWorkers(self, request: pb.ScaleWorkersRequest, context: Any) -> pb.ScaleWorkersResponse:
         """Let the process that has started this router start or end workers; return which."""
-        response = await self._scaling.scale(request)
+        if self._launcher_address is None:
+            raise FailedPrecondition(
+                "this router cannot start workers, since `quire serve` has not started it: "
+                "you start and stop `quire prefill` and `quire decode` yourself",
+                reason="NO_LAUNCHER",
+            )
+        try:
+            async with grpc.aio.insecure_channel(self._launcher_address) as channel:
+                launcher = pb_grpc.AdminServiceStub(channel)
+                response: pb.ScaleWorkersResponse = await launcher.ScaleWorkers(
+                    request, timeout=context.time_remaining()
+                )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise FailedPrecondition(error.details() or "", reason="NOT_SCALED") from error
+            problem = f"`quire serve` is still starting or has ended: {error.details()}"
+            raise Unavailable(problem, reason="NO_LAUNCHER") from error
         _log.info("workers_scaled", started=len(response.started), left=len(response.left))
         return response
-
-    def FollowScaleOrders(
-        self, request: pb.FollowScaleOrdersRequest, context: Any
-    ) -> AsyncIterator[pb.FollowScaleOrdersResponse]:
-        """Yield the orders of ``ScaleWorkers`` to the process that starts workers."""
-        return self._scaling.orders()
-
-    async def AnswerScaleOrder(
-        self, request: pb.AnswerScaleOrderRequest, context: Any
-    ) -> pb.AnswerScaleOrderResponse:
-        """Pass the result of an order on to the call that waits for it."""
-        self._scaling.answer(request)
-        return pb.AnswerScaleOrderResponse()
 
     def _find(self, worker_ids: Sequence[str]) -> list[Worker]:
         known = {worker.worker_id: worker for worker in self._workers.all()}
@@ -127,13 +133,16 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 
 
 @asynccontextmanager
-async def admin_server(workers: WorkerSet, roles: Roles, port: int) -> AsyncIterator[GrpcServer]:
+async def admin_server(
+    workers: WorkerSet, roles: Roles, port: int, launcher_address: str | None
+) -> AsyncIterator[GrpcServer]:
     """Serve the admin calls on the loopback until the context ends.
 
     Raises:
         OSError: the port cannot be bound.
     """
-    service = Service(pb_grpc.add_AdminServiceServicer_to_server, AdminServicer(workers, roles), SERVICE_NAME)
+    servicer = AdminServicer(workers, roles, launcher_address)
+    service = Service(pb_grpc.add_AdminServiceServicer_to_server, servicer, SERVICE_NAME)
     async with grpc_server([service], host="127.0.0.1", port=port, registry=CollectorRegistry()) as server:
         await server.ready()
         yield server

@@ -1,20 +1,26 @@
-"""How orders become workers that start or leave, with a launcher that only notes what it is told."""
+"""How calls become workers that start or leave, with a launcher that only notes what it is told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from multiprocessing.connection import wait
+from unittest.mock import Mock
 
+import grpc
 import pytest
 
 from quire.protos import admin_pb2 as pb
-from quire.services.launch.launcher import Event, NotStarted, Started, Stopped, Waitable
-from quire.services.launch.scale_orders import ScaleOrder
-from quire.services.launch.scaling import MOST, Scaling
+from quire.protos.admin_pb2_grpc import AdminServiceStub
+from quire.services.launch.launcher import Event, LaunchError, NotStarted, Started, Stopped, Waitable
+from quire.services.launch.scaling import MOST, ScaleCall, ScaleServer, scale
 from quire.services.worker.config import WorkerConfig
+
+WAIT_SECONDS = 20.0
 
 
 class Noted:
-    """A launcher without processes."""
+    """A launcher without processes, and the events that follow in turn."""
 
     host = "127.0.0.1"
     seconds: float | None = None
@@ -23,6 +29,7 @@ class Noted:
         self.names = set(names)
         self.started: list[str] = []
         self.stopped: list[str] = []
+        self.drained: list[str] = []
 
     def start(self, configs: Mapping[str, WorkerConfig]) -> None:
         self.names |= set(configs)
@@ -37,78 +44,103 @@ class Noted:
     def events(self) -> list[Event]:
         return []
 
+    def scale(self, *events: Event, **num_workers: int) -> pb.ScaleWorkersResponse:
+        following: Iterator[Event] = iter(events)
 
-class Answers(list[pb.AnswerScaleOrderRequest]):
-    """The results, in order."""
+        def make(name: str) -> WorkerConfig:
+            return WorkerConfig(model="m", role="decode")
 
-    def order(self, **num_workers: int) -> ScaleOrder:
-        return ScaleOrder(num_workers, self.append)
-
-
-Begun = tuple[Noted, list[str], Answers, Scaling]
-
-
-@pytest.fixture
-def begin() -> Callable[..., Begun]:
-    def start(*names: str) -> Begun:
-        launcher, drained = Noted(*names), list[str]()
-        scaling = Scaling(launcher, lambda name: WorkerConfig(model="m", role="decode"), drained.append)
-        return launcher, drained, Answers(), scaling
-
-    return start
+        response = scale(self, make, self.drained.append, lambda: [next(following)], num_workers)
+        assert not list(following)
+        return response
 
 
-def test_orders_are_carried_out_one_after_the_other(begin: Callable[..., Begun]) -> None:
-    launcher, drained, answers, scaling = begin("prefill-0", "decode-0")
-    scaling.take([answers.order(decode=3), answers.order(decode=1, prefill=0)])
+def test_it_returns_when_all_new_workers_serve() -> None:
+    launcher = Noted("prefill-0", "decode-0")
+    response = launcher.scale(Started("decode-2", None), Started("decode-1", None), decode=3)
     assert launcher.started == ["decode-1", "decode-2"]
-    scaling.note(Started("decode-2", None))
-    assert not answers
-    assert not drained
-    scaling.note(Started("decode-1", None))
-    assert list(answers[0].started) == ["decode-2", "decode-1"]
-    assert drained == launcher.stopped == ["decode-2", "decode-1", "prefill-0"]
-    for name in drained:
-        launcher.names.discard(name)
-        scaling.note(Stopped(name))
-    assert list(answers[1].left) == ["decode-2", "decode-1", "prefill-0"]
+    assert response == pb.ScaleWorkersResponse(started=["decode-2", "decode-1"])
 
 
-def test_an_order_that_changes_nothing_is_answered_at_once(begin: Callable[..., Begun]) -> None:
-    _, _, answers, scaling = begin("prefill-0", "decode-0")
-    scaling.take([answers.order(decode=1), answers.order()])
-    assert answers == [pb.AnswerScaleOrderRequest()] * 2
+def test_the_highest_numbers_are_drained_and_end() -> None:
+    launcher = Noted("prefill-0", *(f"decode-{index}" for index in range(11)))
+    leaving = ["decode-10", "decode-9", "prefill-0"]
+    response = launcher.scale(*(Stopped(name) for name in leaving), decode=9, prefill=0)
+    assert launcher.drained == launcher.stopped == leaving
+    assert response == pb.ScaleWorkersResponse(left=leaving)
+
+
+def test_where_nothing_has_to_change_nothing_does() -> None:
+    launcher = Noted("prefill-0", "decode-0")
+    assert launcher.scale(decode=1) == launcher.scale() == pb.ScaleWorkersResponse()
 
 
 @pytest.mark.parametrize(
     "wrong", [{"decode": 0}, {"decode": MOST + 1}, {"prefill": 2**32 - 1}, {"router": 1}]
 )
-def test_impossible_numbers_change_nothing(begin: Callable[..., Begun], wrong: dict[str, int]) -> None:
-    launcher, drained, answers, scaling = begin("decode-0")
-    scaling.take([answers.order(**{"prefill": 1, **wrong})])
-    assert "prefill 0 to 256 and decode 1 to 256" in answers[0].problem
+def test_impossible_numbers_change_nothing(wrong: dict[str, int]) -> None:
+    launcher = Noted("decode-0")
+    with pytest.raises(LaunchError, match="prefill 0 to 256 and decode 1 to 256"):
+        launcher.scale(**{"prefill": 1, **wrong})
     assert not launcher.started
-    assert not drained
+    assert not launcher.drained
 
 
-def test_a_worker_that_does_not_start_is_withdrawn(begin: Callable[..., Begun]) -> None:
-    launcher, drained, answers, scaling = begin("decode-0")
-    scaling.take([answers.order(decode=3)])
-    scaling.note(NotStarted("decode-1", RuntimeError("no memory")))
-    scaling.note(Started("decode-2", None))
-    assert drained == ["decode-1"]
-    assert not answers
-    launcher.names.discard("decode-1")
-    scaling.note(Stopped("decode-1"))
-    assert answers[0].problem == "decode-1 did not start: no memory"
-    assert list(answers[0].started) == ["decode-2"]
+def test_a_worker_that_does_not_start_is_withdrawn() -> None:
+    launcher = Noted("decode-0")
+    failed = NotStarted("decode-1", RuntimeError("no memory"))
+    with pytest.raises(LaunchError, match="decode-1 did not start: no memory"):
+        launcher.scale(failed, Started("decode-2", None), Stopped("decode-1"), decode=3)
+    assert launcher.drained == launcher.stopped == ["decode-1"]
 
 
-def test_the_restart_of_another_worker_is_not_counted(begin: Callable[..., Begun]) -> None:
-    _, _, answers, scaling = begin("decode-0")
-    scaling.take([answers.order(decode=2)])
-    scaling.note(NotStarted("decode-0", RuntimeError("again")))
-    scaling.note(Started("decode-0", None))
-    assert not answers
-    scaling.note(Started("decode-1", None))
-    assert answers == [pb.AnswerScaleOrderRequest(started=["decode-1"])]
+def test_the_restart_of_another_worker_is_not_counted() -> None:
+    again = [NotStarted("decode-0", RuntimeError("again")), Started("decode-0", None)]
+    response = Noted("decode-0").scale(*again, Started("decode-1", None), decode=2)
+    assert response == pb.ScaleWorkersResponse(started=["decode-1"])
+
+
+def next_call(server: ScaleServer) -> ScaleCall:
+    assert wait([server.calls.waitable], WAIT_SECONDS)
+    [call] = server.calls.take()
+    return call
+
+
+def refuse(num_workers: Mapping[str, int]) -> pb.ScaleWorkersResponse:
+    raise LaunchError("not so")
+
+
+def test_a_call_gets_its_response_or_why_there_is_none() -> None:
+    server = ScaleServer()
+    with server, grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor() as callers:
+        request = pb.ScaleWorkersRequest(num_workers={"decode": 2})
+        stub = AdminServiceStub(channel)
+        first = callers.submit(stub.ScaleWorkers, request, timeout=WAIT_SECONDS)
+        next_call(server).answer(lambda num_workers: pb.ScaleWorkersResponse(started=list(num_workers)))
+        assert first.result() == pb.ScaleWorkersResponse(started=["decode"])
+        second = callers.submit(stub.ScaleWorkers, request, timeout=WAIT_SECONDS)
+        next_call(server).answer(refuse)
+        with pytest.raises(grpc.RpcError, match="not so"):
+            second.result()
+
+
+def test_workers_change_for_a_caller_that_has_left_too() -> None:
+    server = ScaleServer()
+    with server, grpc.insecure_channel(server.address) as channel:
+        waiting = AdminServiceStub(channel).ScaleWorkers.future(pb.ScaleWorkersRequest(num_workers={}))
+        call = next_call(server)
+        waiting.cancel()
+        with pytest.raises(CancelledError):
+            call.response.result(WAIT_SECONDS)
+        scaled = Mock(return_value=pb.ScaleWorkersResponse())
+        call.answer(scaled)
+        scaled.assert_called_once_with({})
+
+
+def test_calls_that_wait_when_the_server_stops_fail() -> None:
+    server = ScaleServer()
+    with grpc.insecure_channel(server.address) as channel:
+        with server:
+            waiting = AdminServiceStub(channel).ScaleWorkers.future(pb.ScaleWorkersRequest())
+            next_call(server)
+        assert waiting.exception(WAIT_SECONDS) is not None

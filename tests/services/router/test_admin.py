@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from quire.client import NotFound
+from quire.client import NotFound, Unavailable, Unsupported
 from quire.client.admin import AdminClient
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
@@ -63,3 +63,40 @@ async def test_the_admin_port_is_apart_from_the_public_one(pair: Any) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pb_grpc.AdminServiceStub(channel).ListWorkers(pb.ListWorkersRequest())
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+class Launcher(pb_grpc.AdminServiceServicer):
+    """Says that it has started as many decode workers as it is asked for, but has room for three only."""
+
+    async def ScaleWorkers(self, request: pb.ScaleWorkersRequest, context: Any) -> pb.ScaleWorkersResponse:
+        number = request.num_workers["decode"]
+        if number > 3:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "decode-3 did not start: no memory")
+        return pb.ScaleWorkersResponse(started=[f"decode-{index}" for index in range(number)])
+
+
+async def test_scaling_is_passed_on_to_the_process_that_started_the_router(pair: Any) -> None:
+    launcher = grpc.aio.server()
+    pb_grpc.add_AdminServiceServicer_to_server(Launcher(), launcher)
+    port = launcher.add_insecure_port("127.0.0.1:0")
+    await launcher.start()
+    await pair.start(launcher_address=f"127.0.0.1:{port}")
+    with AdminClient(pair.running.admin_address) as admin:
+        scaled = await asyncio.to_thread(admin.scale, {"decode": 2})
+        assert scaled.started == ["decode-0", "decode-1"]
+        with pytest.raises(Unsupported, match="decode-3 did not start: no memory") as refused:
+            await asyncio.to_thread(admin.scale, {"decode": 4})
+        assert refused.value.reason == "NOT_SCALED"
+        await launcher.stop(None)
+        with pytest.raises(Unavailable, match="is still starting or has ended") as gone:
+            await asyncio.to_thread(admin.scale, {"decode": 2})
+        assert gone.value.reason == "NO_LAUNCHER"
+
+
+async def test_without_a_launcher_the_remedy_is_named(pair: Any) -> None:
+    await pair.start()
+    with (
+        AdminClient(pair.running.admin_address) as admin,
+        pytest.raises(Unsupported, match="start and stop `quire prefill` and `quire decode` yourself"),
+    ):
+        await asyncio.to_thread(admin.scale, {"decode": 2})
