@@ -26,7 +26,8 @@ from rich.table import Table
 from quire.client import AsyncClient, Message, Usage
 from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
 from quire.routing.placement import PolicyConfig
-from quire.routing.policy import Policy, Pulls
+from quire.routing.policy import Policy
+from quire.routing.pulls import Pulls
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import local_stack
 from quire.services.router.config import RouterConfig

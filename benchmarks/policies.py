@@ -31,7 +31,8 @@ from rich.table import Table
 
 from quire.benchmarks.live_replay import LiveOutcome, replay_live
 from quire.routing.placement import PolicyConfig
-from quire.routing.policy import Policy, Pulls
+from quire.routing.policy import Policy
+from quire.routing.pulls import Pulls
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import local_stack

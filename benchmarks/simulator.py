@@ -23,7 +23,8 @@ from rich.table import Table
 from quire.benchmarks.live_replay import LiveOutcome, measure_pulls, replay_live
 from quire.client import AsyncClient
 from quire.routing.placement import PolicyConfig
-from quire.routing.policy import Policy, Pulls
+from quire.routing.policy import Policy
+from quire.routing.pulls import Pulls
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig

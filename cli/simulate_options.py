@@ -11,7 +11,8 @@ import typer
 
 from quire.cli.failure import writable
 from quire.routing.placement import PolicyConfig
-from quire.routing.policy import Policy, Pulls
+from quire.routing.policy import Policy
+from quire.routing.pulls import Pulls
 from quire.services.router.config import RouterConfig
 
 if TYPE_CHECKING:

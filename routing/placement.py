@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from quire.routing import policy
+from quire.routing import policy, pulls
 from quire.routing.history import PrefixHistory
-from quire.routing.policy import Blocks, CandidateWorker, Estimate, Peer, Policy, PullChoice, Pulls
+from quire.routing.policy import CandidateWorker, Estimate, Policy, Reason
+from quire.routing.pulls import Blocks, Peer, Pulls
 from quire.routing.rates import Rates
 from quire.settings.setting import Panel, check_settings, setting
 
@@ -91,11 +92,12 @@ class PlannedPrompt(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The workers chosen for an attempt, and the estimate behind the choice."""
+    """The workers chosen for an attempt, and the reasons for the choice."""
 
-    decode: policy.DecodeChoice
-    prefill: policy.PrefillChoice | None
-    """The prefill worker; None: the decode worker computes the prompt."""
+    decode: CandidateWorker
+    decode_reason: Reason
+    prefill_reason: Reason | None
+    """None: the decode worker computes the prompt."""
     estimate: Estimate
     """Estimate for the worker that computes the prompt."""
     prompt: PlannedPrompt
@@ -109,14 +111,14 @@ class Placement(NamedTuple):
         return self.prompt.num_tokens
 
     @property
-    def computing(self) -> str:
-        """Id of the worker that computes the prompt."""
-        return self.prefill.worker_id if self.prefill else self.decode.worker_id
+    def prefill(self) -> CandidateWorker | None:
+        """The prefill worker; None: the decode worker computes the prompt."""
+        return self.estimate.candidate if self.prefill_reason else None
 
     @property
-    def pull(self) -> PullChoice | None:
-        """Pull that brings a peer's blocks to this worker before it computes the rest; None: no pull."""
-        return self.estimate.pull
+    def computing(self) -> str:
+        """Id of the worker that computes the prompt."""
+        return self.estimate.candidate.worker_id
 
     @property
     def pending_tokens(self) -> int:
@@ -202,33 +204,36 @@ class Planner:
         self._present.update(workers)
         growth = prompt.num_answers * min(prompt.max_output_tokens, round(self._answer_tokens))
         resident_tokens = prompt.num_tokens + growth
-        decoder = policy.choose_decode(
+        choice = policy.choose_decode(
             rule, [self._candidate(worker, prompt) for worker in decode], resident_tokens, key, self._rng
         )
-        if decoder is None:
+        if choice is None:
             return None
+        decoder, decode_reason = choice
         peers = self._peers(prompt, workers)
-        local = self._estimate(decoder.candidate, prompt, peers)
+        local = self._estimate(decoder, prompt, peers)
         remote = None
         if not prompt.must_be_local:
             estimates = [self._estimate(self._candidate(worker, prompt), prompt, peers) for worker in prefill]
             remote = policy.choose_prefill(rule, estimates, key, self._rng)
         if remote is not None and policy.is_local_sooner(
             local,
-            remote.estimate,
+            remote[0],
             handoff_seconds=self._handoff_seconds,
-            num_running=decoder.candidate.num_requests,
+            num_running=decoder.num_requests,
             max_tokens=self.config.local_prefill_tokens,
         ):
             remote = None
-        estimate = remote.estimate if remote else local
+        estimate, prefill_reason = remote or (local, None)
         if estimate.seconds > prompt.max_seconds:
             raise TooLateError(estimate.seconds)
         # Only the worker that computes the prompt is noted. A decode worker that waits for a push has nothing
         # yet: if it were chosen for its prefix now, it would compute the whole prompt a second time.
         self._note(estimate.candidate, prompt)
         self.work.add(estimate.compute_seconds, is_local=remote is None)
-        return Placement(decoder, remote, estimate, prompt, self._clock(), resident_tokens)
+        return Placement(
+            decoder, decode_reason, prefill_reason, estimate, prompt, self._clock(), resident_tokens
+        )
 
     def pending_seconds(self, worker_id: str, num_tokens: int) -> float:
         """Return the expected time in which a worker computes this number of prompt tokens."""
@@ -253,9 +258,10 @@ class Planner:
             cached_tokens: prompt tokens that were not computed.
             seconds: time since the worker was called.
         """
-        if placement.pull is not None and placement.pull.worker_id in self._present:
-            self._pulled(placement.pull, pull)
-        for candidate in (placement.estimate.candidate, placement.decode.candidate):
+        peer = placement.estimate.peer
+        if peer is not None and peer.worker_id in self._present:
+            self._pulled(peer, pull)
+        for candidate in (placement.estimate.candidate, placement.decode):
             if candidate.worker_id in self._present:
                 self._note(candidate, placement.prompt)
         worker_id, now = placement.computing, self._clock()
@@ -281,13 +287,13 @@ class Planner:
         max_blocks = candidate.capacity_tokens // self._blocks.tokens
         self._history.note(candidate.worker_id, prompt.block_hashes, max_blocks)
 
-    def _pulled(self, choice: PullChoice, pull: PullOutcome) -> None:
+    def _pulled(self, peer: Peer, pull: PullOutcome) -> None:
         if pull.has_failed:
-            num_bytes, seconds = choice.num_blocks * self._blocks.bytes, pull.seconds + FAILED_PULL_SECONDS
-            self._pull_rates.add(choice.worker_id, num_bytes, seconds, is_usual=False)
+            num_bytes, seconds = peer.num_blocks * self._blocks.bytes, pull.seconds + FAILED_PULL_SECONDS
+            self._pull_rates.add(peer.worker_id, num_bytes, seconds, is_usual=False)
         elif pull.num_bytes:
-            seconds = max(pull.seconds - policy.PULL_ROUND_TRIP_SECONDS, pull.seconds / 10)
-            self._pull_rates.add(choice.worker_id, pull.num_bytes, seconds)
+            seconds = max(pull.seconds - pulls.PULL_ROUND_TRIP_SECONDS, pull.seconds / 10)
+            self._pull_rates.add(peer.worker_id, pull.num_bytes, seconds)
 
     def _estimate(self, candidate: CandidateWorker, prompt: PlannedPrompt, peers: Sequence[Peer]) -> Estimate:
         return policy.estimate(candidate, prompt.num_tokens, peers, self._blocks, self.config.pulls)
@@ -311,9 +317,13 @@ class Planner:
         Workers that are still computing the prefix cannot be pulled from, so the history is not used here.
         """
         cached = prompt.cached_by_worker or {}
-        return policy.best_peers(
+        return pulls.best_peers(
             [
-                Peer(name, min(num_tokens, prompt.num_tokens), self._pull_rates.get(name))
+                Peer(
+                    name,
+                    min(num_tokens, prompt.num_tokens) // self._blocks.tokens,
+                    self._pull_rates.get(name),
+                )
                 for name, num_tokens in cached.items()
                 if name in workers and not workers[name].is_unhealthy
             ]

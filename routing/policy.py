@@ -19,7 +19,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
+
+from quire.routing.pulls import Blocks, Peer, Pulls, choose_pull
 
 Item = TypeVar("Item")
 
@@ -30,13 +32,6 @@ TIE_SECONDS = 0.0005
 
 AFFINITY_BLOCKS = 16
 """Number of leading blocks that decide which worker a prompt prefers when costs are equal."""
-
-MIN_PULLED_BLOCKS = 4
-"""Minimum number of blocks for a pull; fewer are computed, because a pull has a fixed cost."""
-PULL_ROUND_TRIP_SECONDS = 0.005
-"""Fixed time of a pull, in addition to the time for its bytes."""
-MAX_PEERS = 4
-"""Number of peers considered for a pull: those with the most cached tokens."""
 
 IMBALANCE_RATIO = 3.0
 IMBALANCE_SECONDS = 2.0
@@ -55,14 +50,10 @@ class Policy(StrEnum):
     PRECISE = "precise"
 
 
-class Pulls(StrEnum):
-    """The condition for copying blocks that a peer has cached, instead of computing them.
-
-    ``measured`` copies where that is expected to be sooner.
-    """
-
-    NEVER = "never"
-    MEASURED = "measured"
+Reason = Literal["only", "prefix", "pull", "load", "tie", "imbalance"]
+"""Why a worker was chosen. ``only``: there was no other candidate; ``prefix``: it has more of the prompt
+cached; ``pull``: it is soonest because it can copy blocks; ``load``: it has the least load; ``tie``: the
+key's order decided; ``imbalance``: the queue of the soonest worker was too long."""
 
 
 class CandidateWorker(NamedTuple):
@@ -88,38 +79,14 @@ class CandidateWorker(NamedTuple):
     """Whether it is unhealthy: it failed recently or in this request, or it may be unable to serve."""
 
 
-class Peer(NamedTuple):
-    """A worker whose blocks another worker could copy."""
-
-    worker_id: str
-    cached_tokens: int
-    """Prompt tokens that it has cached, according to the index."""
-    bytes_per_second: float
-
-
-class Blocks(NamedTuple):
-    """Size of a block, in tokens and in bytes."""
-
-    tokens: int
-    bytes: int
-
-
-class PullChoice(NamedTuple):
-    """The peer whose blocks to copy, and the times that copying and computing them would take."""
-
-    worker_id: str
-    num_blocks: int
-    """Leading blocks of the prompt that the peer has, including those that need no copy."""
-    pull_seconds: float
-    compute_seconds: float
-
-
 class Estimate(NamedTuple):
     """Expected time until a worker's first token."""
 
     candidate: CandidateWorker
     queue_seconds: float
-    pull: PullChoice | None
+    peer: Peer | None
+    """Where the worker first copies blocks from; None: nowhere."""
+    pull_seconds: float
     compute_seconds: float
     """Time to compute the tokens that are neither cached nor pulled."""
     cached_tokens: int
@@ -128,62 +95,7 @@ class Estimate(NamedTuple):
     @property
     def seconds(self) -> float:
         """Total time until the first token: the queue, the pull and the computation."""
-        return self.queue_seconds + (self.pull.pull_seconds if self.pull else 0.0) + self.compute_seconds
-
-
-class PrefillChoice(NamedTuple):
-    """The chosen prefill worker and the reason for the choice."""
-
-    estimate: Estimate
-    reason: str
-    """``only``: there was no other candidate; ``prefix``: it has more of the prompt cached; ``pull``: it is
-    soonest because it can copy blocks; ``load``: it has the least load; ``tie``: the key's order decided;
-    ``imbalance``: the queue of the soonest worker was too long."""
-
-    @property
-    def worker_id(self) -> str:
-        """Id of the chosen worker."""
-        return self.estimate.candidate.worker_id
-
-
-class DecodeChoice(NamedTuple):
-    """The chosen decode worker and the reason, one of ``PrefillChoice.reason``."""
-
-    candidate: CandidateWorker
-    reason: str
-
-    @property
-    def worker_id(self) -> str:
-        """Id of the chosen worker."""
-        return self.candidate.worker_id
-
-
-def choose_pull(
-    own_tokens: int, peers: Sequence[Peer], blocks: Blocks, tokens_per_second: float, pulls: Pulls
-) -> PullChoice | None:
-    """Return the pull that saves the most time over computing the same tokens, or None if none saves time.
-
-    Args:
-        own_tokens: prompt tokens that the worker itself has cached.
-        tokens_per_second: rate at which the worker computes a prompt.
-    """
-    if pulls is Pulls.NEVER:
-        return None
-    own_blocks = own_tokens // blocks.tokens
-    choices = []
-    for peer in peers:
-        num_blocks = peer.cached_tokens // blocks.tokens
-        num_missing = num_blocks - own_blocks
-        pull_seconds = PULL_ROUND_TRIP_SECONDS + num_missing * blocks.bytes / peer.bytes_per_second
-        compute_seconds = num_missing * blocks.tokens / tokens_per_second
-        if num_missing >= MIN_PULLED_BLOCKS and pull_seconds < compute_seconds:
-            choices.append(PullChoice(peer.worker_id, num_blocks, pull_seconds, compute_seconds))
-    return max(choices, key=lambda pull: pull.compute_seconds - pull.pull_seconds, default=None)
-
-
-def best_peers(peers: Sequence[Peer]) -> list[Peer]:
-    """Return the ``MAX_PEERS`` peers with the most cached tokens, the faster ones first among equals."""
-    return sorted(peers, key=lambda p: (p.cached_tokens, p.bytes_per_second), reverse=True)[:MAX_PEERS]
+        return self.queue_seconds + self.pull_seconds + self.compute_seconds
 
 
 def estimate(
@@ -194,15 +106,16 @@ def estimate(
     # The last token is always computed, because its logits are needed.
     own = min(candidate.cached_tokens, num_tokens - 1)
     others = [peer for peer in peers if peer.worker_id != candidate.worker_id]
-    pull = choose_pull(own, others, blocks, rate, pulls)
-    cached = min(pull.num_blocks * blocks.tokens, num_tokens - 1) if pull else own
-    return Estimate(candidate, candidate.pending_tokens / rate, pull, (num_tokens - cached) / rate, cached)
+    peer, seconds = choose_pull(own, others, blocks, rate, pulls) or (None, 0.0)
+    cached = min(peer.num_blocks * blocks.tokens, num_tokens - 1) if peer else own
+    queue_seconds, compute_seconds = candidate.pending_tokens / rate, (num_tokens - cached) / rate
+    return Estimate(candidate, queue_seconds, peer, seconds, compute_seconds, cached)
 
 
 def choose_prefill(
     policy: Policy, estimates: Sequence[Estimate], key: bytes, rng: Random
-) -> PrefillChoice | None:
-    """Return the prefill worker that samples the first token soonest, or None if no worker is healthy.
+) -> tuple[Estimate, Reason] | None:
+    """Return the prefill worker that samples the first token soonest and why, or None if none is healthy.
 
     An unhealthy prefill worker is never chosen, because decode workers can compute prompts themselves.
     """
@@ -210,28 +123,28 @@ def choose_prefill(
     if not healthy:
         return None
     if len(healthy) == 1:
-        return PrefillChoice(healthy[0], "only")
+        return healthy[0], "only"
     if policy is Policy.LOAD:
         least = min(each.queue_seconds for each in healthy)
         equal = [each for each in healthy if each.queue_seconds <= _tied(least)]
-        return PrefillChoice(rng.choice(equal), "load" if len(equal) < len(healthy) else "tie")
+        return rng.choice(equal), "load" if len(equal) < len(healthy) else "tie"
     balanced = _without_jams(healthy)
     best, ties = _cheapest(
         balanced, lambda e: e.seconds, _tied, lambda e: e.cached_tokens, lambda e: e.candidate.worker_id, key
     )
     if len(balanced) < len(healthy) and min(healthy, key=lambda e: e.seconds) not in balanced:
-        return PrefillChoice(best, "imbalance")
-    if best.pull is not None:
-        return PrefillChoice(best, "pull")
+        return best, "imbalance"
+    if best.peer is not None:
+        return best, "pull"
     if best.cached_tokens > min(each.cached_tokens for each in healthy):
-        return PrefillChoice(best, "prefix")
-    return PrefillChoice(best, "load" if len(ties) < len(healthy) else "tie")
+        return best, "prefix"
+    return best, "load" if len(ties) < len(healthy) else "tie"
 
 
 def choose_decode(
     policy: Policy, candidates: Sequence[CandidateWorker], num_tokens: int, key: bytes, rng: Random
-) -> DecodeChoice | None:
-    """Return the decode worker with the most room for the request, or None if there are no candidates.
+) -> tuple[CandidateWorker, Reason] | None:
+    """Return the decode worker with the most room for the request and why, or None without candidates.
 
     An unhealthy worker is chosen only if all are unhealthy, and one without enough free blocks only if no
     worker has enough.
@@ -244,7 +157,7 @@ def choose_decode(
     if not with_room:
         return None
     if len(with_room) == 1:
-        return DecodeChoice(with_room[0], "only")
+        return with_room[0], "only"
     knows_prefixes = policy is Policy.PRECISE
 
     def taken(candidate: CandidateWorker) -> float:
@@ -261,8 +174,8 @@ def choose_decode(
         key if knows_prefixes else rng.randbytes(8),
     )
     if knows_prefixes and best.cached_tokens > min(c.cached_tokens for c in with_room):
-        return DecodeChoice(best, "prefix")
-    return DecodeChoice(best, "load" if len(equal) < len(with_room) else "tie")
+        return best, "prefix"
+    return best, "load" if len(equal) < len(with_room) else "tie"
 
 
 def is_local_sooner(

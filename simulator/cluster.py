@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from quire.kvindex.memory_index import MemoryIndex, MemoryStore
 from quire.routing.demand import RoleState, Totals
 from quire.routing.placement import PlannedPrompt, Planner, PolicyConfig, PullOutcome
-from quire.routing.policy import Blocks, CandidateWorker, Pulls
+from quire.routing.policy import CandidateWorker
 from quire.routing.pressure import Targets
+from quire.routing.pulls import Blocks, Pulls
 from quire.routing.scaling import ElasticRoles
 from quire.simulator.block_cache import BlockCache, now
 from quire.simulator.calibration import Calibration
@@ -171,12 +172,12 @@ class Simulation:
 
     def _call(self, job: Job) -> None:
         job.called_at = self.now
-        pull, cal = job.placement.pull, self._calibration
+        peer, cal = job.placement.estimate.peer, self._calibration
         server = self._servers[job.placement.computing]
-        if pull is None or not cal.pull_bytes_per_second:
+        if peer is None or not cal.pull_bytes_per_second:
             server.compute(job)
             return
-        num_there = self._servers[pull.worker_id].cache.num_cached(job.block_hashes[: pull.num_blocks])
+        num_there = self._servers[peer.worker_id].cache.num_cached(job.block_hashes[: peer.num_blocks])
         num_missing = max(0, num_there - server.cache.num_cached(job.block_hashes))
         job.pulled_bytes = num_missing * cal.block_bytes
         job.pull_seconds = cal.pull_round_trip_seconds + job.pulled_bytes / cal.pull_bytes_per_second

@@ -18,7 +18,8 @@ from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, t
 from quire.protos import worker_pb2
 from quire.routing import policy
 from quire.routing.placement import PolicyConfig
-from quire.routing.policy import Blocks, Peer, Policy, PullChoice
+from quire.routing.policy import Policy
+from quire.routing.pulls import Blocks, Peer
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack, local_stack
@@ -38,12 +39,12 @@ PLACING = PolicyConfig(policy=Policy.LOAD, local_prefill_tokens=0)
 SECRET = "secret"
 
 
-def pull_most(own_tokens: int, peers: Sequence[Peer], blocks: Blocks, *_: object) -> PullChoice | None:
-    """Return the pull that brings the most blocks, however long it takes."""
-    best = max(peers, key=lambda peer: peer.cached_tokens, default=None)
-    if best is None or best.cached_tokens // blocks.tokens <= own_tokens // blocks.tokens:
-        return None
-    return PullChoice(best.worker_id, best.cached_tokens // blocks.tokens, 0.0, 0.0)
+def pull_most(
+    own_tokens: int, peers: Sequence[Peer], blocks: Blocks, *_: object
+) -> tuple[Peer, float] | None:
+    """Return the peer that brings the most blocks, however long it takes."""
+    best = max(peers, key=lambda peer: peer.num_blocks, default=None)
+    return None if best is None or best.num_blocks <= own_tokens // blocks.tokens else (best, 0.0)
 
 
 @pytest.fixture(params=[2, 0], ids=["2P2D", "2D"])

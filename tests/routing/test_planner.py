@@ -19,7 +19,8 @@ from quire.routing.placement import (
     PullOutcome,
     TooLateError,
 )
-from quire.routing.policy import Blocks, CandidateWorker
+from quire.routing.policy import CandidateWorker
+from quire.routing.pulls import Blocks
 from quire.routing.rates import HALF_LIFE_SECONDS, Rates
 
 BLOCKS = Blocks(16, 1 << 20)
@@ -152,11 +153,11 @@ def test_a_history_forgets_the_oldest_leaves_first(clock: Clock) -> None:
 def test_the_next_prompt_with_the_same_beginning_follows_before_the_index_knows(cluster: Cluster) -> None:
     first = cluster.place(prompt())
     assert first.prefill is not None
-    assert (first.prefill.reason, first.estimate.cached_tokens) == ("tie", 0)
+    assert (first.prefill_reason, first.estimate.cached_tokens) == ("tie", 0)
     again = cluster.place(prompt(), **{first.computing: LENGTH // 2})
     assert (again.computing, again.estimate.cached_tokens) == (first.computing, LENGTH - 1)
     assert again.prefill is not None
-    assert again.prefill.reason == "prefix"
+    assert again.prefill_reason == "prefix"
     cluster.clock.now += IN_FLIGHT_SECONDS + 1
     assert cluster.place(prompt()).estimate.cached_tokens == 0
 
@@ -213,40 +214,40 @@ def test_a_pull_is_planned_from_the_index_and_not_from_what_is_still_computed(ap
     other = "p1" if computing == "p2" else "p2"
     busy = {computing: 3 * 10**4}
     local = cluster.place(prompt(), **busy)
-    assert (local.computing, local.pull) == (other, None)
+    assert (local.computing, local.estimate.peer) == (other, None)
     helped = cluster.place(prompt(1, {computing: LENGTH}), **busy)
     assert helped.computing == other
-    assert helped.pull is not None
-    assert (helped.pull.worker_id, helped.pull.num_blocks) == (computing, 100)
+    assert helped.estimate.peer is not None
+    assert (helped.estimate.peer.worker_id, helped.estimate.peer.num_blocks) == (computing, 100)
     assert helped.prefill is not None
-    assert helped.prefill.reason == "pull"
+    assert helped.prefill_reason == "pull"
 
 
 @pytest.mark.parametrize(("failed_bytes", "seconds"), [(0, 0.001), (1 << 20, 0.5)])
 def test_a_failed_pull_lowers_the_peers_estimate(apart: Cluster, failed_bytes: int, seconds: float) -> None:
     cluster, cached = apart, {"d": LENGTH}
     placement = cluster.place(prompt(0, cached))
-    assert placement.pull is not None
-    before = placement.pull.pull_seconds
+    assert placement.estimate.peer is not None
+    before = placement.estimate.pull_seconds
     cluster.compute(placement, 1.1, 0, PullOutcome(failed_bytes, seconds, has_failed=True))
     again = cluster.place(prompt(1, cached))
-    assert again.pull is None
+    assert again.estimate.peer is None
     cluster.clock.now += 20 * HALF_LIFE_SECONDS
     late = cluster.place(prompt(2, cached))
-    assert late.pull is not None
-    assert late.pull.pull_seconds < 2 * before
+    assert late.estimate.peer is not None
+    assert late.estimate.pull_seconds < 2 * before
 
 
 def test_a_slow_pull_lowers_the_peers_estimate(apart: Cluster) -> None:
     placement = apart.place(prompt(0, {"d": LENGTH}))
-    assert placement.pull is not None
+    assert placement.estimate.peer is not None
     apart.compute(placement, 0.2, LENGTH - 16, PullOutcome(8 << 20, 1.0))
-    assert apart.place(prompt(1, {"d": LENGTH})).pull is None
+    assert apart.place(prompt(1, {"d": LENGTH})).estimate.peer is None
 
 
 def test_a_unhealthy_peer_is_not_pulled_from(cluster: Cluster) -> None:
     cluster.decode.append(worker("ill", is_unhealthy=True))
-    assert cluster.place(prompt(0, {"ill": LENGTH, "gone": LENGTH})).pull is None
+    assert cluster.place(prompt(0, {"ill": LENGTH, "gone": LENGTH})).estimate.peer is None
 
 
 def test_the_decode_worker_computes_a_short_rest(cluster: Cluster) -> None:
@@ -258,8 +259,8 @@ def test_the_decode_worker_computes_a_short_rest(cluster: Cluster) -> None:
 
 def test_the_decode_worker_copies_what_prefill_workers_hold(cluster: Cluster) -> None:
     placement = cluster.place(prompt(0, {"p1": LENGTH}), p1=10**5)
-    assert placement.pull is not None
-    assert (placement.computing, placement.pull.worker_id) == ("d", "p1")
+    assert placement.estimate.peer is not None
+    assert (placement.computing, placement.estimate.peer.worker_id) == ("d", "p1")
 
 
 def test_a_prompt_that_must_be_local_is(cluster: Cluster) -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from quire.routing.placement import PolicyConfig
-from quire.routing.policy import Policy, Pulls
+from quire.routing.policy import Policy
+from quire.routing.pulls import Pulls
 from quire.simulator.calibration import Calibration
 from quire.simulator.capacity import NotWithinReach, smallest_cluster
 from quire.simulator.cluster import ClusterConfig, Replay, replay

@@ -42,8 +42,8 @@ class RequestAccount:
     def record_placement(self, group: AnswerGroup, placement: Placement) -> None:
         """Count and log the chosen workers and the reasons for the choice."""
         decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
-        self._metrics.decisions.labels("decode", decode.reason).inc()
-        self._metrics.decisions.labels("prefill", prefill.reason if prefill else "none").inc()
+        self._metrics.decisions.labels("decode", placement.decode_reason).inc()
+        self._metrics.decisions.labels("prefill", placement.prefill_reason or "none").inc()
         if not group.attempt:
             self._metrics.prompt_tokens_predicted.inc(estimate.cached_tokens)
         _log.debug(
@@ -52,16 +52,16 @@ class RequestAccount:
             sequence_id=group.sequence_id,
             attempt=group.attempt,
             decode=decode.worker_id,
-            decode_reason=decode.reason,
+            decode_reason=placement.decode_reason,
             prefill=prefill.worker_id if prefill else "none",
-            prefill_reason=prefill.reason if prefill else "none",
+            prefill_reason=placement.prefill_reason or "none",
             prompt_tokens=placement.num_tokens,
             cached_tokens=estimate.cached_tokens,
             queue_seconds=estimate.queue_seconds,
             compute_seconds=estimate.compute_seconds,
-            pull_from=estimate.pull.worker_id if estimate.pull else "none",
-            pull_blocks=estimate.pull.num_blocks if estimate.pull else 0,
-            pull_seconds=estimate.pull.pull_seconds if estimate.pull else 0.0,
+            pull_from=estimate.peer.worker_id if estimate.peer else "none",
+            pull_blocks=estimate.peer.num_blocks if estimate.peer else 0,
+            pull_seconds=estimate.pull_seconds,
         )
 
     def record_tokens(self, num_tokens: int, num_accepted_draft_tokens: int) -> None:
@@ -107,7 +107,7 @@ class RequestAccount:
             start: reading of the clock when the worker was called.
         """
         pulled, now = message.pulled, self._clock()
-        if placement.pull is not None:
+        if placement.estimate.peer is not None:
             self._metrics.pulls.labels(pulled.failure or "ok").inc()
         outcome = PullOutcome(pulled.num_bytes, pulled.seconds, bool(pulled.failure))
         self._planner.record_prefill(placement, message.num_cached_tokens, now - start, outcome)

@@ -8,7 +8,7 @@ from math import inf
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import worker_pb2
 from quire.routing.placement import PlannedPrompt, TooLateError
-from quire.routing.policy import CandidateWorker, PullChoice
+from quire.routing.policy import CandidateWorker, Estimate
 from quire.sampling.params import SamplingParams
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.failures import too_late
@@ -99,11 +99,12 @@ class WorkerChoice:
         self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
         self._account.record_placement(group, placement)
         workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.serving(role)}
+        peer = placement.estimate.peer
         return Plan(
             workers[placement.decode.worker_id],
             workers[placement.prefill.worker_id] if placement.prefill else None,
             placement,
-            pull_source(placement.pull, workers[placement.pull.worker_id]) if placement.pull else None,
+            pull_source(workers[peer.worker_id], peer.num_blocks, placement.estimate) if peer else None,
         )
 
     def _is_unhealthy(self, worker: Worker) -> bool:
@@ -136,14 +137,14 @@ class WorkerChoice:
         ]
 
 
-def pull_source(pull: PullChoice, peer: Worker) -> worker_pb2.PullSource:
-    """Return the message that describes a pull from a peer.
+def pull_source(peer: Worker, num_blocks: int, estimate: Estimate) -> worker_pb2.PullSource:
+    """Return the message that describes a pull of leading blocks from a peer.
 
     The timeout is ``MIN_PULL_SECONDS`` plus twice the expected time.
     """
     return worker_pb2.PullSource(
         address=peer.peer_address,
         epoch=peer.info.epoch,
-        num_blocks=pull.num_blocks,
-        timeout_ms=int(1000 * (MIN_PULL_SECONDS + 2 * pull.pull_seconds)),
+        num_blocks=num_blocks,
+        timeout_ms=int(1000 * (MIN_PULL_SECONDS + 2 * estimate.pull_seconds)),
     )

@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.routing.placement import Placement, PlannedPrompt, Planner, PolicyConfig
-from quire.routing.policy import Blocks, CandidateWorker
+from quire.routing.policy import CandidateWorker
+from quire.routing.pulls import Blocks
 from quire.sampling.params import SamplingParams
 from quire.services.router.execution.failures import WorkerCallFailed
 from quire.services.router.execution.request_account import RequestAccount
