@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from quire.kvindex.memory_index import MemoryIndex, MemoryStore
 from quire.routing.demand import RoleState, Totals
+from quire.routing.elastic_roles import ElasticRoles
 from quire.routing.placement import PlannedPrompt, Planner, PolicyConfig, PullOutcome
 from quire.routing.policy import CandidateWorker
 from quire.routing.pressure import Targets
 from quire.routing.pulls import Blocks, Pulls
-from quire.routing.scaling import ElasticRoles
 from quire.simulator.block_cache import BlockCache, now
 from quire.simulator.calibration import Calibration
 from quire.simulator.servers import Job, Server

@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from quire.kvtransfer.layout import layout_from_proto
 from quire.protos import worker_pb2
+from quire.routing.elastic_roles import ElasticRoles
 from quire.routing.placement import Planner
 from quire.routing.pressure import Targets
 from quire.routing.pulls import Blocks
-from quire.routing.scaling import ElasticRoles
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.errors import BadFileError, Unavailable
 from quire.rpc.server import (

@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from quire.kvindex.membership import ROLES
 from quire.protos import worker_pb2
 from quire.routing.demand import RoleState, Totals
+from quire.routing.elastic_roles import CAUSES, ElasticRoles, RoleChange
 from quire.routing.placement import Planner
 from quire.routing.pressure import Pressure
-from quire.routing.scaling import CAUSES, ElasticRoles, RoleChange
 from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable
 from quire.services.router.execution.cluster import Cluster

@@ -11,8 +11,8 @@ from quire.client import NotFound, Unavailable, Unsupported
 from quire.client.admin import AdminClient
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.routing.elastic_roles import REVERSAL_SECONDS, RoleChange
 from quire.routing.pressure import Pressure
-from quire.routing.scaling import REVERSAL_SECONDS, RoleChange
 from quire.rpc.errors import FailedPrecondition
 from quire.services.router.admin import roles as roles_module
 from quire.services.router.workers import probe, probing
@@ -144,7 +144,7 @@ async def test_an_elastic_router_replaces_the_last_decode_worker(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roles_module, "DECISION_SECONDS", 0.01)
-    monkeypatch.setattr("quire.routing.scaling.SUSTAINED_SECONDS", 0.05)
+    monkeypatch.setattr("quire.routing.elastic_roles.SUSTAINED_SECONDS", 0.05)
     await cluster.add("p1", "prefill")
     await cluster.add("p2", "prefill")
     await cluster.add("d1", "decode")

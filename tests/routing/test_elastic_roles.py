@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.routing.demand import Demand, RoleState, StepTimes, Totals
+from quire.routing.elastic_roles import MARGIN, MIN_PRESSURE, PAUSE_SECONDS, REVERSAL_SECONDS, ElasticRoles
 from quire.routing.pressure import Targets, congestion, predict
-from quire.routing.scaling import MARGIN, MIN_PRESSURE, PAUSE_SECONDS, REVERSAL_SECONDS, ElasticRoles
 
 TARGETS = Targets(1.0, 0.025)
 CAPACITY_TOKENS = 100_000
