@@ -14,7 +14,7 @@ from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.router.execution.plan import NextWorker
 from quire.services.router.execution.token_charge import AttemptCharge
 from quire.services.router.workers.answer_part import AnswerPart
-from quire.services.router.workers.output_stream import OutputStream, unavailable
+from quire.services.router.workers.output_reader import OutputReader, unavailable
 from quire.services.router.workers.worker import Worker
 from quire.services.server.background import Spawn
 from quire.services.server.log import get_logger
@@ -81,7 +81,7 @@ class WorkerCalls:
         self._running: dict[str, _RunningCall] = {}
         self._failed: list[Worker] = []
         """The workers whose calls ended with an error, and that did not say what they had generated."""
-        self._subscriptions: list[tuple[OutputStream, worker_pb2.OutputChannel]] = []
+        self._subscriptions: list[tuple[OutputReader, worker_pb2.OutputChannel]] = []
         self._next_worker: NextWorker | None = None
 
     def move(self, next_worker: NextWorker) -> None:
@@ -91,9 +91,9 @@ class WorkerCalls:
 
     def subscribe(self, worker: Worker) -> worker_pb2.OutputChannel:
         """Return a channel of the worker's stream whose outputs become events."""
-        stream = worker.connection.outputs
-        channel = stream.subscribe(partial(self._receive, worker))
-        self._subscriptions.append((stream, channel))
+        reader = worker.connection.outputs
+        channel = reader.subscribe(partial(self._receive, worker))
+        self._subscriptions.append((reader, channel))
         return channel
 
     def start(self, worker: Worker, call: Any) -> None:
@@ -167,8 +167,8 @@ class WorkerCalls:
         if not self._charge.is_repeated:
             for worker in self._failed:
                 self._spawn(self._abort(worker))
-        for stream, channel in self._subscriptions:
-            stream.unsubscribe(channel)
+        for reader, channel in self._subscriptions:
+            reader.unsubscribe(channel)
         await asyncio.gather(*(each.pump for each in self._running.values()), return_exceptions=True)
 
     async def _pump(self, worker: Worker, call: Any) -> None:

@@ -14,7 +14,7 @@ from quire.rpc.channels import CHANNEL_OPTIONS
 from quire.rpc.proof import Caller, Peer
 from quire.rpc.tls import Connect
 from quire.services.router.workers.health import WorkerHealth
-from quire.services.router.workers.output_stream import OutputStream
+from quire.services.router.workers.output_reader import OutputReader
 
 PING_OPTIONS = [
     # Workers that vanish are noticed by their silence (``silences.py``). These pings, and the
@@ -44,10 +44,10 @@ class WorkerConnection:
     """Set once the worker has proved its identity; ``stub`` then signs its calls."""
     on_proof_missing: Callable[[], None] = lambda: None
     """Called when a call has failed before the worker has proved its identity; set together with ``peer``."""
-    outputs: OutputStream = field(init=False)
+    outputs: OutputReader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.outputs = OutputStream(self)
+        self.outputs = OutputReader(self)
 
     @classmethod
     def to(cls, address: str, connect: Connect) -> WorkerConnection:

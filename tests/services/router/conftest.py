@@ -23,7 +23,7 @@ from quire.rpc.errors import Aborted, ServiceError
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from quire.services.router.workers.output_stream import OutputStream
+from quire.services.router.workers.output_reader import OutputReader
 from quire.tokenization.tokenizer import Tokenizer
 from tests.decodes import StreamingWorker
 
@@ -338,13 +338,13 @@ async def cluster(
     answer = [*await tokenizer.encode("hello world, stop here", add_special_tokens=False), 1]
     async with AsyncExitStack() as stack:
         cluster = Cluster(Script(answer), model_folder, stack)
-        receive = OutputStream._receive
+        receive = OutputReader._receive
 
-        def counted(self: OutputStream, message: worker_pb2.StreamOutputsResponse) -> None:
+        def counted(self: OutputReader, message: worker_pb2.StreamOutputsResponse) -> None:
             receive(self, message)
             cluster.num_received[self._stream_id] += 1
 
-        monkeypatch.setattr(OutputStream, "_receive", counted)
+        monkeypatch.setattr(OutputReader, "_receive", counted)
         yield cluster
 
 

@@ -13,9 +13,9 @@ import grpc.aio
 import pytest
 
 from quire.protos import worker_pb2, worker_pb2_grpc
-from quire.services.router.workers import output_stream
+from quire.services.router.workers import output_reader
 from quire.services.router.workers.answer_part import AnswerPart
-from quire.services.router.workers.output_stream import OutputStream
+from quire.services.router.workers.output_reader import OutputReader
 
 
 class Receiver:
@@ -70,9 +70,9 @@ def failure() -> grpc.aio.AioRpcError:
 
 
 @asynccontextmanager
-async def opened(connection: Connection) -> AsyncIterator[OutputStream]:
+async def opened(connection: Connection) -> AsyncIterator[OutputReader]:
     """Yield a stream that the worker has opened."""
-    stream = OutputStream(connection)
+    stream = OutputReader(connection)
     stream.keep_open(Mock())
     await connection.send(worker_pb2.StreamOutputsResponse())
     assert await stream.opened(0)
@@ -87,7 +87,7 @@ def other(channel: int, token_id: int) -> worker_pb2.ChannelOutput:
 
 async def test_a_stream_is_open_once_the_worker_says_so() -> None:
     connection, on_open = Connection(), Mock()
-    stream = OutputStream(connection)
+    stream = OutputReader(connection)
     stream.keep_open(on_open)
     assert not await stream.opened(0)
     on_open.assert_not_called()
@@ -124,7 +124,7 @@ async def test_each_decode_gets_its_own_outputs_until_it_has_unsubscribed() -> N
 async def test_a_lost_stream_ends_its_decodes_and_is_opened_again(
     end: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_stream, "REOPEN_SECONDS", 0)
+    monkeypatch.setattr(output_reader, "REOPEN_SECONDS", 0)
     connection, receiver, late, again = Connection(), Receiver(), Receiver(), Receiver()
     async with opened(connection) as stream:
         old = stream.subscribe(receiver)
@@ -141,7 +141,7 @@ async def test_a_lost_stream_ends_its_decodes_and_is_opened_again(
 
 
 async def test_a_closed_channel_ends_the_stream_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_stream, "REOPEN_SECONDS", 0)
+    monkeypatch.setattr(output_reader, "REOPEN_SECONDS", 0)
     connection, receiver = Connection(), Receiver()
     async with opened(connection) as stream:
         stream.subscribe(receiver)
@@ -153,7 +153,7 @@ async def test_a_closed_channel_ends_the_stream_for_good(monkeypatch: pytest.Mon
 async def test_outputs_of_a_stranger_are_not_read() -> None:
     connection = Connection()
     connection.stranger = failure()
-    stream = OutputStream(connection)
+    stream = OutputReader(connection)
     stream.keep_open(Mock())
     await connection.send(worker_pb2.StreamOutputsResponse())
     assert not stream.is_open

@@ -37,8 +37,8 @@ Receive = Callable[[list[AnswerPart] | grpc.aio.AioRpcError], None]
 """Takes what a decode has added to its answers, or the error after which no more outputs come."""
 
 
-class OutputStream:
-    """The outputs of all decodes that one connection has called, in a call that is opened again when it ends.
+class OutputReader:
+    """Reads the outputs of all decodes of one connection, in a call that is opened again when it ends.
 
     Without it, each token of each request would be a message in a call of its own, and the cost of a message
     is many times that of a token.
