@@ -23,6 +23,7 @@ from quire.rpc.errors import (
     ServiceError,
     Unavailable,
 )
+from quire.services.router.workers.output_reader import ENDED_BY_WORKER
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 
@@ -40,8 +41,8 @@ _RETRYABLE = frozenset(
 )
 
 
-# Beginnings of gRPC's details for a call that never reached its server.
-_NEVER_REACHED = ("failed to connect", "name resolution", "dns resolution")
+# Beginnings of details where a call never reached its server, or where the worker stops.
+_NO_DEATH = ("failed to connect", "name resolution", "dns resolution", ENDED_BY_WORKER)
 # In gRPC's details where a ping was not answered: the process was stopped, or the machine or network is gone.
 _NO_ANSWER = ("ping timeout", "keepalive watchdog timeout")
 
@@ -81,7 +82,7 @@ class WorkerCallFailed(Exception):
         if self.worker.health.has_vanished or self.code is not grpc.StatusCode.UNAVAILABLE:
             return False
         details = self.details.lower()
-        return not details.startswith(_NEVER_REACHED) and not any(text in details for text in _NO_ANSWER)
+        return not details.startswith(_NO_DEATH) and not any(text in details for text in _NO_ANSWER)
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

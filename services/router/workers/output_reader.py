@@ -20,6 +20,8 @@ from quire.services.server.log import get_logger
 
 REOPEN_SECONDS = 0.2
 """Pause before a stream that has ended is opened again."""
+ENDED_BY_WORKER = "the worker has ended its stream of outputs"
+"""Details of the error after a stream that has ended without one, as a worker that stops ends it."""
 
 _log = get_logger("router")
 
@@ -105,7 +107,7 @@ class OutputReader:
         """
         self._stream_id = secrets.token_hex(16)
         request = worker_pb2.StreamOutputsRequest(stream_id=self._stream_id)
-        error = unavailable("the worker has ended its stream of outputs")
+        error = unavailable(ENDED_BY_WORKER)
         try:
             with closed_channel_errors():
                 call = self._connection.stub.StreamOutputs(request)

@@ -27,6 +27,7 @@ from quire.services.router.execution.failures import (
     suspected,
     to_service_error,
 )
+from quire.services.router.workers.output_reader import ENDED_BY_WORKER
 from quire.services.router.workers.worker import Worker, WorkerConnection
 from quire.services.router.workers.worker_set import WorkerSet
 
@@ -74,6 +75,7 @@ def test_a_stream_that_ends_too_early_is_tried_again() -> None:
         (failed(Code.UNAVAILABLE, "Stream removed (ping timeout)"), False, True),
         (failed(Code.UNAVAILABLE, "failed to connect to all addresses"), False, True),
         (failed(Code.UNAVAILABLE, "DNS resolution failed for x"), False, True),
+        (failed(Code.UNAVAILABLE, ENDED_BY_WORKER), False, True),
         (failed(Code.UNAVAILABLE, "this worker stops", "DRAINING"), False, True),
         (failed(Code.UNAVAILABLE, "CUDA error", ENGINE_FAILED), True, True),
         (failed(Code.UNAUTHENTICATED), False, True),

@@ -51,6 +51,16 @@ def num_calls(cluster: Any, role: str) -> int:
     return sum(len(worker.calls) for worker in cluster.workers.values() if worker.role == role)
 
 
+async def next_paused(cluster: Any) -> Any:
+    """Return the worker that is the next to pause."""
+    waits = {asyncio.create_task(w.paused.wait()): w for w in cluster.workers.values() if not w.calls}
+    done, left = await asyncio.wait(waits, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    for task in left:
+        task.cancel()
+    [paused] = done
+    return waits[paused]
+
+
 @pytest.fixture
 async def five(cluster: Any) -> Any:
     """Five decode workers."""
@@ -75,16 +85,23 @@ async def test_a_broken_connection_is_a_death(five: Any) -> None:
         worker.pause_before_token = 0
     asking = asyncio.create_task(refusal(stub))
     for _ in range(2):
-        waits = {asyncio.create_task(w.paused.wait()): w for w in five.workers.values() if not w.calls}
-        done, left = await asyncio.wait(waits, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        for task in left:
-            task.cancel()
         # What the server says to its calls is lost where the process is: only the connection breaks.
-        for task in done:
-            await waits[task].server._server.stop(None)
+        await (await next_paused(five)).server._server.stop(None)
     code, reason, _ = await asking
     assert (code, reason) == (grpc.StatusCode.INTERNAL, SUSPECTED)
     assert num_calls(five, "decode") == 2
+
+
+async def test_workers_that_end_their_streams_as_they_stop_accuse_no_request(five: Any) -> None:
+    stub = await five.start()
+    for worker in five.workers.values():
+        worker.pause_before_token = 0
+    asking = asyncio.create_task(ask(stub))
+    for _ in range(3):
+        for messages in (await next_paused(five)).streams.values():
+            messages.put_nowait(None)
+    (await next_paused(five)).goes_on.set()
+    assert list((await asking).choices[0].token_ids) == five.script.answer
 
 
 @pytest.mark.parametrize(
