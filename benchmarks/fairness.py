@@ -35,8 +35,7 @@ from quire.models.source import demo_model_path
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import local_stack
 from quire.services.router.config import RouterConfig
-from quire.services.router.tenants.api_keys import new_key
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.worker.config import WorkerConfig
 
 TIMEOUT_SECONDS = 600.0

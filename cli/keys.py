@@ -32,8 +32,7 @@ def new(
 
     quire keys new acme >> api-keys
     """
-    from quire.services.router.tenants.api_keys import new_key
-    from quire.services.router.tenants.tenant import Tenant
+    from quire.services.router.tenants.api_keys import Tenant, new_key
 
     with usage_errors():
         made = new_key(Tenant(tenant, tokens_per_minute, max_requests, max_waiting))

@@ -16,7 +16,7 @@ from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.rpc.server import GrpcMetrics
 from quire.services.router.admin.roles import RoleMetrics
-from quire.services.router.http.shared.metrics import HttpMetrics
+from quire.services.router.http.server import HttpMetrics
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.migration.copies import CopyMetrics
 from quire.services.server.loop_lag import LoopLagMetrics

@@ -43,8 +43,7 @@ from quire.services.router.execution.suspects import Suspects
 from quire.services.router.grpc.open_calls import OpenCalls, router_stops
 from quire.services.router.grpc.request_memory import RequestMemory
 from quire.services.router.grpc.servicer import GenerationServicer
-from quire.services.router.metrics.instruments import Instruments
-from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.metrics.metrics import Instruments, RouterMetrics
 from quire.services.router.migration.copies import Copies, CopyMetrics
 from quire.services.router.public_servers import public_grpc_server, public_http_server
 from quire.services.router.sources import Sources, open_sources

@@ -14,8 +14,7 @@ from quire.services.router.config import RouterConfig
 from quire.services.router.grpc.request_memory import RequestMemory
 from quire.services.router.grpc.servicer import SERVICE_NAME, GenerationServicer
 from quire.services.router.metrics.metrics import RouterMetrics
-from quire.services.router.tenants.api_keys import Authenticator
-from quire.services.router.tenants.authentication import RequireTenant
+from quire.services.router.tenants.api_keys import Authenticator, RequireTenant
 
 if TYPE_CHECKING:
     from quire.services.router.http.server import HttpServer

@@ -25,8 +25,7 @@ from quire.protos import inference_pb2
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
-from quire.services.router.tenants.api_keys import new_key
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant, new_key
 
 NUM_IDLE = 1000
 WAIT_SECONDS = 30.0

@@ -19,8 +19,7 @@ import pytest
 from quire.client import AsyncClient, Client, Delta, Overloaded, QuireError
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
-from quire.services.router.tenants.api_keys import new_key
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant, new_key
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 SECRET = "shared"

@@ -27,8 +27,7 @@ from quire.rpc.proof import Peer
 from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
-from quire.services.router.tenants.api_keys import new_key
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant, new_key
 from tests.decodes import decoding
 
 SECRET = "the secret of this cluster"

@@ -22,8 +22,7 @@ from quire.routing.placement import PolicyConfig
 from quire.services.local.stack import RunningStack
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from quire.services.router.tenants.api_keys import new_key
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.router.tenants.token_bucket import TokenBucket
 
 LENGTH, NUM_NEW, MANY = 40, 12, 400

@@ -17,7 +17,7 @@ import grpc.aio
 from quire.protos import worker_pb2
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.failures import WorkerCallFailed
-from quire.services.router.execution.plan import Plan
+from quire.services.router.execution.followers import Plan
 from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.execution.worker_calls import AttemptMoved, Event, WorkerCalls, connection_lost
 from quire.services.router.outputs.answer_group import AnswerGroup

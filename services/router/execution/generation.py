@@ -26,8 +26,7 @@ from quire.services.router.execution.failures import (
     suspected,
     to_service_error,
 )
-from quire.services.router.execution.followers import RunningAttempt, followed
-from quire.services.router.execution.plan import NextWorker, Plan
+from quire.services.router.execution.followers import NextWorker, Plan, RunningAttempt, followed
 from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.execution.suspects import MAX_DEATHS
 from quire.services.router.execution.token_charge import AttemptCharge, RequestCharge

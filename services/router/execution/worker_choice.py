@@ -12,7 +12,7 @@ from quire.routing.policy import CandidateWorker, Estimate
 from quire.sampling.params import SamplingParams
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.failures import too_late
-from quire.services.router.execution.plan import NextWorker, Plan
+from quire.services.router.execution.followers import NextWorker, Plan
 from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.worker import Worker

@@ -21,7 +21,7 @@ from quire.services.router.execution.generation import GenerationRun
 from quire.services.router.grpc.batch import batch_answers, check_batch_size
 from quire.services.router.grpc.open_calls import OpenCalls
 from quire.services.router.grpc.request_timer import RequestTimer, outcome_of
-from quire.services.router.metrics.instruments import Instruments
+from quire.services.router.metrics.metrics import Instruments
 from quire.services.router.outputs.answer_size import (
     PromptLogprobs,
     all_of,
@@ -29,9 +29,7 @@ from quire.services.router.outputs.answer_size import (
     check_message_size,
 )
 from quire.services.router.tenants.admission import Admission
-from quire.services.router.tenants.api_keys import Authenticator, Headers
-from quire.services.router.tenants.authentication import CALLER
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import CALLER, Authenticator, Headers, Tenant
 from quire.services.router.workers.queue import shown
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from quire.rpc.call_limits import CALL_MARGIN_SECONDS
 from quire.rpc.ended_calls import end_raised
@@ -21,11 +21,11 @@ from quire.services.router.grpc.request_memory import RequestMemory
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.openapi import openapi_document
 from quire.services.router.http.routes import Route, routes
-from quire.services.router.http.shared.authorization import authorized
 from quire.services.router.http.shared.bodies import (
     ADD_BYTES,
     REQUEST_ID,
     REQUEST_ID_HEADER,
+    TENANT,
     TIMES,
     first_request_id,
     json_response,
@@ -38,7 +38,6 @@ from quire.services.router.http.shared.errors import (
     http_error,
     in_anthropic_form,
 )
-from quire.services.router.http.shared.metrics import HttpMetrics
 from quire.services.server.log import get_logger
 
 CANCEL_SECONDS = 0.1
@@ -49,6 +48,22 @@ CLIENT_GONE = 499
 """Status that is counted if the client left before the answer; nginx uses the same."""
 
 _log = get_logger("http")
+
+
+class HttpMetrics:
+    """Counts the requests over HTTP, by route and status."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "quire_http_requests_total",
+            "Requests over HTTP that were answered, by route and status.",
+            ["route", "status"],
+            registry=registry,
+        )
+
+    def count(self, route: str, status: int) -> None:
+        """Count one answered request."""
+        self._requests.labels(route, str(status)).inc()
 
 
 class HttpServer:
@@ -140,7 +155,7 @@ def _application(
         middlewares=[
             _errors(count),
             _deadline(request_timeout_seconds),
-            authorized(servicer, open_paths),
+            _authorized(servicer, open_paths),
             _counted(servicer.calls),
             _bounded(memory),
         ],
@@ -246,6 +261,18 @@ def _is_anthropic(request: web.Request) -> bool:
 def _error_response(request: web.Request, error: HttpError) -> web.Response:
     body = in_anthropic_form(error, request[REQUEST_ID]) if _is_anthropic(request) else error.body
     return json_response(body, status=error.status, headers=error.headers)
+
+
+def _authorized(servicer: GenerationServicer, open_paths: Collection[str]) -> Middleware:
+    """Return middleware that refuses requests without a known tenant, except on the open paths."""
+
+    @web.middleware
+    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in open_paths:
+            request[TENANT] = servicer.tenant_of(request.headers.items())
+        return await handler(request)
+
+    return handle
 
 
 def _counted(calls: OpenCalls) -> Middleware:

@@ -1,8 +1,10 @@
-"""Defines the router's metrics; their names are vLLM's suffixes after the prefix ``quire_``."""
+"""Defines what measures a router; its metrics have vLLM's suffixes after the prefix ``quire_``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,6 +13,7 @@ from quire.kvindex.membership import ROLES
 from quire.services.router.config import SloTargets
 from quire.services.router.metrics.slo import SloMetrics
 from quire.services.server.phases import ROUTER_PHASES, PhaseMetrics
+from quire.services.server.tracing import Tracer
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -156,3 +159,12 @@ def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) ->
 
 def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
     return Histogram(f"quire_{name}", text, buckets=buckets, registry=registry)
+
+
+class Instruments(NamedTuple):
+    """Metrics, tracer and clock of a router."""
+
+    metrics: RouterMetrics
+    tracer: Tracer
+    clock: Callable[[], float]
+    """Returns seconds that never go back."""

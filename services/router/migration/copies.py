@@ -26,8 +26,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter
 
 from quire.protos import worker_pb2
-from quire.services.router.execution.followers import OnParts, RunningAttempt
-from quire.services.router.execution.plan import NextWorker
+from quire.services.router.execution.followers import NextWorker, OnParts, RunningAttempt
 from quire.services.router.migration.block_copies import copy_blocks, num_sealed_blocks
 from quire.services.router.outputs.output import OutputAssembler
 from quire.services.router.workers.worker import Worker

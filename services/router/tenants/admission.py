@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from quire.rpc.errors import InvalidArgument
 from quire.services.requests.validation import ONE_ANSWER, Answers
 from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.router.tenants.limits import Allowance, TenantLimits, limit_reached
 from quire.services.router.tenants.shared_usage import SharedUsage
-from quire.services.router.tenants.tenant import Tenant
 
 BATCH_CONCURRENCY = 32
 """Maximum number of generations of one call that run at the same time."""

@@ -1,4 +1,4 @@
-"""Determines the tenant of a request: by API keys from a file, or the same tenant for all without keys."""
+"""Defines tenants, and determines that of a request by API keys from a file; without a file, there is one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import hashlib
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import fields
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from quire.rpc.errors import BadFileError, Unauthenticated
-from quire.services.router.tenants.tenant import Tenant
+import grpc
+
+from quire.rpc.errors import BadFileError, ServiceError, Unauthenticated
+from quire.rpc.interceptors import OwnCalls, refusal
 from quire.services.server.log import get_logger
 
 KEY_PREFIX = "quire-"
@@ -26,6 +29,34 @@ _log = get_logger("tenants")
 
 Headers = Iterable[tuple[str, str | bytes]]
 """Metadata of a gRPC call or headers of an HTTP request; names may be in upper or lower case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A client whose requests share KV blocks with each other, and never with those of other tenants.
+
+    Attributes:
+        name: name of the tenant; empty for the single tenant of a router without API keys.
+        tokens_per_minute: limit on prompt and answer tokens; one minute's worth may come at once. None: no
+            limit.
+        max_requests: limit on requests that run at the same time; a request counts once for each of its
+            answers. None: no limit.
+        max_waiting: limit on requests that wait, in order of arrival, for a running one to end.
+    """
+
+    name: str = ""
+    tokens_per_minute: int | None = None
+    max_requests: int | None = None
+    max_waiting: int = 0
+
+    def limits(self) -> str:
+        """Return the limits in the syntax of a key file, ``name=value`` pairs; empty without limits."""
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        return " ".join(f"{name.replace('_', '-')}={value}" for name, value in options.items() if value)
+
+
+CALLER: ContextVar[Tenant] = ContextVar("caller")
+"""Tenant of the current call."""
 
 
 class Authenticator(Protocol):
@@ -97,6 +128,21 @@ class ApiKeys:
             _log.error("api_keys_not_reloaded", error=error)
         else:
             _log.info("api_keys_reloaded", keys=len(self._tenants))
+
+
+class RequireTenant(OwnCalls):
+    """Passes only calls of known tenants, and sets ``CALLER`` to the tenant for the servicer."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+
+    def change(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        """Return the call's handler, or a handler that refuses the call."""
+        try:
+            CALLER.set(self._authenticator.authenticate(details.invocation_metadata or ()))
+        except ServiceError as error:
+            return refusal(error)
+        return handler
 
 
 class NewKey(NamedTuple):

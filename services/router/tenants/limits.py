@@ -12,10 +12,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from quire.rpc.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, ResourceExhausted
 from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.router.tenants.fifo_semaphore import FifoSemaphore
 from quire.services.router.tenants.shared_places import PlacesRefusedError, SharedPlaces
 from quire.services.router.tenants.shared_usage import SharedUsage
-from quire.services.router.tenants.tenant import Tenant
 from quire.services.router.tenants.token_bucket import TokenBucket
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.router.tenants.usage_store import Outcome, UsageStore
 
 POLL_SECONDS = 0.05

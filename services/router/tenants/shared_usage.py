@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 
 from quire.kvindex.redis_index import Client
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.router.tenants.shared_places import SharedPlaces
-from quire.services.router.tenants.tenant import Tenant
 from quire.services.router.tenants.usage_store import LEASE_SECONDS, UsageStore
 from quire.services.server.background import in_background
 

@@ -18,7 +18,7 @@ from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.guarded_index import NUM_AT_ONCE
 from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.redis_index import Client
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.server.log import get_logger
 
 BUCKETS, RECORDS = "{t}b", "{t}r"

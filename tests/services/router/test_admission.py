@@ -15,7 +15,7 @@ from quire.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhauste
 from quire.services.requests.validation import Answers, answers_of
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.tenants.admission import Admission
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant
 
 SOON = 60.0
 

@@ -16,8 +16,7 @@ from quire.client import AsyncClient, Completion, InvalidRequest, Overloaded, Un
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.router.tenants.api_keys import new_key
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant, new_key
 
 METHODS = list(pb.DESCRIPTOR.services_by_name["GenerationService"].methods)
 PROMPT = pb.Generation(text="hello")

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import OutOfRange
 from quire.services.router.execution.token_charge import AttemptCharge, RequestCharge
-from quire.services.router.tenants.api_keys import new_key
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.router.tenants.token_bucket import TokenBucket
 
 SECONDS = 10.0

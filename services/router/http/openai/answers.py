@@ -19,8 +19,7 @@ from quire.services.router.http.openai.logprobs import TokenNames
 from quire.services.router.http.openai.responses import ChatCompletionChunk, Completion, Usage
 from quire.services.router.http.openai.sampling_fields import GenerationFields
 from quire.services.router.http.openai.usage import UsageCount
-from quire.services.router.http.shared.authorization import TENANT
-from quire.services.router.http.shared.bodies import read_body, request_id, response_in_thread
+from quire.services.router.http.shared.bodies import TENANT, read_body, request_id, response_in_thread
 from quire.services.router.http.shared.streams import Tagged, run, send_events
 from quire.services.router.outputs.answer_size import PromptLogprobs, all_of, check_answer_size
 

@@ -19,8 +19,7 @@ from quire.services.router.http.openai.logprobs import TokenNames
 from quire.services.router.http.openai.requests import DetokenizeRequest, TokenizeRequest
 from quire.services.router.http.openai.responses import Model, ModelList, Text, TokenizerInfo, Tokens
 from quire.services.router.http.openai.tools import ToolUse
-from quire.services.router.http.shared.authorization import TENANT
-from quire.services.router.http.shared.bodies import json_response, read_body
+from quire.services.router.http.shared.bodies import TENANT, json_response, read_body
 
 
 class ModelRoutes:

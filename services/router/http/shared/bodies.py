@@ -18,11 +18,14 @@ from quire.services.requests.validation import check_request_id, is_request_id
 from quire.services.router.config import HttpTimes
 from quire.services.router.http.shared.errors import invalid_body
 from quire.services.router.http.shared.json_text import to_json, to_json_in_steps
+from quire.services.router.tenants.api_keys import Tenant
 
 REQUEST_ID = web.RequestKey("request_id", str)
 """Key under which a request keeps its id, for the answer's header and the log."""
 ADD_BYTES: web.RequestKey[AddBytes] = web.RequestKey("add_bytes")
 """Key under which a request keeps the function that counts its bytes."""
+TENANT = web.RequestKey("tenant", Tenant)
+"""Key under which handlers find the tenant of a request."""
 TIMES = web.AppKey("times", HttpTimes)
 """Key under which the application keeps the time limits for clients."""
 REQUEST_ID_HEADER = "X-Request-Id"

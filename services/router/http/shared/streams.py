@@ -18,8 +18,7 @@ from quire.services.router.http.shared.errors import from_service_error
 from quire.services.router.http.shared.json_text import is_large, to_json, to_json_in_steps
 from quire.services.router.outputs.answer_size import PromptLogprobs
 from quire.services.router.outputs.merge import merged
-from quire.services.router.tenants.api_keys import Headers
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Headers, Tenant
 from quire.services.server.log import get_logger
 
 KEEP_ALIVE_SECONDS = 15.0

@@ -27,8 +27,7 @@ from quire.services.router.grpc.open_calls import OpenCalls
 from quire.services.router.grpc.request_memory import RequestMemory
 from quire.services.router.http.server import http_server
 from quire.services.router.http.shared.errors import _STATUS
-from quire.services.router.tenants.api_keys import new_key
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.server.otel_tracing import OtelTracer
 
 PROMPT = {"prompt": "say it", "max_tokens": 50}

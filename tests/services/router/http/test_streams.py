@@ -19,7 +19,7 @@ from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.openai.responses import Text
 from quire.services.router.http.shared import streams
 from quire.services.router.http.shared.streams import Tagged, run, send_events
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import Tenant
 
 WAIT_SECONDS = 5.0
 Events = AsyncGenerator[BaseModel, None]

@@ -11,8 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from quire.rpc.errors import BadFileError, Unauthenticated
-from quire.services.router.tenants.api_keys import ApiKeys, NoKeys, new_key, read_keys
-from quire.services.router.tenants.tenant import Tenant
+from quire.services.router.tenants.api_keys import ApiKeys, NoKeys, Tenant, new_key, read_keys
 from quire.services.server.log import configure_logging
 
 

@@ -18,8 +18,8 @@ from quire.services.requests.validation import Answers
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.tenants import shared_places, usage_store
 from quire.services.router.tenants.admission import Admission
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.router.tenants.shared_usage import FLUSH_SECONDS, SharedUsage, shared_usage
-from quire.services.router.tenants.tenant import Tenant
 
 WAIT_SECONDS = 10.0
 MakeRouter = Callable[[], Any]
