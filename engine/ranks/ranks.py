@@ -1,4 +1,4 @@
-"""The processes of the ranks other than 0, as rank 0 sees them: it starts, watches and ends them."""
+"""The processes of the ranks other than 0, as rank 0 sees them: it starts and ends them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, InvalidStateError
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
-from threading import Event, Thread
 
 import torch
 
@@ -17,14 +15,9 @@ from quire.engine.config import EngineConfig
 from quire.engine.kv_cache import shared_memory
 from quire.engine.model.collectives import Collectives, SharedMemory
 from quire.engine.ranks.messages import Header, Kind
-from quire.engine.ranks.rank_watch import RankWatch
+from quire.engine.ranks.rank_failure import RankFailure
 from quire.engine.ranks.settings import RankSettings, check_device, shared_sizes
 
-_LOAD_SECONDS = 600.0
-"""How long rank 0 waits for another rank until their first step: one may compile kernels, or read slowly."""
-_STEP_SECONDS = 10.0
-"""How long rank 0 waits for another rank in a step; their shares of the work are equal."""
-_POLL_SECONDS = 0.05
 _END_SECONDS = 2.0
 """How long a rank has to end by itself."""
 
@@ -45,11 +38,8 @@ class Ranks:
     """
 
     def __init__(self, config: EngineConfig, num_ranks: int) -> None:
-        self.failure: Future[str] = Future()
-        self._limit = _LOAD_SECONDS
         self._controls: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._is_closed = Event()
         num_threads = max(1, torch.get_num_threads() // num_ranks)
         with ExitStack() as resources:
             self._memory = SharedMemory(shared_sizes(config, num_ranks))
@@ -75,8 +65,8 @@ class Ranks:
             self._resources = resources.pop_all()
         torch.set_num_threads(num_threads)
         self.collectives = Collectives(self._memory, 0)
-        self._watcher = Thread(target=self._watch, name="ranks", daemon=True)
-        self._watcher.start()
+        self._failure = RankFailure(self._processes, self.collectives)
+        self.failure = self._failure.reason
 
     def _start(self, settings: RankSettings, resources: ExitStack) -> None:
         """Start the processes; ``resources`` gets the ends of their pipes, and closing these ends them."""
@@ -122,19 +112,16 @@ class Ranks:
             try:
                 os.write(control, header.to_bytes())
             except BrokenPipeError:
-                self._fail("a rank has closed its pipe")
+                self._failure.end_ranks("a rank has closed its pipe")
                 self.collectives.check()
 
     def expect_steps(self) -> None:
         """From now on, let the group fail if a rank is late in a step; call this after the first step."""
-        self._limit = _STEP_SECONDS
+        self._failure.expect_steps()
 
     def close(self) -> None:
         """End all ranks and wait until they have ended; calling this again does nothing."""
-        if self._is_closed.is_set():
-            return
-        self._is_closed.set()
-        self._watcher.join()
+        self._failure.close()
         self._memory.break_off()
         self._resources.close()
 
@@ -147,24 +134,6 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-    def _watch(self) -> None:
-        """Fail the group when something is wrong with a rank."""
-        watch = RankWatch(self._processes, self._memory)
-        while not self._is_closed.wait(_POLL_SECONDS):
-            problem = watch.observe(_POLL_SECONDS, self._limit)
-            if problem is not None:
-                self._fail(problem)
-                return
-
-    def _fail(self, problem: str) -> None:
-        """Let rank 0 stop waiting, and end all other ranks, which may hang."""
-        self.collectives.failure = self.collectives.failure or problem
-        self._memory.break_off()
-        for process in self._processes:
-            process.kill()
-        with suppress(InvalidStateError):  # it has failed before
-            self.failure.set_result(problem)
 
 
 def start_ranks(config: EngineConfig, device: torch.device) -> Ranks | None:

@@ -1,18 +1,73 @@
-"""Sees from outside whether the processes of the ranks still do their work.
+"""The failure of a rank: rank 0 notices it from outside and kills all other ranks, since some may hang.
 
-What then happens is in ``ranks.py``: all ranks are killed, and each later step fails. A worker ends.
+The step then fails, and so does each later one. A worker ends.
 """
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from threading import Event, Thread
 
-from quire.engine.model.collectives import SharedMemory
+from quire.engine.model.collectives import Collectives, SharedMemory
 from quire.kernels.cpu.exchange import LINE
 
+_LOAD_SECONDS = 600.0
+"""How long rank 0 waits for another rank until their first step: one may compile kernels, or read slowly."""
+_STEP_SECONDS = 10.0
+"""How long rank 0 waits for another rank in a step; their shares of the work are equal."""
 STOPPED_SECONDS = 1.0
 """How long a rank may be stopped: a shell stops and continues all processes of a job, but not at one time."""
+_POLL_SECONDS = 0.05
+
+
+class RankFailure:
+    """Watches the ranks in a thread, and ends all of them when one fails.
+
+    Args:
+        processes: the processes of the ranks from 1.
+        collectives: those of rank 0, whose errors say why the ranks have failed.
+
+    Attributes:
+        reason: gets the reason when a rank fails.
+    """
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], collectives: Collectives) -> None:
+        self.reason: Future[str] = Future()
+        self._processes = processes
+        self._collectives = collectives
+        self._limit = _LOAD_SECONDS
+        self._is_closed = Event()
+        self._thread = Thread(target=self._watch, name="ranks", daemon=True)
+        self._thread.start()
+
+    def expect_steps(self) -> None:
+        """From now on, let the ranks fail if one is late in a step; call this after the first step."""
+        self._limit = _STEP_SECONDS
+
+    def end_ranks(self, problem: str) -> None:
+        """Let rank 0 stop waiting, and kill all other ranks."""
+        self._collectives.failure = self._collectives.failure or problem
+        self._collectives.memory.break_off()
+        for process in self._processes:
+            process.kill()
+        with suppress(InvalidStateError):  # another rank has failed before
+            self.reason.set_result(problem)
+
+    def close(self) -> None:
+        """Stop watching, because the ranks are about to end."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        watch = RankWatch(self._processes, self._collectives.memory)
+        while not self._is_closed.wait(_POLL_SECONDS):
+            problem = watch.observe(_POLL_SECONDS, self._limit)
+            if problem is not None:
+                self.end_ranks(problem)
+                return
 
 
 class RankWatch:

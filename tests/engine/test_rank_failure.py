@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.engine.model.collectives import SharedMemory, SharedSizes
-from quire.engine.ranks.rank_watch import STOPPED_SECONDS, RankWatch, is_stopped
+from quire.engine.ranks.rank_failure import STOPPED_SECONDS, RankWatch, is_stopped
 from quire.kernels.cpu.exchange import LINE
 
 Process = subprocess.Popen[bytes]
