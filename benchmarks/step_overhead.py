@@ -30,10 +30,9 @@ import torch
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.step_tensors import StepTensors
-from quire.engine.runner import sampling_step
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.scheduling.scheduler import SchedulerConfig
-from quire.engine.sequences import sampler
+from quire.engine.sequences import sampler, sampling_step
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel
 from quire.kernels.cpu import threads

@@ -20,19 +20,19 @@ from quire.engine.kv_cache.swap_space import SwapSpace
 from quire.engine.kv_cache.tiers import CacheTiers
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.runner.step_clock import StepClock, StepSeconds
-from quire.engine.runner.step_results import StepResults
 from quire.engine.scheduling.first_blocks import FirstBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.preemption import Preemption
 from quire.engine.scheduling.request_checks import RequestChecks
 from quire.engine.scheduling.requests import Requests
-from quire.engine.scheduling.schedule import Schedule
 from quire.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.scheduling.step_results import StepResults
 from quire.engine.scheduling.swapping import Swapping
 from quire.engine.scheduling.transfers import Transfers
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.paged_eviction import PagedEviction
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import (
     HashBlock,
     ScheduledSequence,
@@ -259,8 +259,8 @@ class Engine:
         schedule = self.scheduler.schedule()
         self.step_seconds.schedule = self._step_clock.lap()
         self.num_stepped = len(schedule.sequences)
-        for group in schedule.admitted:
-            group.prompt.started_at = group.prompt.started_at or started_at
+        for prompt in schedule.admitted:
+            prompt.started_at = prompt.started_at or started_at
         if self._on_schedule is not None:
             self._on_schedule(schedule)
         if schedule.moves_blocks:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from quire.engine.engine import Engine
 from quire.engine.runner.step_clock import StepSeconds
 from quire.engine.runner.step_watch import TICK_SECONDS, StepWatch
-from quire.engine.scheduling.schedule import Schedule
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import SequenceUpdate
 
 T = TypeVar("T")

@@ -69,11 +69,11 @@ INSIDE: Mapping[str, Mapping[str, set[str]]] = {
         "structured_output": {"errors"},
         "sequences": {"errors", "kv_cache", "structured_output"},
         "scheduling": {"config", "errors", "kv_cache", "sequences"},
-        "runner": {"errors", "kv_cache", "model", "scheduling", "sequences", "weights"},
+        "runner": {"kv_cache", "model", "sequences", "weights"},
         "speculation": {"config", "kv_cache", "runner", "scheduling", "sequences", "weights"},
         "ranks": {"config", "kv_cache", "model", "runner", "weights"},
         "engine": {"kv_cache", "runner", "scheduling", "sequences", "speculation", "weights"},
-        "engine_thread": {"engine", "runner", "scheduling", "sequences"},
+        "engine_thread": {"engine", "runner", "sequences"},
     },
     "quire.services.router": {
         "config": set(),

@@ -21,8 +21,8 @@ from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, MAX_LENGTH, SHAREGPT, Request
 from quire.engine.engine import Engine
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.scheduling.schedule import Schedule
 from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts
 from quire.benchmarks.paper.report import Result, progress
 from quire.engine.engine import Engine
-from quire.engine.scheduling.schedule import Schedule
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import SamplingParams
 

@@ -14,7 +14,7 @@ from quire.engine.model.decode_graphs import Capture, DecodeGraphs
 from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.decode_batch import DecodeBatch
 from quire.engine.runner.step_tables import Int32s, StepTables
-from quire.engine.scheduling.schedule import Schedule
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import ScheduledSequence
 from quire.engine.weights.loader import LoadedModel
 from quire.kernels import ops

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from quire.engine.scheduling.schedule import StepKind
+from quire.engine.sequences.schedule import StepKind
 
 TICK_SECONDS = 0.1
 """Seconds between two observations."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from quire.engine.kv_cache.tiers import CacheTiers
 from quire.engine.scheduling.group_queues import GroupQueues
-from quire.engine.scheduling.schedule import Schedule
 from quire.engine.scheduling.sequence_group import Lack, SequenceGroup
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.block_tokens import PartialHit
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import Sequence, SequenceStatus
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.engine.scheduling.group_queues import GroupQueues
-from quire.engine.scheduling.schedule import Schedule
 from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.scheduling.swapping import Swapping
 from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import SequenceStatus
 
 

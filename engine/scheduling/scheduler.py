@@ -44,10 +44,10 @@ from quire.engine.scheduling.fair_turns import FairTurns, Turns
 from quire.engine.scheduling.first_blocks import FirstBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.preemption import Preemption
-from quire.engine.scheduling.schedule import Schedule
 from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.scheduling.swapping import Swapping
 from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus
 
 MAX_SCORED_TOKENS = 64
@@ -407,7 +407,7 @@ class Scheduler:
             return False
         self._queues.start_group(group)
         schedule.sequences += chosen
-        schedule.admitted.append(group)
+        schedule.admitted.append(group.prompt)
         budget.num_slots -= group.num_slots
         budget.spend(group, chosen)
         return True

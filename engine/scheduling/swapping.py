@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from quire.engine.kv_cache.swap_space import SwapSpace
 from quire.engine.scheduling.group_queues import GroupQueues
-from quire.engine.scheduling.schedule import Schedule
 from quire.engine.scheduling.sequence_group import SequenceGroup, SwappedTables
 from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import NO_BLOCK
 
 

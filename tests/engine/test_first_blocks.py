@@ -13,9 +13,9 @@ from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.kv_cache.tiers import CacheTiers
 from quire.engine.scheduling.first_blocks import FirstBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
-from quire.engine.scheduling.schedule import Schedule
 from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape

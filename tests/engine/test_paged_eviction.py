@@ -11,8 +11,8 @@ import torch
 
 from quire.engine.errors import KvBudgetError, RequestTooLongError
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.scheduling.schedule import Schedule
 from quire.engine.sequences.paged_eviction import importance
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import NO_BLOCK, Sequence
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash

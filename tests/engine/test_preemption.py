@@ -11,10 +11,10 @@ from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.swap_space import SwapSpace
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.preemption import Preemption
-from quire.engine.scheduling.schedule import Schedule
 from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.scheduling.swapping import Swapping
 from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash

@@ -183,7 +183,7 @@ def test_a_prefill_that_fails_keeps_its_blocks_until_they_are_released(
     def breaking(*_: Any) -> Any:
         raise OverflowError("scripted")
 
-    monkeypatch.setattr("quire.engine.runner.sampling_step.rank_tokens", breaking)
+    monkeypatch.setattr("quire.engine.sequences.sampling_step.rank_tokens", breaking)
     engine = make_engine(model)
     request = make_request("culprit", num_prompt_logprobs=1)
     request.stops_after_prefill = True

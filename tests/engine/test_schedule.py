@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.scheduling.schedule import Schedule
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import ScheduledSequence
 from tests.engine.tiny_engine import make_request
 

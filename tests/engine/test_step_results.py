@@ -10,10 +10,10 @@ import torch
 
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.swap_space import SwapSpace
-from quire.engine.runner.step_results import StepResults
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.request_checks import RequestChecks
 from quire.engine.scheduling.requests import Requests
+from quire.engine.scheduling.step_results import StepResults
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.paged_eviction import PagedEviction
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate

@@ -11,7 +11,7 @@ from quire.engine.runner.step_watch import (
     UNKNOWN_STALL_SECONDS,
     StepWatch,
 )
-from quire.engine.scheduling.schedule import StepKind
+from quire.engine.sequences.schedule import StepKind
 
 FULL, SINGLE = StepKind.of(512, 512 * 512), StepKind.of(1, 100)
 

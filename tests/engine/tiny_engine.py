@@ -11,9 +11,9 @@ import torch
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.runner.model_runner import ModelRunner
-from quire.engine.scheduling.schedule import Schedule
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.paged_eviction import PagedEviction, Score, importance
+from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.loader import LoadedModel

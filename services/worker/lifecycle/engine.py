@@ -23,8 +23,8 @@ from quire.engine.pool_memory import allocate_swap_space
 from quire.engine.ranks.parallel_runner import ParallelRunner
 from quire.engine.ranks.ranks import Ranks
 from quire.engine.runner.step_watch import StepWatch
-from quire.engine.scheduling.schedule import StepKind
 from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.schedule import StepKind
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.speculation.speculators import make_speculator
 from quire.kvindex.block_hash import block_hash

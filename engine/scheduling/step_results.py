@@ -7,18 +7,18 @@ from collections.abc import Callable
 import torch
 
 from quire.engine.errors import RequestFailedError, RequestFailures
-from quire.engine.runner.sampling_step import (
+from quire.engine.scheduling.requests import Requests
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.sequences.beam_search import BeamExtension, answers, choose_extensions
+from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.paged_eviction import PagedEviction
+from quire.engine.sequences.sampling_step import (
     SampledRows,
     first_rows,
     num_accepted_tokens,
     sample_tokens,
     score_prompts,
 )
-from quire.engine.scheduling.requests import Requests
-from quire.engine.scheduling.sequence_group import SequenceGroup
-from quire.engine.sequences.beam_search import BeamExtension, answers, choose_extensions
-from quire.engine.sequences.block_tables import BlockTables
-from quire.engine.sequences.paged_eviction import PagedEviction
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate
 from quire.engine.sequences.stop_rules import StopRules
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence
 
 
@@ -40,7 +39,7 @@ class Schedule:
         promoted: (sequence, number of blocks) for each table that gets promoted blocks: that many of its
             leading blocks are full after the copies.
         sequences: the sequences to compute.
-        admitted: the groups among them that were waiting before, whether new or preempted.
+        admitted: the first sequences of the groups that were waiting before, whether new or preempted.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -50,7 +49,7 @@ class Schedule:
     promotions: list[tuple[int, int]] = field(default_factory=list)
     promoted: list[tuple[Sequence, int]] = field(default_factory=list)
     sequences: list[ScheduledSequence] = field(default_factory=list)
-    admitted: list[SequenceGroup] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
 
     @property
     def moves_blocks(self) -> bool:
