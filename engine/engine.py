@@ -20,6 +20,7 @@ from quire.engine.kv_cache.swap_space import SwapSpace
 from quire.engine.kv_cache.tiers import CacheTiers
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.runner.step_clock import StepClock, StepSeconds
+from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.first_blocks import FirstBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.preemption import Preemption
@@ -131,14 +132,15 @@ class Engine:
         prefers_swap = self._swap_cost.prefers_swap
         self.preemption = Preemption(queues, tables, swapping, prefers_swap)
         first_blocks = FirstBlocks(queues, tables, self.tiers)
-        self.scheduler = Scheduler(config, queues, tables, self.preemption, swapping, first_blocks)
+        fair_blocks = FairBlocks(queues, tables)
+        self.scheduler = Scheduler(config, queues, tables, self.preemption, first_blocks, fair_blocks)
         self.runner = parts.runner or ModelRunner(model, memory, parts.swap_memory)
         self.speculator = parts.speculator
         self._stop_rules = rules = StopRules(model.eos_token_ids, self.max_model_len)
         checks = RequestChecks(model.has_windows, tables, config.max_num_seqs, self.max_model_len)
         self.requests = Requests(checks, rules, queues, tables, self.swap_space, parts.clock)
         eviction = parts.eviction or PagedEviction(memory)
-        self.transfers = Transfers(self.requests, queues, tables, eviction, rules)
+        self.transfers = Transfers(self.requests, queues, fair_blocks, tables, eviction, rules)
         record_drafts = None if self.speculator is None else self.speculator.record_verification
         self._results = StepResults(self.requests, tables, eviction, rules, record_drafts)
         self._on_schedule: Callable[[Schedule], None] | None = None

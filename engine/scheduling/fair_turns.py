@@ -5,7 +5,7 @@ that needs less than an equal part gets all it needs, and the others share the r
 one client are divided among its requests in the same way. Nothing is kept of a client between steps.
 
 A request needs blocks to run, and keeps them in a step that leaves it out. Blocks are still given in the
-order of arrival (``group_queues.py``).
+order of arrival, or to the client that holds fewest (``fair_blocks.py``).
 
 * The samples of a request need not be computed together: a step may leave some of them out. The beams of a
   beam search have to be. So whichever request has been left out longest comes first in each step, and is
@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.sequence_group import SequenceGroup
 
@@ -50,12 +51,16 @@ class FairTurns:
 
     Args:
         queues: the groups.
+        fair_blocks: has their order.
         max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most tokens in a step.
     """
 
-    def __init__(self, queues: GroupQueues, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, queues: GroupQueues, fair_blocks: FairBlocks, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
         self._queues = queues
+        self._fair_blocks = fair_blocks
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_divided = 0
@@ -85,7 +90,7 @@ class FairTurns:
 
         Only tokens of prompts are divided: each running sequence may decode.
         """
-        if self._queues.num_clients < 2:
+        if len(self._queues.clients) < 2:
             return None
         decoding: Counter[str] = Counter()
         prompts: Counter[str] = Counter()
@@ -104,12 +109,12 @@ class FairTurns:
 
     def _entitled(self, num_slots: int) -> list[SequenceGroup]:
         """Return the waiting groups that find no room, but may start nevertheless."""
-        running, num_clients = self._queues.running, self._queues.num_clients
+        running, num_clients = self._queues.running, len(self._queues.clients)
         if num_clients < 2 and num_slots >= self._max_num_seqs and all(g.num_slots == 1 for g in running):
             return []
         entitled: list[SequenceGroup] = []
         most: dict[str, int] = {}  # sequences that a group may have to pass older ones of its client
-        for group in self._queues.in_order(self._queues.waiting):
+        for group in self._fair_blocks.in_order(self._queues.waiting):
             if group.is_loading or group.num_slots > most.get(group.client, group.num_slots):
                 continue
             if num_slots + group.num_slots <= self._max_num_seqs and not entitled and not most:
@@ -126,10 +131,10 @@ class FairTurns:
     def _first_waiting(self) -> Iterable[SequenceGroup]:
         """Return the first waiting group of each client, in their order."""
         seen: dict[str, SequenceGroup] = {}
-        for group in self._queues.in_order(self._queues.waiting):
+        for group in self._fair_blocks.in_order(self._queues.waiting):
             if not group.is_loading:
                 seen.setdefault(group.client, group)
-                if len(seen) == self._queues.num_clients:
+                if len(seen) == len(self._queues.clients):
                     break
         return seen.values()
 

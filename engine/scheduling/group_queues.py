@@ -1,7 +1,10 @@
-"""The groups of one engine, in the order in which they get blocks.
+"""The groups of one engine in the order of arrival; ``fair_blocks.py`` has the order of several clients.
 
-That is the order of arrival. Where several clients have groups, those of the client that holds the fewest
-blocks come first, so that a client which fills the pool waits for itself.
+::
+
+    add_waiting ───────────────────────────────────► waiting ──start_group───► running
+                                                        ▲    ◄─suspend_group──
+    add_transfer ──► transfers ──(blocks are written)───┘
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.scheduling.sequence_group import SequenceGroup
@@ -19,9 +22,6 @@ OnOutcome = Callable[[bool], None]
 
 WATERMARK = 0.01
 """Share of the pool that new groups leave free for running groups, as in vLLM."""
-
-PREEMPTIONS_PER_RANK = 4
-"""Preemptions of a group that count as half of its client's blocks."""
 
 
 class GroupQueues:
@@ -41,8 +41,6 @@ class GroupQueues:
         self.transfers: dict[SequenceGroup, OnOutcome] = {}
         self.num_owed_blocks: dict[str, int] = {}
         self._num_by_client: Counter[str] = Counter()
-        self._num_held_by_client: Counter[str] = Counter()
-        """Blocks of each client in the present step; empty while the order is that of arrival alone."""
         self._with_blocks: set[SequenceGroup] = set()
         """Waiting groups that hold blocks, or did when this was noted. There are far fewer than may wait."""
         self._pool = pool
@@ -66,43 +64,9 @@ class GroupQueues:
         return self._pool.num_allocatable - (self._num_watermark_blocks if self.running else 0)
 
     @property
-    def num_clients(self) -> int:
-        """Number of clients whose groups run or wait."""
-        return len(self._num_by_client)
-
-    def count_held_blocks(self) -> None:
-        """Count how many blocks each client holds, on which the order depends until the next count.
-
-        Prompts that are computed for another worker keep the order of arrival, in which it waits for them.
-        """
-        self._num_held_by_client.clear()
-        clients = {*self._num_by_client, *[group.client for group in self.transfers]}
-        if len(clients) > 1 and not any(group.prompt.stops_after_prefill for group in self.waiting):
-            for group in (*self.running, *self.waiting_with_blocks(), *self.transfers):
-                self._num_held_by_client[group.client] += group.num_held_blocks
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several clients shared the pool at the last count, so that the order depends on it."""
-        return bool(self._num_held_by_client)
-
-    def rank(self, group: SequenceGroup, num_more_blocks: int = 0) -> int:
-        """Return the rank of a group: the fewer blocks its client holds, by powers of two, the lower.
-
-        ``PREEMPTIONS_PER_RANK`` lower it too, so that no group is preempted for ever.
-        """
-        if not self.is_shared:
-            return 0
-        num_blocks = self._num_held_by_client[group.client] + num_more_blocks
-        return num_blocks.bit_length() - group.num_preemptions // PREEMPTIONS_PER_RANK
-
-    def place(self, group: SequenceGroup) -> tuple[int, int]:
-        """Return the place of a group in the order."""
-        return self.rank(group), group.arrival
-
-    def in_order(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
-        """Return groups in their order; they are in the order of arrival."""
-        return sorted(groups, key=self.rank) if self.is_shared else list(groups)
+    def clients(self) -> Collection[str]:
+        """The clients whose groups run or wait."""
+        return self._num_by_client.keys()
 
     def add_waiting(self, group: SequenceGroup) -> None:
         """Queue a new group, or one whose blocks were computed elsewhere and are in its table.

@@ -1,8 +1,7 @@
 """Preemption: when blocks run out, a group gives up all of its blocks until there is room again.
 
-It is the newest group; with several clients, the newest one of the client that holds the most blocks. Its
-blocks are then copied back from host memory (``swapping.py``) or recomputed, whichever is cheaper
-(PagedAttention, Kwon et al., SOSP 2023, section 4.5).
+``fair_blocks.py`` says which group. Its blocks are then copied back from host memory (``swapping.py``) or
+recomputed, whichever is cheaper (PagedAttention, Kwon et al., SOSP 2023, section 4.5).
 """
 
 from __future__ import annotations
@@ -47,18 +46,12 @@ class Preemption:
         self.prefers_swap = prefers_swap
         self._queues = queues
         self._tables = tables
-        self._swapping = swapping
+        self.swapping = swapping
 
     @property
     def num_preempted(self) -> int:
         """How often groups were preempted, whether swapped out or recomputed."""
         return sum(self.counts)
-
-    def last_victim(self) -> SequenceGroup | None:
-        """Return the last group in the order that can be preempted; None if there is none."""
-        groups = (*self._queues.running, *self._queues.waiting_with_blocks())
-        victims = (group for group in groups if group.is_preemptible)
-        return max(victims, key=self._queues.place, default=None)
 
     def preempt(self, victim: SequenceGroup, schedule: Schedule) -> None:
         """Take all blocks of a group, and plan to swap them out or to recompute them; the group waits."""
@@ -67,7 +60,7 @@ class Preemption:
         victim.num_preemptions += 1
         swapped, recomputed = self.counts
         if self._is_swapped(victim):
-            self._swapping.swap_out(victim, schedule)
+            self.swapping.swap_out(victim, schedule)
             self.counts = PreemptionCounts(swapped + 1, recomputed)
         else:
             self.counts = PreemptionCounts(swapped, recomputed + 1)
@@ -80,8 +73,8 @@ class Preemption:
 
     def _is_swapped(self, victim: SequenceGroup) -> bool:
         """Return whether to swap a group out: if host memory has room, and recomputing is not cheaper."""
-        num_blocks = self._swapping.num_blocks(victim)
-        if num_blocks > self._swapping.num_free:
+        num_blocks = self.swapping.num_blocks(victim)
+        if num_blocks > self.swapping.num_free:
             return False
         num_tokens = sum(sequence.num_computed_tokens for sequence in victim.sequences)
         return self.prefers_swap(num_tokens, num_blocks)

@@ -15,9 +15,7 @@ worker computes (``transfers.py``), get blocks in one order of arrival (``group_
   all their blocks may run meanwhile. Each of them passes a blocked group at most once, because it keeps its
   blocks until it ends or is preempted, and because no newer transfer gets blocks while the older group waits.
 * Where several clients have groups, the order of arrival is that of each client's own groups. Those of a
-  client that holds fewer blocks come first, and are preempted last. If the first group still lacks blocks,
-  groups of clients that hold more are preempted for it. Prompts that are computed for other workers keep to
-  the order of arrival alone.
+  client that holds fewer blocks come first, and are preempted last (``fair_blocks.py``).
 * A new group leaves 1 % of the blocks free while other groups run, so that these can grow.
 * A group may get blocks before an older one of another client that waits for a sequence in a step. It leaves
   as many blocks free as the largest such group of each client needs.
@@ -40,12 +38,12 @@ import math
 from dataclasses import dataclass
 
 from quire.engine.config import EngineConfig
+from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.fair_turns import FairTurns, Turns
 from quire.engine.scheduling.first_blocks import FirstBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.preemption import Preemption
 from quire.engine.scheduling.sequence_group import SequenceGroup
-from quire.engine.scheduling.swapping import Swapping
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus
@@ -125,9 +123,9 @@ class Scheduler:
         config: the limits of a step.
         queues: the groups.
         tables: the ledger of the blocks that sequences hold.
-        preemption: takes blocks from the newest groups.
-        swapping: copies blocks of preempted groups back.
+        preemption: frees the blocks of groups, and copies them back.
         first_blocks: gives blocks to groups that start.
+        fair_blocks: has the order of the groups of several clients.
     """
 
     def __init__(
@@ -136,16 +134,16 @@ class Scheduler:
         queues: GroupQueues,
         tables: BlockTables,
         preemption: Preemption,
-        swapping: Swapping,
         first_blocks: FirstBlocks,
+        fair_blocks: FairBlocks,
     ) -> None:
         self.config = config
         self._queues = queues
         self._tables = tables
         self._preemption = preemption
-        self._swapping = swapping
         self._first_blocks = first_blocks
-        self._fair_turns = FairTurns(queues, config.max_num_seqs, config.max_num_batched_tokens)
+        self._fair_blocks = fair_blocks
+        self._fair_turns = FairTurns(queues, fair_blocks, config.max_num_seqs, config.max_num_batched_tokens)
 
     def schedule(self) -> Schedule:
         """Return the next step: make way, continue what runs, admit what waits; and allocate the blocks."""
@@ -159,7 +157,7 @@ class Scheduler:
     def _make_way(self, schedule: Schedule) -> _Budget:
         """Preempt groups of clients that hold too many blocks; return what the step may compute."""
         num_preempted = self._preemption.num_preempted
-        self._queues.count_held_blocks()
+        self._fair_blocks.count_held_blocks()
         budget = self._divided_budget()
         self._preempt_for_next(schedule, budget)
         has_preempted = self._preemption.num_preempted > num_preempted
@@ -214,47 +212,18 @@ class Scheduler:
                 return
 
     def _preempt_for_next(self, schedule: Schedule, budget: _Budget) -> None:
-        """Preempt groups of clients that hold many blocks for the next group of one that holds few.
-
-        Even with its blocks, that group has a lower rank than the others had before. So a group that is
-        preempted cannot take its blocks back in the same way.
-        """
-        queues = self._queues
-        if not queues.is_shared or (group := self._next_without_blocks(budget)) is None:
-            return
-        num_blocks = self._num_needed_blocks(group)
-        while num_blocks > queues.num_blocks_above_watermark:
-            victim = self._preemption.last_victim()
-            if victim is None or queues.rank(victim) <= queues.rank(group, num_blocks):
-                return
+        """Preempt groups of clients that hold many blocks for the next group of one that holds few."""
+        group = self._fair_blocks.next_without_blocks(budget.has_room)
+        while group is not None and (victim := self._fair_blocks.victim_for(group)) is not None:
             self._preemption.preempt(victim, schedule)
-            queues.count_held_blocks()
-
-    def _next_without_blocks(self, budget: _Budget) -> SequenceGroup | None:
-        """Return the first group that lacks only blocks; None if the first one waits for something else."""
-        queues = self._queues
-        waiting = (group for group in queues.waiting if not group.holds_blocks and not group.is_loading)
-        group = min((*queues.transfers, *waiting), key=queues.place, default=None)
-        if group is None or group in queues.transfers:
-            return group
-        oldest_transfer = next(iter(queues.transfers), group)
-        may_start = group.awaited is None and budget.has_room(group)
-        return group if may_start and group.arrival <= oldest_transfer.arrival else None
-
-    def _num_needed_blocks(self, group: SequenceGroup) -> int:
-        """Return how many blocks a group needs to begin, or to go on; 0 if that is not known yet."""
-        if group in self._queues.transfers:
-            return self._tables.num_missing(group.prompt)
-        if group.swapped is not None:
-            return len(group.swapped.host_ids)
-        return group.lack.num_blocks if group.lack is not None else 0
+            self._fair_blocks.count_held_blocks()
 
     # --- running groups -----------------------------------------------------------------------------------
 
     def _continue_running(self, schedule: Schedule, budget: _Budget) -> None:
         """Schedule the running groups in their order; preempt the last if there are too few blocks."""
         num_preempted = self._preemption.num_preempted
-        for group in self._queues.in_order(self._queues.running):
+        for group in self._fair_blocks.in_order(self._queues.running):
             if budget.turns is not None and not budget.turns.get(group):
                 continue
             if budget.tokens_for(group) > 0 and self._has_next_token(group.prompt):
@@ -338,10 +307,10 @@ class Scheduler:
     def _make_room(self, group: SequenceGroup, chosen: list[ScheduledSequence], schedule: Schedule) -> bool:
         """Preempt the last groups until there are blocks for the chosen tokens; return whether there are."""
         while not self._has_room(chosen):
-            victim = self._preemption.last_victim()
+            victim = self._fair_blocks.last_victim()
             # A running group has no blocks if those of its sequences that had some have ended. A group that
             # comes before it gives up none for it. A transfer in flight later frees its blocks, or runs.
-            if victim is None or self._queues.place(victim) < self._queues.place(group):
+            if victim is None or self._fair_blocks.position(victim) < self._fair_blocks.position(group):
                 return False
             self._preemption.preempt(victim, schedule)
             if victim is group:
@@ -368,7 +337,7 @@ class Scheduler:
         oldest_transfer = next((group.arrival for group in queues.transfers), math.inf)
         starting = set(budget.turns or ()).difference(queues.running)
         smallest: dict[str, int] = {}  # sequences of a group that was passed, by client
-        for group in queues.in_order(queues.waiting):
+        for group in self._fair_blocks.in_order(queues.waiting):
             if group.arrival > oldest_transfer:
                 continue
             if group.client not in owed and self._first_blocks.is_loading(group):
@@ -378,7 +347,7 @@ class Scheduler:
             if (group.client in owed and is_behind) or not budget.has_room(group):
                 self._pass(group, owed)
                 smallest[group.client] = min(group.num_slots, smallest.get(group.client, group.num_slots))
-                if (len(owed) == queues.num_clients and not starting) or budget.num_tokens <= 0:
+                if (len(owed) == len(queues.clients) and not starting) or budget.num_tokens <= 0:
                     return
             elif not self._start(group, schedule, budget):
                 break
@@ -424,7 +393,9 @@ class Scheduler:
         def num_next_blocks(group: SequenceGroup) -> int:
             return self._tables.num_appended_blocks(self._choose_tokens(group, budget))
 
-        if group.swapped is not None and not self._swapping.swap_in(group, schedule, num_next_blocks):
+        if group.swapped is not None and not self._preemption.swapping.swap_in(
+            group, schedule, num_next_blocks
+        ):
             return None
         if not group.holds_blocks and not self._first_blocks.allocate_for(group, schedule):
             return None

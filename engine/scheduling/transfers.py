@@ -16,6 +16,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 from quire.engine.errors import failing_request
+from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.group_queues import GroupQueues, OnOutcome
 from quire.engine.scheduling.requests import Requests
 from quire.engine.scheduling.sequence_group import SequenceGroup
@@ -40,6 +41,7 @@ class Transfers:
     Args:
         requests: the requests of the engine.
         queues: their queues, of which ``transfers`` holds the requests that lack blocks.
+        fair_blocks: has the order of the groups of several clients.
         tables: the ledger of their blocks.
         eviction: chooses the blocks that a prompt with a KV budget frees when it has arrived.
         stop_rules: decide whether the first token ends a request.
@@ -49,12 +51,14 @@ class Transfers:
         self,
         requests: Requests,
         queues: GroupQueues,
+        fair_blocks: FairBlocks,
         tables: BlockTables,
         eviction: PagedEviction,
         stop_rules: StopRules,
     ) -> None:
         self._requests = requests
         self._queues = queues
+        self._fair_blocks = fair_blocks
         self._tables = tables
         self._eviction = eviction
         self._stop_rules = stop_rules
@@ -115,7 +119,7 @@ class Transfers:
         transfers = list(self._queues.transfers)
         if not transfers:
             return False
-        group = self._queues.in_order(transfers)[0]
+        group = self._fair_blocks.in_order(transfers)[0]
         if group is not transfers[0] and not self._may_pass(group, transfers):
             group = transfers[0]
         if self._is_behind_waiting_group(group):
@@ -159,7 +163,7 @@ class Transfers:
             not group.holds_blocks
             and not group.is_loading
             and not (group.client in passed and (group.client != transfer.client or is_larger(group)))
-            and self._queues.rank(group) <= self._queues.rank(transfer)
+            and self._fair_blocks.rank(group) <= self._fair_blocks.rank(transfer)
             for group in older
         )
 

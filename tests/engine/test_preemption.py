@@ -9,6 +9,7 @@ import pytest
 
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.swap_space import SwapSpace
+from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.preemption import Preemption
 from quire.engine.scheduling.sequence_group import SequenceGroup
@@ -76,6 +77,7 @@ class Ledger:
         self.preemption = Preemption(
             self.queues, self.tables, self.swapping, lambda num_tokens, num_blocks: prefers_swap
         )
+        self.fair_blocks = FairBlocks(self.queues, self.tables)
         self.schedule = Schedule()
 
     def run_group(self, name: str, num_blocks: int, **fields: bool) -> SequenceGroup:
@@ -92,12 +94,12 @@ class Ledger:
 
 def test_the_newest_group_is_the_victim_unless_a_transfer_may_read_its_blocks() -> None:
     ledger = Ledger()
-    assert ledger.preemption.last_victim() is None
+    assert ledger.fair_blocks.last_victim() is None
     old, new = ledger.run_group("old", 1), ledger.run_group("new", 1)
     ledger.run_group("prefill", 1, stops_after_prefill=True)
-    assert ledger.preemption.last_victim() is new
+    assert ledger.fair_blocks.last_victim() is new
     ledger.preemption.preempt(new, ledger.schedule)
-    assert ledger.preemption.last_victim() is old
+    assert ledger.fair_blocks.last_victim() is old
 
 
 def test_a_swapped_group_shares_its_blocks_again() -> None:

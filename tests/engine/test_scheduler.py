@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.swap_space import SwapSpace
+from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.first_blocks import FirstBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.preemption import Preemption
@@ -37,7 +38,10 @@ class Bench:
         swapping = Swapping(self.queues, self.tables, SwapSpace(0))
         self.preemption = Preemption(self.queues, self.tables, swapping, lambda num_tokens, num_blocks: False)
         first_blocks = FirstBlocks(self.queues, self.tables, None)
-        self.scheduler = Scheduler(config, self.queues, self.tables, self.preemption, swapping, first_blocks)
+        fair_blocks = FairBlocks(self.queues, self.tables)
+        self.scheduler = Scheduler(
+            config, self.queues, self.tables, self.preemption, first_blocks, fair_blocks
+        )
 
     def add(self, name: str, num_tokens: int, first_token: int = 0) -> SequenceGroup:
         """Queue a prompt; prompts with different first tokens share no blocks."""

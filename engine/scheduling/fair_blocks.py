@@ -1,0 +1,109 @@
+"""Divides the blocks of the pool among clients, so that a client which fills the pool waits for itself.
+
+A client is an authenticated tenant. Its rank is how many blocks it holds, to a power of two. Groups of the
+lowest rank get blocks first, and groups of the highest are preempted first. The order of arrival decides
+within a rank::
+
+    client   a    b    c    d
+    blocks   0    5    7    40
+    rank     0    3    3    6      a waits for no other; b and c in the order of arrival; d is preempted first
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from quire.engine.scheduling.group_queues import GroupQueues
+from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.sequences.block_tables import BlockTables
+
+PREEMPTIONS_PER_RANK = 4
+"""Preemptions of a group that count as half of its client's blocks."""
+
+
+class FairBlocks:
+    """The order in which groups get blocks, and which group is preempted for another.
+
+    Prompts that are computed for another worker keep the order of arrival, in which it waits for them.
+
+    Args:
+        queues: the groups.
+        tables: the ledger of their blocks.
+    """
+
+    def __init__(self, queues: GroupQueues, tables: BlockTables) -> None:
+        self._queues = queues
+        self._tables = tables
+        self._num_held_by_client: Counter[str] = Counter()
+        """Blocks of each client in the present step; empty while the order is only that of arrival."""
+
+    def count_held_blocks(self) -> None:
+        """Count how many blocks each client holds, on which the order depends until the next count."""
+        queues = self._queues
+        self._num_held_by_client.clear()
+        clients = {*queues.clients, *[group.client for group in queues.transfers]}
+        if len(clients) > 1 and not any(group.prompt.stops_after_prefill for group in queues.waiting):
+            for group in (*queues.running, *queues.waiting_with_blocks(), *queues.transfers):
+                self._num_held_by_client[group.client] += group.num_held_blocks
+
+    def rank(self, group: SequenceGroup, num_more_blocks: int = 0) -> int:
+        """Return the rank of a group, which rises with its client's blocks; 0 if there is only one client.
+
+        ``PREEMPTIONS_PER_RANK`` lower it too, so that no group is preempted indefinitely.
+        """
+        if not self._num_held_by_client:
+            return 0
+        num_blocks = self._num_held_by_client[group.client] + num_more_blocks
+        return num_blocks.bit_length() - group.num_preemptions // PREEMPTIONS_PER_RANK
+
+    def position(self, group: SequenceGroup) -> tuple[int, int]:
+        """Return the position of a group in the order."""
+        return self.rank(group), group.arrival
+
+    def in_order(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
+        """Return groups in their order; they are given in the order of arrival."""
+        return sorted(groups, key=self.rank) if self._num_held_by_client else list(groups)
+
+    def last_victim(self) -> SequenceGroup | None:
+        """Return the last group in the order that can be preempted; None if there is none."""
+        groups = (*self._queues.running, *self._queues.waiting_with_blocks())
+        victims = (group for group in groups if group.is_preemptible)
+        return max(victims, key=self.position, default=None)
+
+    def victim_for(self, group: SequenceGroup) -> SequenceGroup | None:
+        """Return the next group to preempt for one without blocks; None if that has enough, or holds more.
+
+        Even with its blocks, it has a lower rank than the victim has now. So a group that is preempted cannot
+        get its blocks back in the same way.
+        """
+        num_blocks = self._num_needed_blocks(group)
+        if num_blocks <= self._queues.num_blocks_above_watermark:
+            return None
+        victim = self.last_victim()
+        return victim if victim is not None and self.rank(victim) > self.rank(group, num_blocks) else None
+
+    def next_without_blocks(self, has_room: Callable[[SequenceGroup], bool]) -> SequenceGroup | None:
+        """Return the first group if it lacks only blocks and the pool is shared by several clients.
+
+        Args:
+            has_room: returns whether the step has a sequence and a token for a group.
+        """
+        queues = self._queues
+        if not self._num_held_by_client:
+            return None
+        waiting = (group for group in queues.waiting if not group.holds_blocks and not group.is_loading)
+        group = min((*queues.transfers, *waiting), key=self.position, default=None)
+        if group is None or group in queues.transfers:
+            return group
+        oldest_transfer = next(iter(queues.transfers), group)
+        may_start = group.awaited is None and has_room(group)
+        return group if may_start and group.arrival <= oldest_transfer.arrival else None
+
+    def _num_needed_blocks(self, group: SequenceGroup) -> int:
+        """Return how many blocks a group needs to begin, or to go on; 0 if that is not known yet."""
+        if group in self._queues.transfers:
+            return self._tables.num_missing(group.prompt)
+        if group.swapped is not None:
+            return len(group.swapped.host_ids)
+        return group.lack.num_blocks if group.lack is not None else 0
