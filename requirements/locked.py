@@ -1,8 +1,8 @@
 """Print the part of the lock that some extras need: ``python requirements/locked.py EXTRA ...``.
 
 Each entry pins a version and lists the hashes of its files, as ``pip install --require-hashes`` wants it. The
-extra ``build`` stands for what builds the project. Torch is not printed: each of its builds has a hash of its
-own, and ``torch.txt`` pins its version.
+extra ``build`` stands for what builds the project, and ``dev`` for all extras and the group ``dev``. Torch is
+not printed: each of its builds has a hash of its own, and ``torch.txt`` pins its version.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,18 +53,13 @@ def read_lock(path: Path) -> dict[str, Locked]:
 
 
 def direct_requirements(project: dict[str, Any], extra: str) -> list[str]:
-    """Return what pyproject.toml requires for an extra, with the extras that it includes."""
+    """Return what pyproject.toml requires for an extra."""
     if extra == "build":
         return list(project["build-system"]["requires"])
-    own_name = project["project"]["name"]
-    found = []
-    for requirement in project["project"]["optional-dependencies"][extra]:
-        if name_of(requirement) == own_name:
-            included = requirement[requirement.index("[") + 1 : requirement.index("]")].split(",")
-            found += [each for name in included for each in direct_requirements(project, name)]
-        else:
-            found.append(requirement)
-    return found
+    extras = project["project"]["optional-dependencies"]
+    if extra == "dev":
+        return [*project["dependency-groups"]["dev"], *chain.from_iterable(extras.values())]
+    return list(extras[extra])
 
 
 def select(extras: Iterable[str]) -> dict[str, Locked]:

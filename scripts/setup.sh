@@ -1,7 +1,7 @@
 # ./run and ./test source this file in the repository's root. `set_up EXTRA` installs the project with an
-# extra, or with several separated by commas, into .venv, in the versions of requirements/. A stamp that is
-# written last records the state of the project. An interrupted set-up has no stamp and is repeated; a
-# finished one takes milliseconds.
+# extra, or with several separated by commas, into .venv, in the versions of requirements/. `set_up dev`
+# installs all extras and what tests need. A stamp that is written last records the state of the project. An
+# interrupted set-up has no stamp and is repeated; a finished one takes milliseconds.
 
 VENV=.venv
 # The extras that the commands in README.md need.
@@ -84,6 +84,6 @@ set_up() {
     pip_install --constraint requirements/torch.txt torch
     say "installing quire"
     pip_install --no-deps --no-build-isolation --editable . --config-settings editable_mode=strict
-    # The extra dev contains everything that ./run needs.
+    # dev contains everything that ./run needs.
     printf '%s\n' "$state" | tee "$VENV/.quire-$RUN_EXTRAS" >"$VENV/.quire-$extra"
 }

@@ -16,7 +16,6 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 
 def load() -> ModuleType:
@@ -40,7 +39,7 @@ PINS = {
 DIRECT = [
     *PROJECT["build-system"]["requires"],
     *PROJECT["project"]["dependencies"],
-    *(each for extra in EXTRAS for each in locked.direct_requirements(PROJECT, extra)),
+    *locked.direct_requirements(PROJECT, "dev"),
 ]
 
 
@@ -56,7 +55,7 @@ def test_a_direct_requirement_is_pinned_inside_its_range(text: str) -> None:
 
 
 def test_nothing_in_the_lock_is_unneeded() -> None:
-    assert set(LOCK) == set(locked.select([*EXTRAS, "build"]))
+    assert set(LOCK) == set(locked.select(["dev", "build"]))
     direct = {canonicalize_name(Requirement(text).name) for text in DIRECT}
     told = {name for name, package in (LOCK | TORCH).items() if "quire-llm" in package.parents}
     assert told == direct

@@ -344,7 +344,7 @@ async def test_what_is_not_served_says_so(engines: dict[str, Any]) -> None:
 
 needs_smg = pytest.mark.skipif(
     find_spec("smg") is None,
-    reason="the gateway smg, of the extra dev, is not installed (it has no wheel here)",
+    reason="the gateway smg, of the group dev, is not installed (it has no wheel here)",
 )
 
 
