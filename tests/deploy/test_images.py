@@ -1,4 +1,4 @@
-"""Dockerfile and .dockerignore: what gets into the images, and what does not."""
+"""Dockerfile, .dockerignore and MANIFEST.in: what gets into images and distributions, and what does not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 from zipfile import ZipFile
@@ -166,9 +167,13 @@ DATA = re.compile(
 )
 
 
+METADATA = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}
+"""What a source distribution has beside the package."""
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone knows its files")
-def test_the_wheel_has_the_package_and_no_file_of_a_user(tmp_path: Path) -> None:
-    """The image's wheel is built from the files that .dockerignore leaves."""
+def test_the_distributions_have_the_package_and_no_file_of_a_user(tmp_path: Path) -> None:
+    """Like the image's wheel, both are built from the files that .dockerignore leaves."""
     tracked = tracked_files()
     source = tmp_path / "source"
     for name in filter(lambda name: not is_ignored(name), tracked):
@@ -177,10 +182,11 @@ def test_the_wheel_has_the_package_and_no_file_of_a_user(tmp_path: Path) -> None
     for name in INTRUDERS:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).touch()
-    options = ["-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    command = [sys.executable, "-m", "pip", "wheel", *options, "."]
+    uv = Path(sys.executable).with_name("uv")
+    options = ["--quiet", "--offline", "--no-build-isolation", "--python", sys.executable]
+    command = [uv, "build", "--sdist", "--wheel", *options]
     subprocess.run(command, cwd=source, timeout=300, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = source.glob("dist/*.whl")
     with ZipFile(wheel) as opened:
         names = {name.removeprefix("quire/") for name in opened.namelist() if name.startswith("quire/")}
     built = {name for name in names if re.search(r"_pb2(_grpc)?\.pyi?$", name)}
@@ -192,6 +198,10 @@ def test_the_wheel_has_the_package_and_no_file_of_a_user(tmp_path: Path) -> None
     }
     assert names - built == expected
     assert len(built) == 3 * len(list((ROOT / "protos").glob("*.proto")))
+    (archive,) = source.glob("dist/*.tar.gz")
+    with tarfile.open(archive) as unpacked:
+        members = {each.name.partition("/")[2] for each in unpacked if each.isfile()}
+    assert {name for name in members if not name.startswith("quire_llm.egg-info/")} == expected | METADATA
 
 
 def test_no_weights_of_a_user_are_sent_to_the_builder() -> None:
