@@ -10,22 +10,21 @@ from quire.services.server.phases import Phase
 _HEAD = """\
 # Metrics
 
-Written from the code by `python -m quire.observability.build`; a test keeps it up to date.
+Generated from the code by `python -m quire.observability.build`; a test compares this page with the code.
 
 Each process serves its metrics for Prometheus over HTTP, at `/metrics` of its `--metrics-port`. Names end
 with their unit; a counter ends with `_total`. Histograms have the series `_bucket`, `_count` and `_sum`.
-Label values that are known before anything happens are shown, and are there with 0 once their metric is.
-Metrics of a part that is off are absent: for example of the index without `--redis-url`. Those of moves and
-copies of answers are there once the first worker has joined.
-Prometheus adds `job` (`router`, `prefill` or `decode`) and `instance`; see [operations.md](operations.md)
-for dashboards, alerts and traces.
+The labels are shown with the values that are known in advance, whose series begin at 0. A part that is off
+has no metrics: for example the index without `--redis-url`. Metrics of moves and copies of answers appear
+when the first worker joins. Prometheus adds `job` (`router`, `prefill` or `decode`) and `instance`; see
+[operations.md](operations.md) for dashboards, alerts and traces.
 
 ## The phases of a request
 
-`quire_request_phase_seconds` observes each of these once for each attempt, in the process in which it
-passes. Those from `admit` to `prefill_compute` add up to the time to the first token, but for what the
-network and the event loops take, and for a wait for a worker. The others come between the first token and
-the second: a push runs beside the computation, and only what of it follows counts.
+`quire_request_phase_seconds` observes each of these once for each attempt, in the process where it happens.
+Those from `admit` to `prefill_compute` add up to the time to the first token, except for the network, the
+event loops and a wait for a worker. The others lie between the first token and the second. A push overlaps
+with the computation, and only the rest of it after the prompt counts.
 
 """
 
@@ -44,13 +43,13 @@ def metrics_page() -> str:
 
 
 def _table(metrics: Iterable[DescribedMetric]) -> str:
-    lines = ["| Name | Type | Labels | Meaning |", "|---|---|---|---|", *map(_row, metrics)]
+    lines = ["| Name and labels | Type | Meaning |", "|---|---|---|", *map(_row, metrics)]
     return "\n".join(lines) + "\n"
 
 
 def _row(metric: DescribedMetric) -> str:
-    labels = "<br>".join(_label(name, values) for name, values in metric.labels.items())
-    return f"| `{metric.shown_name}` | {metric.kind} | {labels} | {metric.text} |"
+    lines = [f"`{metric.shown_name}`", *(_label(name, values) for name, values in metric.labels.items())]
+    return f"| {'<br>'.join(lines)} | {metric.kind} | {metric.text} |"
 
 
 def _label(name: str, values: tuple[str, ...]) -> str:

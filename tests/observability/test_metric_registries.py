@@ -44,4 +44,4 @@ def test_the_page_names_every_phase_and_metric() -> None:
     page = metrics_page()
     assert all(f"| `{phase}` |" in page for phase in Phase)
     for registry in (router_registry(), worker_registry()):
-        assert all(f"| `{metric.shown_name}` |" in page for metric in described(registry))
+        assert all(f"| `{metric.shown_name}`" in page for metric in described(registry))
