@@ -18,6 +18,7 @@ from hypothesis.internal.constants_ast import Constants
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from quire.tokenization.tokenizer import Tokenizer
+from tests.clock import Clock
 
 # Every run tries the same examples. A busy machine makes an example slow, which is no defect.
 settings.register_profile(
@@ -50,6 +51,11 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}
 <|{{ message.role }}|>{{ message.content | trim }}{{ eos_token }}
 {% endfor %}
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import pytest
 
 from quire.engine.kv_cache import disk_cache
 from quire.engine.kv_cache.disk_cache import FAILED_SECONDS, DiskCache, DiskCacheError
+from tests.clock import Clock
 from tests.engine.manual_disk import ManualExecutor, open_disk
 
 BLOCK_BYTES = 64
@@ -195,13 +196,6 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, later: ManualEx
 # --- disks that are full or fail ----------------------------------------------------------------------------
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Return a file system of 64 KiB."""
@@ -226,7 +220,7 @@ def failures(disk: DiskCache) -> list[str]:
 def test_a_full_disk_keeps_no_unfinished_file_and_is_written_again_later(
     small_disk: Path, later: ManualExecutor
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     block = 24 << 10
     disk = DiskCache(small_disk, 1 << 20, block, "same", writer=later, reader=later, clock=clock)
     for word in "abcdef":

@@ -9,23 +9,10 @@ import pytest
 from quire.engine.engine import Engine
 from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
+from tests.clock import Clock
 from tests.engine.constant_engine import make_constant_engine
 
 BLOCK_SIZE = 4
-
-
-class Clock:
-    """A time that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

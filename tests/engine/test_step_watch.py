@@ -12,23 +12,9 @@ from quire.engine.runner.step_watch import (
     StepWatch,
 )
 from quire.engine.sequences.schedule import StepKind
+from tests.clock import Clock
 
 FULL, SINGLE = StepKind.of(512, 512 * 512), StepKind.of(1, 100)
-
-
-class Clock:
-    """Time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def wait(watch: StepWatch, clock: Clock, seconds: float) -> None:

@@ -27,18 +27,9 @@ from quire.kvindex.memory_index import MemoryLease, MemoryStore
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.redis_index import RedisIndex, reader_client
 from quire.services.local.redis_process import RedisProcess
+from tests.clock import Clock
 
 HASHES = [bytes([index]) * 16 for index in range(4)]
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class ScriptedIndex:
@@ -61,7 +52,7 @@ class Guarded:
     """A guarded and instrumented index, and what it reports."""
 
     def __init__(self) -> None:
-        self.clock, self.inner, self.registry = Clock(), ScriptedIndex(), CollectorRegistry()
+        self.clock, self.inner, self.registry = Clock(100.0), ScriptedIndex(), CollectorRegistry()
         self.breaker = CircuitBreaker(clock=self.clock)
         metrics = IndexMetrics(self.registry, self.breaker)
         self.index = GuardedIndex(InstrumentedIndex(self.inner, metrics), self.breaker, metrics.fallback)
@@ -142,7 +133,7 @@ async def test_a_redis_that_hangs_costs_only_the_budget(
     lease = redis_backend.lease()
     await lease.join(record("a"))
     await lease.publish(HASHES)
-    clock, fallbacks = Clock(), list[Fallback]()
+    clock, fallbacks = Clock(100.0), list[Fallback]()
     client = reader_client(redis_process.router_url)
     index = GuardedIndex(RedisIndex(client), CircuitBreaker(clock=clock), fallbacks.append)
     try:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.routing.history import PrefixHistory
+from tests.clock import Clock
 
 WORKERS = "ab"
 # A prompt is a path from the root of a small tree. Its k-th hash says how it got there.
@@ -17,16 +18,6 @@ paths = st.text("xy", max_size=6)
 
 def hashes(path: str) -> list[bytes]:
     return [path[: depth + 1].encode() for depth in range(len(path))]
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @given(

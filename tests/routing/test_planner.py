@@ -22,6 +22,7 @@ from quire.routing.placement import (
 from quire.routing.policy import CandidateWorker
 from quire.routing.pulls import Blocks
 from quire.routing.rates import HALF_LIFE_SECONDS, Rates
+from tests.clock import Clock
 
 BLOCKS = Blocks(16, 1 << 20)
 LENGTH = 1600
@@ -29,21 +30,6 @@ LENGTH = 1600
 
 def worker(name: str, num_blocks: int = 1000, **state: Any) -> CandidateWorker:
     return CandidateWorker(name, capacity_tokens=num_blocks * BLOCKS.tokens, **state)
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def hashes(number: int, count: int = 100) -> list[bytes]:

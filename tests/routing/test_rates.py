@@ -7,18 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.routing.rates import HALF_LIFE_SECONDS, Rates
+from tests.clock import Clock
 
 INITIAL = 100.0
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 amounts = st.floats(1.0, 1e9)

@@ -13,23 +13,9 @@ import pytest
 
 from quire.rpc.channels import IDLE_SECONDS, ChannelPool
 from quire.rpc.proof import Peer
+from tests.clock import Clock
 
 SHUTDOWN = grpc.ChannelConnectivity.SHUTDOWN
-
-
-class Clock:
-    """Stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -10,21 +10,7 @@ from functools import partial
 import pytest
 
 from quire.services.worker.requests.format_queue import HALF_LIFE_SECONDS, FormatQueue
-
-
-class Clock:
-    """A clock that jobs advance by the seconds that they take."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+from tests.clock import Clock
 
 
 @pytest.fixture

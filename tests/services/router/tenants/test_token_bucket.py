@@ -8,19 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.services.router.tenants.token_bucket import TokenBucket
+from tests.clock import Clock
 
 ROUNDING = 1e-3
 pauses = st.floats(0, 100, allow_nan=False)
-
-
-class Clock:
-    """Stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @given(st.integers(1, 10_000), st.lists(st.tuples(pauses, st.floats(0, 1)), max_size=40))
