@@ -6,7 +6,6 @@ import hashlib
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from quire.services.server.process import PR_SET_PDEATHSIG
+from quire.services.server.process import PR_SET_PDEATHSIG, free_port
 
 _LAUNCHER = f"""
 import ctypes, os, signal, sys
@@ -90,7 +89,7 @@ class RedisProcess:
         executable = find_redis_server()
         # Another process may take the free port before this server binds it.
         for attempts_left in reversed(range(1 if port else PORT_ATTEMPTS)):
-            self.port = port or _free_port(host)
+            self.port = port or free_port(host)
             try:
                 self._start(executable)
                 return
@@ -211,10 +210,3 @@ class RedisProcess:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

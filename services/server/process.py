@@ -1,4 +1,4 @@
-"""What this process asks of its system: processors, open files, and a signal when its parent dies."""
+"""What this process asks of its system: processors, open files, ports, a signal when its parent dies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -25,6 +26,13 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """Ask Linux for this signal when the parent of this process dies; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port of an address of this machine that is free now; another process may bind it first."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def num_processors(cgroups: Path = CGROUPS) -> int:

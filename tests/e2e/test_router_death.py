@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from quire.client import AsyncClient, Client, Delta, Overloaded, QuireError
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.server.process import free_port
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 SECRET = "shared"
@@ -74,12 +74,6 @@ class RouterProcess:
                 return bool(client.model_info().num_decode_workers)
         except QuireError:
             return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

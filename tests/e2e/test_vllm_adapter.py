@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import io
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from quire.models.source import demo_model_path
 from quire.protos import worker_pb2
 from quire.rpc.server import grpc_server
 from quire.services.local.stack import RunningStack
+from quire.services.server.process import free_port
 from quire.services.vllm_adapter.hand_off import hand_off
 
 WAIT_SECONDS = 30.0
@@ -384,13 +384,6 @@ class Gateway(NamedTuple):
     def _get(self, path: str) -> Any:
         with urlopen(f"{self.url}{path}", timeout=WAIT_SECONDS) as response:
             return json.load(response)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,15 +16,10 @@ from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
+from quire.services.server.process import free_port
 
 QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 SECONDS = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_running_calls_get_unavailable_at_the_end_of_the_grace_period(cluster: Any) -> None:
