@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +13,7 @@ from quire.routing.placement import PolicyConfig
 from quire.routing.policy import Policy
 from quire.routing.pulls import Pulls
 from quire.services.router.config import RouterConfig
+from quire.simulator.workload import MOONCAKE_RATE, Workload, make_requests
 
 if TYPE_CHECKING:
     from quire.simulator.cluster import ClusterConfig
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from quire.simulator.trace import TraceRequest
 
 CALIBRATION, REQUESTS, CLUSTER, OBJECTIVE = "Calibration", "Requests", "Cluster", "Objective"
-
-
-class Shape(StrEnum):
-    """The kind of synthetic requests."""
-
-    MOONCAKE = "mooncake"
-    CHAT = "chat"
-    SHARED = "shared"
-    UNIQUE = "unique"
 
 
 def _option(flag: str, help: str, panel: str, **more: Any) -> Any:
@@ -73,10 +64,12 @@ class RequestOptions:
         int, _option("--trace-block", "Tokens that a hash id of requests stands for.", REQUESTS, min=1)
     ] = 512
     workload: Annotated[
-        Shape, _option("--workload", "Without a trace: shape of synthetic requests.", REQUESTS)
-    ] = Shape.MOONCAKE
+        Workload, _option("--workload", "Without a trace: shape of synthetic requests.", REQUESTS)
+    ] = Workload.MOONCAKE
     num_requests: Annotated[int, _option("--num-requests", "How many.", REQUESTS, min=1)] = 2000
-    rate: Annotated[float, _option("--rate", "Requests a second.", REQUESTS, min=0.001)] = 6.56
+    rate: Annotated[float, _option("--rate", "Requests a second.", REQUESTS, min=0.001)] = round(
+        MOONCAKE_RATE, 2
+    )
     speedup: Annotated[
         float, _option("--speedup", "Let a trace's requests come so much faster.", REQUESTS, min=0.001)
     ] = 1.0
@@ -106,10 +99,8 @@ class RequestOptions:
         return requests
 
     def _made(self) -> list[TraceRequest]:
-        from quire.simulator.workload import Workload, make_requests
-
         return make_requests(
-            Workload(self.workload),
+            self.workload,
             self.num_requests,
             self.rate,
             self.seed,
