@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any, cast
 
@@ -212,18 +213,7 @@ def _set(owner: Any, field: str, value: Any, name: str) -> None:
 
 
 def _to_usage(usage: pb.Usage) -> Usage:
-    return Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        blocks_shipped=usage.blocks_shipped,
-        bytes_shipped=usage.bytes_shipped,
-        blocks_reused_on_decode=usage.blocks_reused_on_decode,
-        retries=usage.retries,
-        blocks_pulled=usage.blocks_pulled,
-        bytes_pulled=usage.bytes_pulled,
-        accepted_draft_tokens=usage.accepted_draft_tokens,
-    )
+    return Usage(**{each.name: getattr(usage, each.name) for each in fields(Usage)})
 
 
 def _to_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
