@@ -44,7 +44,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if self.num_decode < 1 or self.num_prefill < 0:
             raise ValueError(
-                f"there must be one decode worker at least, and no fewer than 0 prefill workers; "
+                f"there must be at least one decode worker, and at least 0 prefill workers; "
                 f"got {self.num_decode} and {self.num_prefill}"
             )
 
@@ -57,7 +57,7 @@ class RequestOutcome(NamedTuple):
     tpot_seconds: float
     """Mean time of each token after the first; 0 if there is none."""
     cached_tokens: int
-    """PlannedPrompt tokens that the worker had cached or pulled."""
+    """Prompt tokens that the worker had cached or pulled."""
     pulled_bytes: float
     is_local: bool
     """Whether the decode worker computed the prompt."""
