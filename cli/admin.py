@@ -126,7 +126,7 @@ def role(
     role: Annotated[Literal["prefill", "decode"], typer.Argument(help="Its new role.")],
     connection: AdminConnection,
 ) -> None:
-    """Change the role of a worker; its cache stays, and its running requests go on."""
+    """Change the role of a worker, which keeps its cache and its running requests."""
     with _router(connection) as router:
         router.change_role(worker_id, role)
     typer.echo(f"{worker_id} is a {role} worker now")

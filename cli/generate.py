@@ -59,7 +59,7 @@ def generate(
     tls = encryption.files()
     with Client(address.split(","), timeout=timeout, api_key=api_key, tls=tls) as client:
         try:
-            show = answers.take if answers else lambda delta: _write(delta.text)
+            show = answers.add if answers else lambda delta: _write(delta.text)
             answer = stream_answer(client, _to_prompt(text, chat, system), chosen, show)
         except QuireError as error:
             fail(describe(error, address))
@@ -78,7 +78,7 @@ class Answers:
         self._texts: dict[int, str] = {}
         self._scores: dict[int, float] = {}
 
-    def take(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         """Add one step to its answer."""
         self._texts[delta.index] = self._texts.get(delta.index, "") + delta.text
         if delta.score is not None:

@@ -1,4 +1,4 @@
-"""Options of more than one verb. A setting comes from its flag, else its variable, else the default."""
+"""Options of more than one verb. A value is that of the flag, else of the variable, else the default."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ Regex = Annotated[
 ]
 NumAnswers = Annotated[
     int | None,
-    typer.Option("--n", help="Answers to draw side by side.", rich_help_panel="Sampling"),
+    typer.Option("--n", help="Number of answers to sample.", rich_help_panel="Sampling"),
 ]
 BestOf = Annotated[
     int | None,
     typer.Option(
         "--best-of",
-        help="Draw this many answers and return the most probable, or with --n the n most probable.",
+        help="Sample this many answers and return the most probable, or with --n the n most probable.",
         rich_help_panel="Sampling",
     ),
 ]
@@ -143,7 +143,7 @@ BeamWidth = Annotated[
     int | None,
     typer.Option(
         "--beam-width",
-        help="Search for this many most probable answers instead of drawing them.",
+        help="Search for this many most probable answers instead of sampling.",
         rich_help_panel="Beam search",
     ),
 ]
@@ -152,5 +152,5 @@ Stop = Annotated[
     typer.Option("--stop", help="Stop at this text; may be repeated.", rich_help_panel="Sampling"),
 ]
 Stats = Annotated[
-    bool, typer.Option("--stats", help="Print timings and where the KV blocks came from, to stderr.")
+    bool, typer.Option("--stats", help="Print timings and the origin of the KV blocks to stderr.")
 ]

@@ -71,7 +71,7 @@ class RequestOptions:
         MOONCAKE_RATE, 2
     )
     speedup: Annotated[
-        float, _option("--speedup", "Let a trace's requests come so much faster.", REQUESTS, min=0.001)
+        float, _option("--speedup", "Replay a trace this many times as fast.", REQUESTS, min=0.001)
     ] = 1.0
     input_len: Annotated[int, _option("--input-len", "Tokens of a prompt or turn.", REQUESTS, min=1)] = 1024
     shared_len: Annotated[int, _option("--shared-len", "Tokens of a shared prefix.", REQUESTS, min=0)] = 768
@@ -123,10 +123,10 @@ class ClusterOptions:
     ] = None
     pulls: Annotated[Pulls, _option("--pulls", "When blocks are copied.", CLUSTER)] = PolicyConfig.pulls
     local_prefill_tokens: Annotated[
-        int, _option("--local-prefill-tokens", "As of the router.", CLUSTER, min=0)
+        int, _option("--local-prefill-tokens", "As the router's option.", CLUSTER, min=0)
     ] = PolicyConfig.local_prefill_tokens
     max_requests: Annotated[
-        int, _option("--max-requests", "More requests under way are refused.", CLUSTER, min=1)
+        int, _option("--max-requests", "Most requests at a time; more are refused.", CLUSTER, min=1)
     ] = RouterConfig.max_requests
 
     def configs(self, seed: int) -> dict[str, ClusterConfig]:

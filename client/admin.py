@@ -76,18 +76,18 @@ class AdminClient:
             self._stub.DrainWorker(request, timeout=self._timeout)
 
     def change_role(self, worker_id: str, role: Literal["prefill", "decode"]) -> None:
-        """Change a worker's role; its cache stays, its running requests go on, new ones follow the role."""
+        """Change a worker's role; its cache and its running requests remain, and new ones follow the role."""
         with typed_errors():
             request = pb.ChangeWorkerRoleRequest(worker_id=worker_id, role=role)
             self._stub.ChangeWorkerRole(request, timeout=self._timeout)
 
     def scale(self, num_workers: Mapping[str, int], *, timeout: float = 600.0) -> Scaled:
-        """Start workers or let some leave, until there are so many of each role.
+        """Start or stop workers until each role has the given number.
 
-        Returns when the new ones serve and those that leave have finished their requests and ended.
+        Returns when the new workers serve and the stopped ones have finished their requests.
 
         Args:
-            num_workers: number of workers by role, "prefill" or "decode"; other roles stay as they are.
+            num_workers: number of workers by role, "prefill" or "decode"; other roles do not change.
             timeout: seconds to wait; the change goes on afterwards.
         """
         with typed_errors():

@@ -114,13 +114,13 @@ def to_detokenize_request(token_ids: Iterable[int]) -> pb.DetokenizeRequest:
 
 
 def to_completion(response: pb.GenerateResponse) -> Completion:
-    """Return the completion that a response holds.
+    """Return the completion in a response.
 
     Raises:
         ServerError: the response is incomplete.
     """
     if not response.choices:
-        raise ServerError("the response came without an answer")
+        raise ServerError("the response has no answer")
     return Completion(
         choices=tuple(map(_to_choice, response.choices)),
         usage=_to_usage(response.usage),
@@ -132,7 +132,7 @@ def to_completion(response: pb.GenerateResponse) -> Completion:
 def _to_choice(choice: pb.Choice) -> Choice:
     reason = _FINISH_REASONS.get(choice.finish_reason)
     if reason is None:
-        raise ServerError("the answer came without a finish reason")
+        raise ServerError("the answer has no finish reason")
     return Choice(
         index=choice.index,
         text=choice.text,

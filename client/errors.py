@@ -6,7 +6,7 @@ QuireError
 ├── NotFound           the model, or another object that the request names, is not served here
 ├── Unsupported        the server cannot do this at all, or not in its present state
 ├── Overloaded         a queue is full or a tenant's limit is reached: retry in ``retry_after`` seconds
-├── Unavailable        no server answers or can take the request: retry in ``retry_after`` seconds
+├── Unavailable        no server answers or can accept the request: retry in ``retry_after`` seconds
 ├── DeadlineExceeded   the call's ``timeout`` has passed
 ├── Interrupted        the request was ended by an abort or a lost hand-off: send it again
 ├── Cancelled          the call was cancelled by the client
@@ -78,7 +78,7 @@ class Overloaded(QuireError):
 
 
 class Unavailable(QuireError):
-    """No server answers, or no server can take the request now."""
+    """No server answers, or no server can accept the request now."""
 
 
 class DeadlineExceeded(QuireError):

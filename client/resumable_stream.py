@@ -16,9 +16,9 @@ CANNOT_CONTINUE = "CANNOT_CONTINUE"
 
 
 class ResumableStream:
-    """A streamed request, and what has come of its answers.
+    """A streamed request, and what has been received of its answers.
 
-    The client draws the seed if the caller gave none, since the next router must use the same one. A
+    The client chooses the seed if the caller gave none, since the next router must use the same one. A
     conversation continues from the token ids that the first router made of it: a chat template may write the
     time of day into the prompt.
 

@@ -13,7 +13,7 @@ import grpc
 from quire.client.errors import Overloaded, QuireError
 
 AVOID_SECONDS = 5.0
-"""Time for which a router that failed gets no new calls while others are there."""
+"""Time for which a router that failed gets no new calls while others are available."""
 BACKOFF_SECONDS = (0.1, 0.3, 0.9)
 """Pauses after which a call that has failed on every router tries them again."""
 _LOST_STREAMS = {grpc.StatusCode.INTERNAL: "RST_STREAM", grpc.StatusCode.UNKNOWN: "Stream removed"}

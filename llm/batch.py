@@ -54,7 +54,7 @@ def _step(engine: Engine, by_id: Mapping[str, Request], advance: Advance) -> Non
     num_running = len(engine.groups)
     updates = engine.step()
     for update in updates:
-        if by_id[update.sequence.attempt_id].take(update):
+        if by_id[update.sequence.attempt_id].add(update):
             engine.stop_sequence(update.sequence)
     num_ended = num_running - len(engine.groups)
     advance(num_ended, sum(len(update.tokens) for update in updates))
@@ -73,12 +73,12 @@ def uninterrupted() -> Iterator[None]:
         return
     was_pressed = False
 
-    def hold(signal_number: int, frame: FrameType | None) -> None:
+    def note_press(signal_number: int, frame: FrameType | None) -> None:
         nonlocal was_pressed
         was_pressed = True
         signal.signal(signal.SIGINT, previous)
 
-    signal.signal(signal.SIGINT, hold)
+    signal.signal(signal.SIGINT, note_press)
     try:
         yield
     finally:

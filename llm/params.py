@@ -14,7 +14,7 @@ from quire.sampling.params import EarlyStopping, check_best_of
 
 _ENGINE = table(engine.SamplingParams)
 _NO_LIMIT = 1 << 31
-"""Tokens that are left where the model's length is not known."""
+"""Number of remaining tokens if the model's length is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ class AnswerCollector:
             else None
         )
 
-    def take(self, update: SequenceUpdate) -> None:
+    def add(self, update: SequenceUpdate) -> None:
         """Add the tokens of one step, up to a token that completes a stop string."""
         for token in update.tokens:
             self._append(token)
@@ -142,13 +142,13 @@ class Request:
         """Number of generated tokens of all answers."""
         return sum(len(answer.token_ids) for answer in self._answers)
 
-    def take(self, update: SequenceUpdate) -> bool:
+    def add(self, update: SequenceUpdate) -> bool:
         """Add one step's tokens; return whether a stop string ended a sequence that the engine still runs."""
         if update.error is not None:
             self.error = update.error
             return False
         answer = self._answers[update.sequence.index]
-        answer.take(update)
+        answer.add(update)
         return answer.finish_reason is not None and not update.status.is_finished
 
     def output(self) -> RequestOutput:

@@ -65,7 +65,7 @@ class Server:
     busy_seconds: float = 0.0
     kept_blocks: int = 0
     num_tokens: float = 0.0
-    """Number of tokens that its sequences have got after their first ones."""
+    """Number of tokens that its sequences have generated after their first ones."""
     token_seconds: float = 0.0
     """Time that these tokens took, summed over the sequences."""
     _queue: deque[Job] = field(default_factory=deque)

@@ -158,7 +158,7 @@ class IncrementalDecoder:
     on the number of ids.
 
     The sum differs from the text of the whole list only if byte fallback decodes invalid UTF-8. It then also
-    replaces valid characters beside the invalid bytes, which may have been returned already.
+    replaces valid characters next to the invalid bytes, which may have been returned already.
 
     The library's ``DecodeStream`` works in the same way, but has no flush, and fails permanently if a decoder
     revises text that it returned before.

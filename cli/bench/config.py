@@ -39,13 +39,13 @@ class BenchConfig:
         int, _load("--concurrency", "Closed loop: this many requests under way; unused with --rate.", min=1)
     ] = 8
     num_requests: Annotated[int, _load("--num-requests", "Requests to measure.", min=1)] = 100
-    num_warmups: Annotated[int, _load("--num-warmups", "Requests to send before, unmeasured.", min=0)] = 2
+    num_warmups: Annotated[int, _load("--num-warmups", "Unmeasured requests to send first.", min=0)] = 2
     dataset: Annotated[
         Dataset, _prompts("--dataset", "Random token ids, or the bundled demo's questions about notes.")
     ] = Dataset.RANDOM
     input_len: Annotated[int, _prompts("--input-len", "Tokens of a prompt; of notes, about.", min=1)] = 256
     shared_prefix_len: Annotated[
-        int, _prompts("--shared-prefix-len", "How many of them all random prompts begin with.", min=0)
+        int, _prompts("--shared-prefix-len", "Tokens with which all random prompts begin.", min=0)
     ] = 0
     output_len: Annotated[int, _prompts("--output-len", "Most tokens to generate.", min=1)] = 64
     ignore_eos: Annotated[

@@ -172,8 +172,8 @@ def _child_main(target: Callable[..., None], argument: object, pipe: Connection)
     try:
         target(argument, partial(_report, pipe))
     except Exception as error:
-        is_told = isinstance(error, ServiceError | OSError | SettingError)
-        _report(pipe, error if is_told else RuntimeError(f"{type(error).__name__}: {error}"))
+        is_explained = isinstance(error, ServiceError | OSError | SettingError)
+        _report(pipe, error if is_explained else RuntimeError(f"{type(error).__name__}: {error}"))
         if not isinstance(error, ServiceError | OSError | ValueError | RuntimeError):
             raise
         sys.exit(1)

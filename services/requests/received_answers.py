@@ -28,9 +28,7 @@ def check_received(
             raise InvalidArgument("origin", "must be empty without received")
         return
     if not generation.origin:
-        raise InvalidArgument(
-            "received", "must come with origin, from the first message of the broken stream"
-        )
+        raise InvalidArgument("received", "needs origin, from the first message of the broken stream")
     fields = {
         "sampling.beam": params.beam is not None,
         "sampling.best_of": num_best is not None,

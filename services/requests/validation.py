@@ -78,7 +78,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     check_request_id(request_id)
     with parameters_checked():
         values = values_from_proto(SamplingParams, generation)
-        # What is left for the answer is known only with the prompt.
+        # The room for the answer is known only with the prompt.
         max_tokens = values.pop("max_tokens", None)
         check_values(SamplingParams, values)
         response = ResponseOptions(**values_from_proto(ResponseOptions, generation))

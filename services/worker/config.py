@@ -109,7 +109,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     stream_interval: float = setting(
         0.05,
         "--stream-interval",
-        "Longest time that a worker holds back tokens to send several in one message; it is shorter with few "
+        "Longest time that a worker delays tokens to send several in one message; it is shorter with few "
         "requests. 0 sends each token at once.",
         Panel.PROCESS,
         minimum=0.0,
@@ -127,7 +127,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         EngineConfig.__post_init__(self)
         self.check_distinct({"--port": self.port, "--metrics-port": self.metrics_port})
         if self.disk_cache is not None and not self.host_cache_bytes:
-            raise ValueError("--disk-cache needs --host-cache: blocks come and go through host memory")
+            raise ValueError("--disk-cache needs --host-cache: blocks are moved through host memory")
         if self.vllm_grpc and find_spec("smg_grpc_proto") is None:
             raise ValueError(
                 "--vllm-grpc needs the extra 'vllm-grpc': in quire's clone, run "
