@@ -11,6 +11,7 @@ import typer
 from quire.cli import options
 from quire.cli.answer import TimedAnswer, format_stats, stream_answer
 from quire.cli.failure import describe
+from quire.cli.results import write
 from quire.cli.sampling_options import SamplingOptions
 from quire.cli.spread import spread
 
@@ -94,15 +95,15 @@ class Conversation:
 
         asked: list[Message] = [*self._messages, {"role": "user", "content": turn}]
         try:
-            self._last = stream_answer(self._client, asked, self._sampling, lambda delta: _write(delta.text))
+            self._last = stream_answer(self._client, asked, self._sampling, lambda delta: write(delta.text))
         except QuireError as error:
             self.num_failures += 1
             _print_note(f"error: {describe(error, self._address)}")
         except KeyboardInterrupt:
-            _write("\n")
+            write("\n")
             _print_note("[stopped; this turn is forgotten]")
         else:
-            _write("\n")
+            write("\n")
             self._messages = [*asked, {"role": "assistant", "content": self._last.text}]
             if self._with_stats:
                 self._print_stats()
@@ -124,11 +125,6 @@ def _read_line() -> str | None:
     """Return the next line of stdin, or None at its end."""
     line = sys.stdin.readline()
     return line.strip() if line else None
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _print_note(text: str) -> None:

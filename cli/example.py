@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING, cast
 
 import typer
 
 from quire.cli.answer import format_stats, stream_answer
 from quire.cli.options import ClientTls
+from quire.cli.results import write
 from quire.models import notes
 from quire.settings.setting import variable
 
@@ -33,16 +33,11 @@ def ask_example(address: str) -> None:
     messages = cast("Sequence[Message]", example.messages)
     sampling: GenerationOptions = {"max_tokens": 64, "temperature": 0.0}
     try:
-        _write(f"\n> {messages[-1]['content']}\n")
+        write(f"\n> {messages[-1]['content']}\n")
         tls = ClientTls.from_environment().files()
         with Client(address, api_key=os.environ.get(variable("--api-key")), tls=tls) as client:
-            answer = stream_answer(client, messages, sampling, lambda delta: _write(delta.text))
-        _write(f"\n  {format_stats(answer)}\n\n")
-        _write(f"Serving at {address}; Ctrl-C ends. Talk to it: quire chat --address {address}\n")
+            answer = stream_answer(client, messages, sampling, lambda delta: write(delta.text))
+        write(f"\n  {format_stats(answer)}\n\n")
+        write(f"Serving at {address}; Ctrl-C ends. Talk to it: quire chat --address {address}\n")
     except (QuireError, OSError, typer.BadParameter) as error:
         typer.echo(f"the example failed: {error}", err=True)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -10,6 +10,7 @@ import typer
 from quire.cli import options
 from quire.cli.answer import format_stats, stream_answer
 from quire.cli.failure import INTERRUPTED, describe, fail
+from quire.cli.results import write
 from quire.cli.sampling_options import BeamOptions, SamplingOptions
 from quire.cli.spread import spread
 
@@ -59,14 +60,14 @@ def generate(
     tls = encryption.files()
     with Client(address.split(","), timeout=timeout, api_key=api_key, tls=tls) as client:
         try:
-            show = answers.add if answers else lambda delta: _write(delta.text)
+            show = answers.add if answers else lambda delta: write(delta.text)
             answer = stream_answer(client, _to_prompt(text, chat, system), chosen, show)
         except QuireError as error:
             fail(describe(error, address))
         except KeyboardInterrupt:
-            _write("\n")
+            write("\n")
             raise typer.Exit(INTERRUPTED) from None
-    _write(answers.format() if answers else "\n")
+    write(answers.format() if answers else "\n")
     if stats:
         typer.echo(format_stats(answer), err=True)
 
@@ -108,8 +109,3 @@ def _to_prompt(text: str, chat: bool, system: str | None) -> Prompt:
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     return messages
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

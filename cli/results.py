@@ -1,7 +1,8 @@
-"""Shows results as tables on stdout, and what leads to them as progress bars on stderr."""
+"""Shows results on stdout, and on stderr the progress of the work that leads to them."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,6 +10,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MAX_COLUMNS = 10_000
+
+
+def write(text: str) -> None:
+    """Write a piece of a result to stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def print_table(table: Table) -> None:
