@@ -199,27 +199,16 @@ def export_model(model: LlamaForCausalLM, out: Path) -> None:
 
 
 def parse() -> Settings:
-    """Read the command line."""
+    """Read the command line, which has an option for each setting."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=f"{__doc__}\n{Settings.__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    switch = argparse.BooleanOptionalAction
-    parser.add_argument("--out", type=Path, help="folder with the tokenizer, to export to")
-    parser.add_argument("--checkpoints", type=Path, help="folder for checkpoints")
-    parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
-    parser.add_argument("--export", action=switch, help="write to --out")
-    parser.add_argument("--steps", type=int, help="of the whole run")
-    parser.add_argument("--minutes", type=float, help="limit of the whole run")
-    parser.add_argument("--save-every", type=float, help="minutes between checkpoints")
-    parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--seed", type=int, help="of weights and conversations")
-    parser.add_argument("--batch", type=int, help="tokens a step")
-    parser.add_argument("--rate", type=float, help="highest learning rate")
-    parser.add_argument("--warmup", type=int, help="steps to reach it")
-    parser.add_argument("--decay", type=float, help="share of the run over which it falls to zero")
-    parser.add_argument("--plain", type=float, help="share of conversations in the simplest form")
-    parser.add_argument("--unknown", type=float, help="share of questions about unknown items")
-    parser.set_defaults(**asdict(Settings()))
+    for name, default in asdict(Settings()).items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+        else:
+            parser.add_argument(flag, type=Path if default is None else type(default), default=default)
     return Settings(**vars(parser.parse_args()))
 
 
