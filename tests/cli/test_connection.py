@@ -113,7 +113,7 @@ def test_without_name_or_certificate_no_server_answers(
     assert secured.address in result.stderr
 
 
-def test_who_speaks_in_clear_is_told(quire: Quire, secured: Secured) -> None:
+def test_a_client_without_tls_is_reported(quire: Quire, secured: Secured) -> None:
     result = quire(*arguments("generate", secured.address))
     assert result.exit_code == 1
     assert f"{secured.address} hangs up" in result.stderr
@@ -137,7 +137,7 @@ def test_half_of_it_is_a_usage_error(
     assert problem in result.stderr
 
 
-def test_the_example_takes_the_variables(
+def test_the_example_reads_the_variables(
     secured: Secured, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flag, value in secured.options.items():
@@ -146,7 +146,7 @@ def test_the_example_takes_the_variables(
     assert "Blue is é🙂." in capsys.readouterr().out
 
 
-def test_an_example_whose_output_is_closed_is_told_in_a_line(
+def test_an_example_whose_output_is_closed_is_reported_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake_generation: Any
 ) -> None:
     reader, writer = os.pipe()
@@ -191,14 +191,14 @@ def http_address() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("verb", ["health", "generate", "chat", "bench"])
-def test_a_port_of_http_is_told(quire: Quire, http_address: str, verb: str) -> None:
+def test_a_port_of_http_is_reported(quire: Quire, http_address: str, verb: str) -> None:
     result = quire(*arguments(verb, http_address), stdin="Hi\n")
     assert result.exit_code == 1
     assert f"{http_address} does not speak gRPC: is it the port of the HTTP API" in result.stderr
 
 
 @pytest.mark.parametrize("verb", ["health", "generate"])
-def test_a_port_that_is_encrypted_is_told(quire: Quire, secured: Secured, verb: str) -> None:
+def test_a_port_that_is_encrypted_is_reported(quire: Quire, secured: Secured, verb: str) -> None:
     result = quire(*arguments(verb, secured.address))
     assert (result.exit_code, result.stderr[:6]) == (1, "error:")
     assert "name the authority with --tls-ca" in result.stderr
@@ -206,14 +206,14 @@ def test_a_port_that_is_encrypted_is_told(quire: Quire, secured: Secured, verb: 
 
 @pytest.mark.parametrize("verb", ["health", "generate"])
 @pytest.mark.parametrize("address", ["127.0.0.1", "http://127.0.0.1:8500"])
-def test_an_address_that_is_none_is_told(quire: Quire, verb: str, address: str) -> None:
+def test_a_malformed_address_is_reported(quire: Quire, verb: str, address: str) -> None:
     result = quire(*arguments(verb, address))
     assert result.exit_code == 1
     assert "give host:port, as 127.0.0.1:8500" in result.stderr
 
 
 @pytest.mark.parametrize("verb", ["health", "generate"])
-def test_a_server_of_something_else_is_told(quire: Quire, verb: str) -> None:
+def test_a_server_without_quires_services_is_reported(quire: Quire, verb: str) -> None:
     with ThreadPoolExecutor(1) as executor:
         server = grpc.server(executor)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -197,7 +197,7 @@ def test_settings_that_contradict_each_other_are_a_usage_error(quire: Quire) -> 
     assert "not both" in result.stderr
 
 
-def test_a_start_that_fails_is_told_in_one_line(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_is_reported_in_one_line(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_worker(config: WorkerConfig) -> None:
         raise OSError("cannot listen on 127.0.0.1:80")
 
@@ -220,7 +220,7 @@ def test_sizes(text: str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1PiB", "12x"])
-def test_what_is_not_a_size(text: str) -> None:
+def test_texts_that_are_not_sizes_are_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="is not a size"):
         parse_size(text)
 
@@ -305,7 +305,7 @@ def test_the_grace_period_is_a_setting_of_serve(quire: Quire, monkeypatch: pytes
         ("import time; time.sleep(60)", "was killed by SIGKILL"),
     ],
 )
-def test_the_end_of_a_process_is_told(program: str, end: str) -> None:
+def test_the_end_of_a_process_is_reported(program: str, end: str) -> None:
     process = multiprocessing.get_context("spawn").Process(target=exec, args=(program,))
     process.start()
     if "sleep" in program:
@@ -314,7 +314,7 @@ def test_the_end_of_a_process_is_told(program: str, end: str) -> None:
     assert end_of(process) == end
 
 
-def test_a_model_that_is_missing_is_told_in_a_line(command: list[str], tmp_path: Path) -> None:
+def test_a_model_that_is_missing_is_reported_in_a_line(command: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "decode", str(tmp_path / "missing")], capture_output=True, text=True, timeout=60
     )

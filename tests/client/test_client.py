@@ -104,7 +104,7 @@ def test_a_format_reaches_its_field(client: Client, fake_generation: Any) -> Non
         client.generate("x", regex="a", grammar='start: "a"')
 
 
-def test_absent_options_stay_absent(client: Client, fake_generation: Any) -> None:
+def test_absent_options_are_not_sent(client: Client, fake_generation: Any) -> None:
     client.generate("x", temperature=None, stop=None)
     (sent,) = fake_generation.requests
     assert not sent.HasField("sampling")
@@ -304,7 +304,7 @@ def test_the_key_goes_with_every_call(fake_generation: Any) -> None:
     assert fake_generation.authorizations == ["Bearer quire-key"] * 6
 
 
-def test_a_batch_tells_answers_and_errors_apart(client: Client) -> None:
+def test_a_batch_distinguishes_answers_and_errors(client: Client) -> None:
     outcomes = dict(client.batch(["What is blue?", "What is red?", "fail"], max_tokens=3))
     assert [getattr(outcomes[index], "text", None) for index in (0, 1)] == ["Blue is é🙂."] * 2
     error = outcomes[2]

@@ -244,7 +244,7 @@ def test_answers_that_cannot_continue_begin_again_or_say_so(
     assert caught.value.reason == "CANNOT_CONTINUE"
 
 
-def test_a_router_that_stays_away_ends_the_stream_with_its_error(pair: list[SeededRouter]) -> None:
+def test_a_router_that_does_not_return_ends_the_stream_with_its_error(pair: list[SeededRouter]) -> None:
     with Client(pair[0].address, timeout=10) as client, pytest.raises(Unavailable, match="Socket closed"):
         pair[0].breaks_after = [2] + [0] * 10
         list(client.stream("p"))
@@ -264,7 +264,7 @@ def test_a_limit_that_the_lost_router_still_counts_is_waited_for(pair: list[Seed
         assert len(list(stream)) == NUM_TOKENS - 1
 
 
-def test_a_limit_at_the_beginning_is_told(pair: list[SeededRouter]) -> None:
+def test_a_limit_at_the_beginning_is_reported(pair: list[SeededRouter]) -> None:
     pair[0].errors = [ResourceExhausted("wait", reason="TOKEN_RATE", retry_after_seconds=0.1)]
     with Client([each.address for each in pair], timeout=10) as client, pytest.raises(Overloaded):
         for _ in range(2):
@@ -336,7 +336,7 @@ def test_no_attempt_follows_other_errors_or_the_deadline() -> None:
         attempts.pause_after(LOST)
 
 
-def test_a_broken_connection_is_told_from_a_routers_error() -> None:
+def test_a_broken_connection_is_distinguished_from_a_routers_error() -> None:
     assert is_connection_lost(LOST)
     assert is_connection_lost(error(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"))
     assert not is_connection_lost(error(grpc.StatusCode.UNAVAILABLE, "no worker", "NO_WORKER"))

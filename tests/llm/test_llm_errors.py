@@ -152,7 +152,7 @@ def test_a_closed_one_says_so(tiny_folder: Path) -> None:
 # --- Ctrl-C -----------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_fails_takes_no_other_along(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_fails_does_not_fail_others(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tiny.generate(["fine", "also fine"], GREEDY)
 
     def breaking(sequence: Sequence) -> bytes:
@@ -216,7 +216,7 @@ def test_a_model_is_loaded_where_it_was_asked_for(
         LLM(device=device)
 
 
-def test_the_second_ctrl_c_comes_through() -> None:
+def test_the_second_ctrl_c_interrupts() -> None:
     reached = []
     with pytest.raises(KeyboardInterrupt), uninterrupted():
         signal.raise_signal(signal.SIGINT)
@@ -227,7 +227,7 @@ def test_the_second_ctrl_c_comes_through() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_who_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+def test_a_program_that_ignores_ctrl_c_still_ignores_it() -> None:
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with uninterrupted():

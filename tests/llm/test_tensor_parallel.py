@@ -285,7 +285,7 @@ def test_blocks_and_their_origin_are_described_alike(
     assert described[0] == described[1]
 
 
-def test_a_process_that_cannot_be_started_leaves_nothing_open(
+def test_a_process_that_cannot_be_started_leaks_nothing(
     model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []

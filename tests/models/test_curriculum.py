@@ -16,7 +16,7 @@ def test_stages_get_harder() -> None:
     assert conversations == sorted(conversations)
 
 
-def test_the_first_stage_alone_is_open_at_first() -> None:
+def test_only_the_first_stage_is_open_at_first() -> None:
     progress = Progress()
     assert {progress.choose(Random(seed)) for seed in range(50)} == {0}
 
@@ -41,7 +41,7 @@ def test_an_easier_stage_opens_nothing() -> None:
     assert progress.accuracy[2] == progress.accuracy[3] == 0.0
 
 
-def test_the_last_stage_stays() -> None:
+def test_the_last_stage_does_not_end() -> None:
     last = len(STAGES) - 1
     progress = Progress(stage=last)
     for _ in range(100):

@@ -84,6 +84,6 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "./nowhere", "~/nowhere", "a/b/c"])
-def test_what_is_no_folder_and_no_hub_id_is_not_found(source: str) -> None:
+def test_a_name_that_is_no_folder_and_no_hub_id_is_not_found(source: str) -> None:
     with pytest.raises(FileNotFoundError, match=source):
         find_model(source)

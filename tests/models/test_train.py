@@ -35,7 +35,7 @@ def settings(folder: Path, *, steps: int = 2, resume: Path | None = None, export
     )
 
 
-def test_the_rate_rises_stays_and_falls() -> None:
+def test_the_rate_rises_is_constant_and_falls() -> None:
     schedule = Settings(steps=100, minutes=60.0, rate=1.0, warmup=10, decay=0.5)
     rates = [schedule.rate_at(Progress(step=step)) for step in range(101)]
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])

@@ -57,7 +57,7 @@ def test_the_limits_themselves_are_allowed() -> None:
         ({"bad_words": ((5,),)}, False, True),
     ],
 )
-def test_what_changes_the_logits_is_known(
+def test_parameters_that_change_the_logits_are_known(
     change: dict[str, Any], is_penalized: bool, changes_logits: bool
 ) -> None:
     params = SamplingParams(**change)

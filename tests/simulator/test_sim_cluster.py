@@ -104,7 +104,7 @@ def test_evicted_blocks_are_computed_again(calibration: Calibration) -> None:
     assert [outcome.cached_tokens for outcome in outcomes] == [0, 0, 160]
 
 
-def test_more_than_the_router_takes_are_refused(calibration: Calibration) -> None:
+def test_more_requests_than_the_router_allows_are_refused(calibration: Calibration) -> None:
     config = ClusterConfig(num_prefill=1, num_decode=1, max_requests=2)
     replayed = replay(config, calibration, [request(0.0, 100, n * 100) for n in range(5)])
     assert (replayed.num_rejected, len(replayed.outcomes)) == (3, 2)
@@ -129,7 +129,7 @@ def test_every_request_is_answered_once_and_the_same_each_time(
     assert replay(config, costs, requests) == replayed
 
 
-def test_knowing_prefixes_beats_load_alone(calibration: Calibration) -> None:
+def test_knowing_prefixes_beats_load(calibration: Calibration) -> None:
     requests = make_requests(Workload.SHARED, 300, 4.0, seed=3, block_tokens=16)
     shares = {}
     for policy in Policy:

@@ -34,5 +34,5 @@ def test_roles_change_soon_after_the_load_turns_and_not_back() -> None:
     assert after[0][0] < SECONDS + 10
 
 
-def test_fixed_roles_stay() -> None:
+def test_fixed_roles_do_not_change() -> None:
     assert run(2, None, 10.0, 0).role_changes == []

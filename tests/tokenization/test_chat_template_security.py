@@ -40,7 +40,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("content", INJECTIONS)
 @pytest.mark.parametrize("field", ["role", "content"])
-def test_what_a_message_says_is_never_evaluated(field: str, content: str) -> None:
+def test_the_text_of_a_message_is_never_evaluated(field: str, content: str) -> None:
     message = {"role": "user", "content": "hello", field: content}
     assert ChatTemplate(PLAIN, {}).render([message]) == f"[{message['role']}]{message['content']}"
 

@@ -31,7 +31,7 @@ def test_a_stop_string_may_span_tokens(tokenizer: Tokenizer, stop: str) -> None:
     assert stop not in tokenizer.decode(ids[: num_taken - 1])
 
 
-def test_what_begins_a_stop_string_and_does_not_end_it_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
+def test_a_part_of_a_stop_string_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
     [ids] = tokenizer.encode_batch(["hello world"], add_special_tokens=False)
     assert run(StoppingDecoder(tokenizer, ["world!"]), ids) == ("hello world", None, len(ids))
 

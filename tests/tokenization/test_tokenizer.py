@@ -221,7 +221,7 @@ def render(source: str) -> str:
     return ChatTemplate(source, {}).render(MESSAGES)
 
 
-def test_what_templates_use_works() -> None:
+def test_the_features_that_templates_use_work() -> None:
     assert render("{{ messages[1].content | tojson }}") == json.dumps("<b>&'ü", ensure_ascii=False)
     assert (
         render("{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}x{% endfor %}") == "x"

@@ -11,7 +11,7 @@ import pytest
 from quire.services.local.child_processes import FROM_SCRATCH, start_child
 
 
-def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(process: object) -> None:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 

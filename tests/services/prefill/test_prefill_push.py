@@ -96,7 +96,7 @@ async def pushed(make_parts: Callable[..., WorkerParts], seconds: float | None) 
     return receiver
 
 
-async def test_a_first_token_that_comes_at_once_is_not_of_the_prompt(
+async def test_a_first_token_that_is_sampled_at_once_is_not_part_of_the_prompt(
     make_parts: Callable[..., WorkerParts],
 ) -> None:
     receiver = await pushed(make_parts, 10.0)

@@ -153,7 +153,7 @@ def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Genera
         ),
     ],
 )
-async def test_what_is_wrong_is_named(
+async def test_the_invalid_field_is_named(
     model: ServedModel, generation: pb.Generation, field: str, problem: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
@@ -239,7 +239,7 @@ async def test_a_seed_is_kept_and_an_absent_one_is_random(model: ServedModel) ->
     assert len(seeds) == 4
 
 
-async def test_the_longest_prompt_leaves_one_token(model: ServedModel) -> None:
+async def test_the_longest_prompt_has_room_for_one_token(model: ServedModel) -> None:
     valid = await validate(ids(*[2] * 63), model)
     assert valid.params.max_tokens == 1
 
@@ -256,5 +256,7 @@ async def test_the_longest_prompt_leaves_one_token(model: ServedModel) -> None:
         sampling(beam=pb.BeamParams(width=2, length_penalty=-10.0)),
     ],
 )
-async def test_what_leaves_some_token_is_allowed(model: ServedModel, generation: pb.Generation) -> None:
+async def test_constraints_that_allow_a_token_are_accepted(
+    model: ServedModel, generation: pb.Generation
+) -> None:
     await validate(generation, model)

@@ -110,7 +110,7 @@ def test_an_exception_ends_the_span_and_is_named(
     assert spans["request"].status.status_code is status
 
 
-def test_what_is_not_sampled_says_so_to_the_workers() -> None:
+def test_a_request_that_is_not_sampled_is_marked_for_the_workers() -> None:
     spans = Spans(sampler=ALWAYS_OFF)
     with spans.tracer.span("request", ()) as span:
         span.part("lookup", 0.0, 1.0)

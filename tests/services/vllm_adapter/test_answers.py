@@ -105,7 +105,7 @@ def test_only_the_clients_own_stop_token_is_named(
     assert (whole.matched_token_id if which else None) == matched
 
 
-def test_the_prompts_logprobs_come_once_and_the_first_token_has_none(tokenizer: Tokenizer) -> None:
+def test_the_prompts_logprobs_are_sent_once_and_the_first_token_has_none(tokenizer: Tokenizer) -> None:
     answer = writer(tokenizer, prompt_logprobs=1)
     answer.prompt_logprobs = [each.logprobs for each in tokens(PROMPT[1:])]
     answer.add(tokens([9]), UNFINISHED)

@@ -57,7 +57,7 @@ def test_the_number_of_sequences_is_read() -> None:
         ({"allowed_token_ids": [99999]}, "sampling.allowed_token_ids"),
     ],
 )
-def test_what_the_engine_does_not_allow_is_refused(sampling: dict[str, Any], field: str) -> None:
+def test_parameters_that_the_engine_does_not_allow_are_refused(sampling: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read([1], **sampling)
     assert caught.value.field == field
@@ -81,7 +81,7 @@ def test_constraints_that_leave_no_token_have_their_paths() -> None:
         assert "after 3 tokens" in error.problem
 
 
-def test_a_prefill_worker_leaves_the_last_token() -> None:
+def test_a_prefill_worker_does_not_compute_the_last_token() -> None:
     prompt = without_last_token(read([1, 2, 3], n=3, presence_penalty=0.5))
     assert (prompt.token_ids, prompt.num_prompt_tokens) == ([1, 2], 2)
     assert (prompt.params.n, prompt.params.num_prompt_logprobs, prompt.samples_tokens) == (1, None, False)

@@ -70,7 +70,7 @@ async def test_a_process_that_stops_waits_for_what_runs() -> None:
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_the_end_tells_each_caller_and_waits_only_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_sends_each_caller_an_error_and_waits_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "END_SECONDS", 0.01)
     ends, hangs = start_request(), start_request()
     # The client of the second does not read the message that is being sent.

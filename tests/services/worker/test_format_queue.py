@@ -61,7 +61,7 @@ async def test_tenants_with_equally_costly_formats_take_turns(queue: FormatQueue
     assert sorted(jobs.names[:2]) == sorted(jobs.names[2:4]) == sorted(jobs.names[4:6]) == ["a", "b"]
 
 
-async def test_what_was_used_long_ago_is_forgotten(queue: FormatQueue, clock: Clock) -> None:
+async def test_seconds_used_long_ago_are_forgotten(queue: FormatQueue, clock: Clock) -> None:
     jobs = Jobs(clock)
     jobs.is_released.set()
     await queue.run("a", jobs.job("past", 8.0))
@@ -75,7 +75,7 @@ async def test_what_was_used_long_ago_is_forgotten(queue: FormatQueue, clock: Cl
     assert jobs.names[2:] == ["c", "a", "b"]
 
 
-async def test_a_cancelled_request_leaves_the_queue(queue: FormatQueue, clock: Clock) -> None:
+async def test_a_cancelled_request_is_removed_from_the_queue(queue: FormatQueue, clock: Clock) -> None:
     jobs = Jobs(clock)
     running = await enqueue(queue, "a", jobs.job("running"))
     waiting = await enqueue(queue, "b", jobs.job("waiting"))

@@ -80,7 +80,7 @@ def test_a_scrape_does_not_wait_for_ever(thread: Any) -> None:
         (14, 14, 0, 0, 12, 0),
     ],
 )
-def test_prefix_hits_are_told_apart_by_where_the_blocks_were(
+def test_prefix_hits_are_counted_by_where_the_blocks_were(
     cached: int, promoted: int, pulled: int, own: int, tier: int, peer: int
 ) -> None:
     registry = CollectorRegistry()

@@ -108,7 +108,7 @@ async def test_a_request_waits_for_no_other(resting: OutputStream) -> None:
         assert tokens_of(await reading) == {(2, 0): [9]}
 
 
-async def test_a_stream_that_does_not_rest_sends_each_token_when_it_comes() -> None:
+async def test_a_stream_that_does_not_rest_sends_each_token_at_once() -> None:
     stream, updates = OutputStream(0.0), queue(update(2))
     async with opened(stream) as messages:
         stream.add(1, 1, updates)
@@ -117,7 +117,7 @@ async def test_a_stream_that_does_not_rest_sends_each_token_when_it_comes() -> N
             updates.put(update(token_id + 1))
 
 
-async def test_what_waits_goes_after_the_rest() -> None:
+async def test_waiting_outputs_are_sent_after_the_rest() -> None:
     stream, updates = OutputStream(1e-3), queue(update(2))
     async with opened(stream) as messages:
         stream.add(1, 1, updates)
@@ -153,7 +153,7 @@ def test_each_sequence_keeps_its_order(
     asyncio.run(run())
 
 
-async def test_an_error_comes_after_the_tokens_before_it(resting: OutputStream) -> None:
+async def test_an_error_is_sent_after_the_earlier_tokens(resting: OutputStream) -> None:
     updates = queue(update(2))
     async with opened(resting) as messages:
         decode = resting.add(1, 1, updates)
@@ -231,7 +231,7 @@ async def refused(messages: Messages, error: type[ServiceError]) -> None:
         await anext(messages)
 
 
-async def test_a_decode_that_was_cancelled_leaves_nothing(resting: OutputStream) -> None:
+async def test_a_decode_that_was_cancelled_sends_nothing(resting: OutputStream) -> None:
     async with opened(resting) as messages:
         ended = asyncio.create_task(resting.add(1, 1, queue(update(2))).ended())
         await asyncio.sleep(0)

@@ -99,7 +99,7 @@ async def setup() -> AsyncIterator[Setup]:
     await asyncio.gather(*made.tasks, return_exceptions=True)
 
 
-async def test_however_a_request_ends_the_engine_keeps_nothing_of_it(setup: Setup) -> None:
+async def test_however_a_request_ends_the_engine_frees_all_of_it(setup: Setup) -> None:
     with pytest.raises(InvalidArgument, match="too small"):
         await setup.serve("a", error=KvBudgetError("too small"))
     task = await setup.start("b")

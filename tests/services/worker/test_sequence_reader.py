@@ -164,7 +164,7 @@ async def test_a_dead_end_is_looked_for_where_an_answer_begins(
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4, 9, INLINE_HASH_TOKENS + BLOCK_SIZE])
-async def test_a_sequence_comes_with_the_hashes_of_its_full_blocks(setup: Setup, num_tokens: int) -> None:
+async def test_a_sequence_has_the_hashes_of_its_full_blocks(setup: Setup, num_tokens: int) -> None:
     token_ids = [2 + at % 90 for at in range(num_tokens)]
     sequence = await setup.reader.read(message(token_ids=token_ids), stops_after_prefill=True)
     parent, expected = sequence.root_hash, []

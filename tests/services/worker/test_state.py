@@ -48,7 +48,7 @@ def test_each_change_is_announced_once_and_nothing_else_is(events: list[str]) ->
         assert state.drain is DrainState.STOPPING
 
 
-def test_an_operator_drains_a_worker_and_takes_it_back() -> None:
+def test_an_operator_drains_a_worker_and_undoes_it() -> None:
     state, announce = WorkerState("decode"), Mock()
     state.call_on_change(lambda: announce(state.is_draining))
     found = []
@@ -60,7 +60,7 @@ def test_an_operator_drains_a_worker_and_takes_it_back() -> None:
 
 
 @pytest.mark.parametrize("is_draining", [False, True])
-def test_a_worker_that_stops_is_not_taken_back(is_draining: bool) -> None:
+def test_a_worker_that_stops_cannot_be_undrained(is_draining: bool) -> None:
     state = WorkerState("decode")
     state.stop()
     state.set_draining(is_draining)
@@ -68,7 +68,7 @@ def test_a_worker_that_stops_is_not_taken_back(is_draining: bool) -> None:
     assert (state.is_draining, state.is_stopping) == (True, True)
 
 
-def test_a_role_that_was_changed_recently_stays() -> None:
+def test_a_role_that_was_changed_recently_does_not_change() -> None:
     now = 0.0
     state = WorkerState("decode", lambda: now)
     state.change_role("prefill", min_seconds_in_role=30)

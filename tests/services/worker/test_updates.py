@@ -71,7 +71,7 @@ async def test_an_error_ends_the_request(last: SequenceUpdate | Exception, kind:
         await queue(update(0), last).next_batch()
 
 
-async def test_what_waits_is_passed_on_before_what_comes_later() -> None:
+async def test_waiting_updates_are_forwarded_before_later_ones() -> None:
     updates = queue(update(0), update(1))
     taken: list[SequenceUpdate | Exception] = []
     updates.forward_to(taken.append)

@@ -173,7 +173,7 @@ def test_a_worker_whose_engine_hangs_says_so_and_ends_on_sigterm() -> None:
     assert "engine_not_stopped" in log
 
 
-def test_a_request_that_outlasts_the_grace_is_told_that_the_worker_stops() -> None:
+def test_a_request_that_outlasts_the_grace_gets_an_error_that_the_worker_stops() -> None:
     with running_worker("crawl", 0.5) as process:
         assert process.stdout is not None
         address, _ = json.loads(process.stdout.readline())
