@@ -1,4 +1,4 @@
-"""Measures the times of one request for the metrics, from its arrival to its end."""
+"""Measures one request for the metrics, from its arrival to its end, and logs and traces it then."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -13,9 +14,12 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.ended_calls import end_of
 from quire.rpc.errors import ServiceError
 from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.server.log import get_logger
+from quire.services.server.tracing import Span
 
 OK = grpc.StatusCode.OK.name
 
+_log = get_logger("router")
 _FINISH_NAMES = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -43,11 +47,7 @@ class RequestTimer:
         self.arrival = clock()
         self._ttft: float | None = None
         self._answers: dict[int, _Answer] = {}
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the request arrived."""
-        return self._clock() - self.arrival
+        self._describe: Callable[[str, float], None] | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -60,6 +60,10 @@ class RequestTimer:
             raise
         finally:
             self._ended(outcome)
+
+    def describe(self, request_id: str, tenant: str, usage: pb.Usage, span: Span) -> None:
+        """Log and trace the request by these values when it ends, whether it succeeds or fails."""
+        self._describe = partial(_describe, request_id, tenant, usage, span)
 
     def sent(self, response: pb.GenerateStreamResponse) -> None:
         """Record the time of a message; call this just before the message goes to the client."""
@@ -92,6 +96,34 @@ class RequestTimer:
         if outcome != OK:
             self._metrics.failure.labels(outcome).inc()
         self._metrics.slo.judge(outcome, self._ttft, max(times, default=None))
+        if self._describe is not None:
+            self._describe(outcome, self._clock() - self.arrival)
+
+
+def _describe(
+    request_id: str, tenant: str, usage: pb.Usage, span: Span, outcome: str, seconds: float
+) -> None:
+    span.set(
+        quire__request_id=request_id,
+        quire__retries=usage.retries,
+        quire__bytes_shipped=usage.bytes_shipped,
+        gen_ai__usage__input_tokens=usage.prompt_tokens,
+        gen_ai__usage__output_tokens=usage.completion_tokens,
+        gen_ai__usage__cache_read__input_tokens=usage.cached_prompt_tokens,
+    )
+    _log.info(
+        "request_finished",
+        request_id=request_id,
+        tenant=tenant,
+        outcome=outcome,
+        seconds=seconds,
+        prompt_tokens=usage.prompt_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        blocks_shipped=usage.blocks_shipped,
+        blocks_pulled=usage.blocks_pulled,
+        retries=usage.retries,
+    )
 
 
 def outcome_of(error: BaseException) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 from quire.kvindex.block_hash import CacheScope
@@ -20,7 +20,7 @@ from quire.services.router.execution.failures import deadline_exceeded, no_decod
 from quire.services.router.execution.generation import GenerationRun
 from quire.services.router.grpc.batch import batch_answers, check_batch_size
 from quire.services.router.grpc.open_calls import OpenCalls
-from quire.services.router.grpc.request_timer import RequestTimer, outcome_of
+from quire.services.router.grpc.request_timer import RequestTimer
 from quire.services.router.metrics.metrics import Instruments
 from quire.services.router.outputs.answer_size import (
     PromptLogprobs,
@@ -31,13 +31,9 @@ from quire.services.router.outputs.answer_size import (
 from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import CALLER, Authenticator, Headers, Tenant
 from quire.services.router.workers.queue import shown
-from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase, RequestPhases
-from quire.services.server.tracing import Span
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
-
-_log = get_logger("router")
 
 
 class GenerationServicer(pb_grpc.GenerationServiceServicer):
@@ -194,11 +190,11 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 run = GenerationRun(
                     cluster, request, scope, deadline, phases, arrival=timer.arrival, spend=allowance.spend
                 )
-                with _described(request.request_id, tenant, run.usage, timer, span):
-                    async with aclosing(run.stream()) as responses:
-                        async for response in responses:
-                            timer.sent(response)
-                            yield response
+                timer.describe(request.request_id, tenant.name, run.usage, span)
+                async with aclosing(run.stream()) as responses:
+                    async for response in responses:
+                        timer.sent(response)
+                        yield response
 
     def tenant_of(self, headers: Headers) -> Tenant:
         """Return the tenant of a request, from its gRPC metadata or HTTP headers.
@@ -278,41 +274,6 @@ def collected(responses: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateResp
         prompt_logprobs=first.prompt_logprobs,
         prompt_token_ids=first.prompt_token_ids,
     )
-
-
-@contextmanager
-def _described(
-    request_id: str, tenant: Tenant, usage: pb.Usage, timer: RequestTimer, span: Span
-) -> Iterator[None]:
-    """Log and trace the request when the context ends, whether it succeeded or failed."""
-    outcome = "OK"
-    try:
-        yield
-    except BaseException as error:
-        outcome = outcome_of(error)
-        raise
-    finally:
-        span.set(
-            quire__request_id=request_id,
-            quire__retries=usage.retries,
-            quire__bytes_shipped=usage.bytes_shipped,
-            gen_ai__usage__input_tokens=usage.prompt_tokens,
-            gen_ai__usage__output_tokens=usage.completion_tokens,
-            gen_ai__usage__cache_read__input_tokens=usage.cached_prompt_tokens,
-        )
-        _log.info(
-            "request_finished",
-            request_id=request_id,
-            tenant=tenant.name,
-            outcome=outcome,
-            seconds=timer.seconds,
-            prompt_tokens=usage.prompt_tokens,
-            cached_prompt_tokens=usage.cached_prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            blocks_shipped=usage.blocks_shipped,
-            blocks_pulled=usage.blocks_pulled,
-            retries=usage.retries,
-        )
 
 
 def _no_worker() -> Unavailable:
