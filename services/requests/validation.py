@@ -76,19 +76,21 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     check_model(generation.model, model)
     request_id = generation.request_id or secrets.token_hex(8)
     check_request_id(request_id)
+    check_at_most(MAX_CACHE_SALT_CHARS, len(generation.cache_salt), "cache_salt", "characters")
+    output_format = format_from_proto(generation.format)
     with parameters_checked():
         values = values_from_proto(SamplingParams, generation)
         # The room for the answer is known only with the prompt.
         max_tokens = values.pop("max_tokens", None)
         check_values(SamplingParams, values)
         response = ResponseOptions(**values_from_proto(ResponseOptions, generation))
-    _check_for_model(values, generation, model)
     num_answers = values.get("n", 1)
     _check_answers(values, response, num_answers)
-    values["bad_words"] = await bad_words(generation.sampling, model.tokenizer, model.vocab_size)
     _check_stop_strings(response.stop_strings)
-    output_format = _format(generation)
-    check_at_most(MAX_CACHE_SALT_CHARS, len(generation.cache_salt), "cache_salt", "characters")
+    _check_format(output_format, ignores_eos=generation.stopping.ignore_eos)
+    _check_for_model(values, generation, model)
+    values["bad_words"] = await bad_words(generation.sampling, model.tokenizer, model.vocab_size)
+    check_token_ids(generation.stopping.stop_token_ids, model, "stopping.stop_token_ids")
     prompt = await read_prompt(generation, model)
     values["max_tokens"] = _max_tokens(max_tokens, model.max_model_len - len(prompt))
     num_best = num_answers if (response.best_of or 1) > num_answers else None
@@ -143,7 +145,6 @@ def _check_for_model(values: Mapping[str, Any], generation: pb.Generation, model
             f"must be at least {least}, {MIN_BUDGET_BLOCKS} blocks; got {budget}",
             metadata={"limit": str(least)},
         )
-    check_token_ids(generation.stopping.stop_token_ids, model, "stopping.stop_token_ids")
 
 
 def _check_answers(values: Mapping[str, Any], response: ResponseOptions, num_answers: int) -> None:
@@ -214,11 +215,10 @@ def _check_stop_strings(stop_strings: Sequence[str]) -> None:
             )
 
 
-def _format(generation: pb.Generation) -> OutputFormat | None:
+def _check_format(output_format: OutputFormat | None, *, ignores_eos: bool) -> None:
     """Check the size of a format and what contradicts it; only the workers have the compiler for the rest."""
-    output_format = format_from_proto(generation.format)
     if output_format is None:
-        return None
+        return
     num_bytes = len(output_format.text.encode())
     if not 1 <= num_bytes <= MAX_FORMAT_BYTES:
         raise InvalidArgument(
@@ -226,11 +226,10 @@ def _format(generation: pb.Generation) -> OutputFormat | None:
             f"must hold from 1 to {MAX_FORMAT_BYTES} bytes; got {num_bytes}",
             metadata={"limit": str(MAX_FORMAT_BYTES)},
         )
-    if generation.stopping.ignore_eos:
+    if ignores_eos:
         raise InvalidArgument(
             "stopping.ignore_eos", "cannot go with a format, whose end is an end-of-sequence token"
         )
-    return output_format
 
 
 def check_request_id(chosen: str) -> None:

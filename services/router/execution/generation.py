@@ -205,12 +205,13 @@ class GenerationRun:
         self, group: AnswerGroup, next_worker: NextWorker | None
     ) -> AsyncGenerator[list[AnswerPart], None]:
         plan = await self._choose(group, next_worker)
+        sequence = self._sequence(group, plan)
         charge = AttemptCharge(self._account.charge)
         calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn, charge)
         attempt = Attempt(self._cluster, plan, group, calls, self._account, self._phases)
-        seen = RunningAttempt(plan, group, self._scope_message, calls.move)
+        seen = RunningAttempt(plan, group, sequence.cache_scope, calls.move)
         with followed(self._cluster.followers, seen) as on_parts:
-            running = attempt.outputs(self._sequence(group, plan), self._remaining_seconds)
+            running = attempt.outputs(sequence, self._remaining_seconds)
             async with calls, aclosing(running) as outputs:
                 try:
                     async for parts in outputs:
@@ -259,7 +260,7 @@ class GenerationRun:
         sequence.sequence_id, sequence.attempt = group.sequence_id, group.attempt
         sequence.token_ids.extend(group.token_ids)
         sequence.num_output_tokens = len(group.output_token_ids)
-        sequence.cache_scope.CopyFrom(self._scope_message)
+        sequence.cache_scope.tenant, sequence.cache_scope.salt = self._scope
         sequence.load.router_id = self._cluster.workers.router_id
         sequence.load.pending_tokens = plan.placement.pending_tokens
         sequence.load.resident_tokens = plan.placement.resident_tokens
@@ -299,10 +300,6 @@ class GenerationRun:
             raise error from failure
         self._choice.record_failure(failure.worker)
         group.attempt += 1
-
-    @property
-    def _scope_message(self) -> worker_pb2.CacheScope:
-        return worker_pb2.CacheScope(tenant=self._scope.tenant, salt=self._scope.salt)
 
     @property
     def _num_emitted(self) -> int:

@@ -119,8 +119,8 @@ def answering(
 
     async def answer(request: web.Request) -> web.StreamResponse:
         body, tenant = await read_body(request, body_type), request[TENANT]
-        model = await servicer.joined_model(tenant)
-        writer = writer_type(body, model, request_id(request, body.request_id), turn)
+        name = request_id(request, body.request_id)
+        writer = writer_type(body, await servicer.joined_model(tenant), name, turn)
         generations, headers = writer.generations(), request.headers.items()
         sizes = None if body.stream else PromptLogprobs()
         messages = run(servicer, tenant, generations, headers, writer.names(), sizes)
