@@ -428,6 +428,8 @@ def transpose(
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     """Emit the transposition of a square: interleave its upper and lower half, log2(size) times."""
     num = len(rows)
+    if num == 1:
+        return rows
     if num == 8:
         return _transposed_by_eight(builder, rows)
     lanes = ir.VectorType(_INT32, num)

@@ -145,6 +145,10 @@ def test_equals_the_reference(
     compare(case, sliding_window=window, logit_softcap=softcap, sinks=sinks, alibi_slopes=slopes)
 
 
+def test_blocks_of_one_token() -> None:
+    compare(make_case([(40, 3), (0, 5), (17, 1)], block_size=1))
+
+
 def test_large_scores_do_not_overflow() -> None:
     case = make_case([(100, 3), (3, 40)])
     compare(case._replace(query=case.query * 1000), logit_softcap=None)
