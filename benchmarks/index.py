@@ -1,6 +1,6 @@
 """Measures the prefix index with a million blocks, and compares it with the obvious design.
 
-    python -m quire.benchmarks.index [--blocks 1000000] [--lookups 1000]
+    python -m quire.benchmarks.index --blocks 1000000 --lookups 1000
 
 It starts a Redis of its own. Prompts are 64k tokens, 4096 blocks of 16; of each, one worker holds all blocks
 and another one the first half. The obvious design sends one pipelined command for each block: HSET to
@@ -14,23 +14,25 @@ blocks a second each. In earnest they notice with the next change or beat, and b
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import hashlib
-import json
 import logging
 import pickle
 import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from random import Random
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from redis.asyncio import Redis
 
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.rounds import best_seconds
+from quire.benchmarks.harness.tables import table
 from quire.kvindex.block_hash import block_hashes
 from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.publish_ledger import PublishLedger
@@ -46,6 +48,14 @@ OBVIOUS_BLOCKS = 25 * PROMPT_BLOCKS
 OBVIOUS_LOOKUPS = 40
 WARM_UP = 20
 BlockHashes = list[bytes]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    blocks: Annotated[int, "blocks in the index"] = 1_000_000
+    lookups: Annotated[int, "look-ups, one after another"] = 1000
 
 
 class Row(NamedTuple):
@@ -291,46 +301,46 @@ def measure_hashing() -> Row:
     token_ids = Random(0).choices(range(150_000), k=PROMPT_BLOCKS * BLOCK_SIZE)
     encoded = array("I", token_ids).tobytes()
 
-    def best(call: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(WARM_UP):
-            with stopwatch() as watch:
-                call()
-            seconds.append(watch.seconds)
-        return 1000 * median(seconds)
-
-    ours = best(lambda: block_hashes(b"root", token_ids, BLOCK_SIZE))
-    obvious = best(lambda: hash_obviously(b"root", token_ids))
-    return Row("hashing 64k tokens", "ms", ours, 5.0, obvious, best(lambda: hashlib.sha256(encoded).digest()))
+    ways = (
+        lambda: block_hashes(b"root", token_ids, BLOCK_SIZE),
+        lambda: hash_obviously(b"root", token_ids),
+        lambda: hashlib.sha256(encoded).digest(),
+    )
+    ours, obvious, floor = (1000 * best_seconds(each) for each in ways)
+    return Row("hashing 64k tokens", "ms", ours, 5.0, obvious, floor)
 
 
-def format_row(row: Row) -> str:
+def _show(row: Row) -> dict[str, str]:
     def number(value: float | None) -> str:
         return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
-    goal = f"{'>=' if row.is_rate else '<='} {number(row.goal)}"
-    verdict = "" if row.is_met else "missed"
-    measured = f"{row.name:<28} {number(row.measured):>10} {row.unit:<6} {goal:>10} {verdict:<7}"
-    return f"{measured}{number(row.obvious):>12} {number(row.floor):>10}"
+    texts = {name: number(getattr(row, name)) for name in ("measured", "obvious", "floor")}
+    goal = f"{'≥' if row.is_rate else '≤'} {number(row.goal)}"
+    return {
+        "name": f"{row.name} ({row.unit})",
+        **texts,
+        "goal": goal,
+        "verdict": "" if row.is_met else "missed",
+    }
 
 
-def main() -> None:
-    """Print a table and, last, one line of JSON."""
+@program
+def main(options: Options) -> Report:
+    """Measure the index in Redis, and the hashing."""
     logging.getLogger("quire").setLevel(logging.ERROR)  # the flush is meant
-    parser = argparse.ArgumentParser(description="The prefix index beside one pipelined command per block.")
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks in the index")
-    parser.add_argument("--lookups", type=int, default=1000, help="look-ups, one after another")
-    arguments = parser.parse_args()
     with RedisProcess(max_memory="4gb") as redis:
-        rows = [
-            *asyncio.run(measure_redis(redis, arguments.blocks, arguments.lookups)),
-            measure_hashing(),
-        ]
-    print(f"{'':<28} {'measured':>10} {'':<6} {'goal':>10} {'':<7}{'obvious':>12} {'floor':>10}")
-    for row in rows:
-        print(format_row(row))
+        rows = asyncio.run(measure_redis(redis, options.blocks, options.lookups))
+    rows.append(measure_hashing())
+    columns = {
+        "": "{name}",
+        "measured": "{measured}",
+        "goal": "{goal}",
+        " ": "{verdict}",
+        "one command per block": "{obvious}",
+        "floor": "{floor}",
+    }
     results = [{**row._asdict(), "is_met": row.is_met} for row in rows]
-    print(json.dumps({"benchmark": "index", "blocks": arguments.blocks, "results": results}))
+    return Report([table("The prefix index", map(_show, rows), columns)], {"rows": results})
 
 
 if __name__ == "__main__":

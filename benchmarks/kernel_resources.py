@@ -1,6 +1,4 @@
-"""Registers, spills and shared memory of every shipped kernel configuration; no GPU is needed.
-
-    python -m quire.benchmarks.kernel_resources [--arch sm_90] [--kernel decode] [--head-dim 128]
+"""Registers, spills and shared memory of the Triton kernels, compiled without a GPU.
 
 Each row of the configuration table is compiled to machine code, plain and with every feature of attention,
 and read back with cuobjdump. A spill costs a round trip to memory in the inner loop: there must be none.
@@ -8,12 +6,9 @@ and read back with cuobjdump. A spill costs a round trip to memory in the inner 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -237,38 +232,3 @@ def shipped_resources(selected: Sequence[AttentionConfig]) -> Iterator[tuple[str
 def format_row(name: str, resources: Resources) -> str:
     registers, spills, shared = resources
     return f"{name:76} {registers:4} registers {spills:5} B spilled {shared / KIB:6.1f} KiB shared"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--arch", choices=SHARED_BYTES)
-    parser.add_argument("--kernel", choices=("prefill", "decode"))
-    parser.add_argument("--kv-bits", type=int, choices=(8, 16, 32))
-    parser.add_argument("--head-dim", type=int, choices=(32, 64, 128, 256))
-    wanted = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    selected = [
-        row for row in configs.table() if all(getattr(row, name) == value for name, value in wanted.items())
-    ]
-    misfits = 0
-    results = []
-    for name, arch, resources in shipped_resources(selected):
-        misfits += not resources.fits(arch)
-        results.append({"name": name, **resources._asdict()})
-        print(format_row(name, resources) + ("" if resources.fits(arch) else "  <- does not fit"), flush=True)
-    if len(wanted) <= 1 and "kernel" not in wanted:
-        for arch in SHARED_BYTES:
-            for name, resources in other_resources(arch):
-                misfits += not resources.fits(arch)
-                results.append({"name": f"{arch} {name}", **resources._asdict()})
-                print(format_row(f"{arch} {name}", resources), flush=True)
-    limits = ", ".join(f"{arch} {size // KIB} KiB" for arch, size in SHARED_BYTES.items())
-    print(f"ceiling: no spills; shared memory of a program: {limits}")
-    summary = {"benchmark": "kernel_resources", "triton": triton.__version__, "misfits": misfits}
-    print(json.dumps(summary | {"kernels": results}))
-    sys.exit(1 if misfits else 0)
-
-
-if __name__ == "__main__":
-    main()

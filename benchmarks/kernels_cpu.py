@@ -3,28 +3,33 @@
     python -m quire.benchmarks.kernels_cpu --threads 2
 
 Both read the same keys and values; SDPA has them in one piece for each sequence, paged attention in shuffled
-blocks of 16. The ceilings: for decode a memory copy and a sum, for prefill a matrix product of torch. The
-last line is JSON.
+blocks of 16. The ceilings: for decode a memory copy and a sum, for prefill a matrix product of torch.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.rounds import best_seconds
+from quire.benchmarks.harness.tables import table
 from quire.kernels import ops, reference
 from quire.kernels.metadata import AttentionMetadata
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 12, 4, 64, 16
-SECONDS = 0.5
 MAX_CHECKED_TOKENS = 20_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    threads: int = 2
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    seconds: Annotated[float, "length of each measurement"] = 0.5
 
 
 class Shape(NamedTuple):
@@ -53,27 +58,19 @@ SHAPES = (
 
 
 class Result(NamedTuple):
-    """Milliseconds of both, and what paged attention moved and computed."""
+    """The time of both, and what paged attention moved and computed in a second."""
 
+    shape: str
     paged_ms: float
     sdpa_ms: float
-    bytes_per_second: float
-    flops: float
+    ratio: float
+    goal: float
+    gigabytes: float
+    gigaflops: float
     max_error: float | None
 
 
-def best_seconds(run: Callable[[], Any]) -> float:
-    """Return the shortest of many runs; the machine may be busy with others."""
-    run()
-    best, end = float("inf"), time.perf_counter() + SECONDS
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def measure(shape: Shape, dtype: torch.dtype) -> Result:
+def measure(shape: Shape, dtype: torch.dtype, seconds: float) -> Result:
     """Time one shape both ways on the same keys and values."""
     length = shape.cached + shape.new
     num_blocks = -(-length // BLOCK_SIZE)
@@ -104,70 +101,67 @@ def measure(shape: Shape, dtype: torch.dtype) -> Result:
     if shape.num_seqs * length <= MAX_CHECKED_TOKENS:
         expected = reference.paged_attention(query, blocks, metadata, scale=scale)
         error = (paged() - expected).abs().max().item()
-    paged_seconds, sdpa_seconds = best_seconds(paged), best_seconds(sdpa)
+    paged()
+    sdpa()
+    paged_seconds, sdpa_seconds = (best_seconds(each, seconds=seconds) for each in (paged, sdpa))
     num_bytes = shape.num_seqs * length * 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize
     pairs = shape.num_seqs * shape.new * (length - (shape.new - 1) / 2)
     return Result(
+        str(shape),
         paged_seconds * 1e3,
         sdpa_seconds * 1e3,
-        num_bytes / paged_seconds,
-        4 * NUM_HEADS * HEAD_DIM * pairs / paged_seconds,
+        sdpa_seconds / paged_seconds,
+        shape.goal,
+        num_bytes / paged_seconds / 1e9,
+        4 * NUM_HEADS * HEAD_DIM * pairs / paged_seconds / 1e9,
         error,
     )
 
 
-def read_bytes_per_second() -> float:
+def read_bytes_per_second(seconds: float = 0.5) -> float:
     """Measure how fast torch's threads read memory."""
     source = torch.randn(64 << 20)
-    return source.nbytes / best_seconds(source.sum)
+    return source.nbytes / best_seconds(source.sum, seconds=seconds)
 
 
-def ceilings() -> dict[str, float]:
+def ceilings(seconds: float) -> dict[str, float]:
     """Measure what memory and arithmetic allow: bytes per second and floating-point operations per second."""
     source = torch.randn(64 << 20)
     target = torch.empty_like(source)
     left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
     return {
-        "copy_bytes_per_second": 2 * source.nbytes / best_seconds(lambda: target.copy_(source)),
-        "read_bytes_per_second": read_bytes_per_second(),
-        "matmul_flops": 2 * 1024**3 / best_seconds(lambda: left @ right),
+        "copy_bytes_per_second": 2
+        * source.nbytes
+        / best_seconds(lambda: target.copy_(source), seconds=seconds),
+        "read_bytes_per_second": read_bytes_per_second(seconds),
+        "matmul_flops": 2 * 1024**3 / best_seconds(lambda: left @ right, seconds=seconds),
     }
 
 
-def main() -> None:
-    """Print the table and the line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+@program
+def main(options: Options) -> Report:
+    """Measure all shapes and the ceilings."""
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    limits = ceilings()
-    title = (
-        f"{arguments.dtype}, {arguments.threads} threads, {NUM_HEADS} heads over {NUM_KV_HEADS} of {HEAD_DIM}"
-    )
-    table = Table("", "paged ms", "SDPA ms", "ratio", "goal", "GB/s", "GFLOP/s", "error", title=title)
-    results = {}
-    for shape in SHAPES:
-        result = measure(shape, getattr(torch, arguments.dtype))
-        results[str(shape)] = result._asdict()
-        table.add_row(
-            str(shape),
-            f"{result.paged_ms:.3f}",
-            f"{result.sdpa_ms:.3f}",
-            f"{result.sdpa_ms / result.paged_ms:.2f}",
-            f"{shape.goal:.1f}",
-            f"{result.bytes_per_second / 1e9:.1f}",
-            f"{result.flops / 1e9:.0f}",
-            "" if result.max_error is None else f"{result.max_error:.0e}",
-        )
-    Console().print(table)
-    print(
+    limits = ceilings(options.seconds)
+    rows = [measure(shape, getattr(torch, options.dtype), options.seconds) for shape in SHAPES]
+    columns = {
+        "": "{shape}",
+        "paged ms": "{paged_ms:.3f}",
+        "SDPA ms": "{sdpa_ms:.3f}",
+        "ratio": "{ratio:.2f}",
+        "goal": "{goal:.1f}",
+        "GB/s": "{gigabytes:.1f}",
+        "GFLOP/s": "{gigaflops:.0f}",
+        "error": "{max_error:.0e}",
+    }
+    title = f"{options.dtype}, {options.threads} threads, {NUM_HEADS} heads over {NUM_KV_HEADS} of {HEAD_DIM}"
+    ceiling = (
         f"ceilings: copy {limits['copy_bytes_per_second'] / 1e9:.1f} GB/s, "
         f"read {limits['read_bytes_per_second'] / 1e9:.1f} GB/s, "
         f"matrix product {limits['matmul_flops'] / 1e9:.0f} GFLOP/s (torch)"
     )
-    print(json.dumps({"bench": "kernels_cpu", **vars(arguments), "ceilings": limits, "results": results}))
+    return Report([table(title, rows, columns), ceiling], {"ceilings": limits, "rows": rows})
 
 
 if __name__ == "__main__":

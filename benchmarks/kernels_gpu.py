@@ -1,6 +1,6 @@
 """Compares the GPU kernels with the limits of the device, contiguous attention and other paged kernels.
 
-    python -m quire.benchmarks.kernels_gpu [--heads 32] [--kv-heads 8] [--head-dim 128] [--block-size 16]
+    python -m quire.benchmarks.kernels_gpu --heads 32 --kv-heads 8 --head-dim 128 --block-size 16
 
 Decode reads each key and value once and computes little: its ceiling is the bandwidth of a device copy,
 measured here. Prefill's ceiling is scaled dot product attention of the same shape over contiguous keys and
@@ -9,19 +9,21 @@ values, in the flash kernel. FlashInfer and FlexAttention are shown where they c
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
-import json
 import math
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quire.benchmarks.harness.program import CannotRunError, Report, program
+from quire.benchmarks.harness.rounds import show_progress
+from quire.benchmarks.harness.tables import table
 from quire.engine.model.decode_graphs import CudaCapture, Replay
 from quire.kernels.metadata import AttentionMetadata
 
@@ -36,6 +38,16 @@ NUM_COPIES = 5
 
 Output = torch.Tensor
 Attention = Callable[[], Output]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
 
 
 class Model(NamedTuple):
@@ -77,6 +89,19 @@ class Step(NamedTuple):
         keys, values = split.reshape(2, self.num_seqs, num_kv_heads, -1, head_dim)[..., : self.seq_len, :]
         query = self.query.view(self.num_seqs, self.new_tokens, *self.query.shape[1:]).transpose(1, 2)
         return query, keys.contiguous(), values.contiguous()
+
+
+class Row(NamedTuple):
+    """The time of one implementation; ``share`` is that of the bandwidth of a copy, and None for prefill."""
+
+    kind: str
+    batch: int
+    tokens: int
+    cached: int
+    name: str
+    microseconds: float
+    share: float | None = None
+    teraflops: float | None = None
 
 
 class Contender(NamedTuple):
@@ -223,7 +248,7 @@ def contenders(model: Model, step: Step) -> Iterator[Measurable]:
             if source is ours:
                 raise
             # Kernels of others refuse some shapes; that must not end the table.
-            print(f"  {source.__name__} cannot: {str(error).splitlines()[0]}", file=sys.stderr)
+            show_progress(f"{source.__name__} cannot: {str(error).splitlines()[0]}")
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -234,6 +259,19 @@ def seconds(run: Callable[[], object]) -> float:
     from triton.testing import do_bench
 
     return float(do_bench(run, warmup=50, rep=200, return_mode="median")) / 1e3
+
+
+def gpu_name() -> str:
+    """Return the name of the GPU.
+
+    Raises:
+        CannotRunError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise CannotRunError(
+            "This benchmark needs a CUDA device, and torch sees none: run it on a machine with a GPU."
+        )
+    return torch.cuda.get_device_name()
 
 
 def copy_bandwidth() -> float:
@@ -259,68 +297,49 @@ def fits(model: Model, num_seqs: int, seq_len: int) -> bool:
     return NUM_COPIES * model.kv_bytes(num_seqs * seq_len) < free
 
 
-def decode_rows(model: Model, bandwidth: float) -> Iterator[dict[str, Any]]:
+def measured(
+    model: Model, num_seqs: int, new_tokens: int, seq_len: int
+) -> Iterator[tuple[Measurable, float]]:
+    """Yield each implementation of a step that fits into memory, with its seconds."""
+    if not fits(model, num_seqs, seq_len):
+        show_progress(f"{num_seqs} x {seq_len} is left out: it does not fit into memory")
+        return
+    step = make_step(model, num_seqs, new_tokens, seq_len)
+    reference: Output | None = None
+    for each in contenders(model, step):
+        if 1 < new_tokens < seq_len and each.name == "contiguous SDPA":
+            continue  # Its causal mask starts at the first key.
+        reference = each.output if reference is None else reference
+        check(step, reference, each.output, each.name)
+        time = seconds(each.replay)
+        show_progress(f"{num_seqs} x {seq_len}, {new_tokens} new: {each.name} {time * 1e6:.1f} us")
+        yield each, time
+    del step
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def decode_rows(model: Model, bandwidth: float) -> Iterator[Row]:
     """Yield the share of the copy bandwidth that decode reaches."""
-    for context in CONTEXTS:
-        for num_seqs in BATCHES:
-            if not fits(model, num_seqs, context):
-                print(f"decode  {num_seqs:4} x {context:6}  left out: does not fit into memory")
-                continue
-            step = make_step(model, num_seqs, 1, context)
-            reference: Output | None = None
-            for name, replay, kv_bytes, output in contenders(model, step):
-                reference = output if reference is None else reference
-                check(step, reference, output, name)
-                time = seconds(replay)
-                share = kv_bytes / time / bandwidth
-                print(
-                    f"decode  {num_seqs:4} x {context:6}  {name:16} {time * 1e6:10.1f} us "
-                    f"{kv_bytes / time / GIGA:8.0f} GB/s {share:7.1%} of a copy"
-                )
-                shape = {"kind": "decode", "batch": num_seqs, "tokens": context, "name": name}
-                yield shape | {"microseconds": round(time * 1e6, 1), "share": round(share, 4)}
-            del step
-            gc.collect()
-            torch.cuda.empty_cache()
+    for context, num_seqs in product(CONTEXTS, BATCHES):
+        for each, time in measured(model, num_seqs, 1, context):
+            share = each.kv_bytes / time / bandwidth
+            yield Row("decode", num_seqs, context, 0, each.name, time * 1e6, share=share)
 
 
-def prefill_rows(model: Model) -> Iterator[dict[str, Any]]:
+def prefill_rows(model: Model) -> Iterator[Row]:
     """Yield the arithmetic throughput of prefill, of whole prompts and of chunks behind a cached prefix."""
     shapes = [(*prompt, 0) for prompt in PROMPTS] + [(8, 512, 3584), (16, 64, 4032)]
     for num_seqs, new_tokens, cached in shapes:
-        seq_len = cached + new_tokens
-        if not fits(model, num_seqs, seq_len):
-            print(f"prefill {num_seqs:4} x {cached}+{new_tokens}  left out: does not fit into memory")
-            continue
-        step = make_step(model, num_seqs, new_tokens, seq_len)
         pairs = num_seqs * (new_tokens * cached + new_tokens * (new_tokens + 1) / 2)
         work = 4 * pairs * model.num_heads * model.head_dim
-        reference: Output | None = None
-        for name, replay, _, output in contenders(model, step):
-            if cached and name == "contiguous SDPA":
-                continue  # Its causal mask starts at the first key.
-            reference = output if reference is None else reference
-            check(step, reference, output, name)
-            time = seconds(replay)
-            print(
-                f"prefill {num_seqs:4} x {f'{cached}+{new_tokens}':>10}  {name:16} {time * 1e6:10.1f} us "
-                f"{work / time / TERA:8.1f} TFLOP/s"
-            )
-            shape = {
-                "kind": "prefill",
-                "batch": num_seqs,
-                "tokens": new_tokens,
-                "cached": cached,
-                "name": name,
-            }
-            yield shape | {"microseconds": round(time * 1e6, 1), "teraflops": round(work / time / TERA, 1)}
-        del step
-        gc.collect()
-        torch.cuda.empty_cache()
+        for each, time in measured(model, num_seqs, new_tokens, cached + new_tokens):
+            rate = work / time / TERA
+            yield Row("prefill", num_seqs, new_tokens, cached, each.name, time * 1e6, teraflops=rate)
 
 
-def copy_rows(model: Model, bandwidth: float) -> Iterator[dict[str, Any]]:
-    """Yield the share of the copy bandwidth that copies of whole blocks reach."""
+def copy_rows(model: Model, bandwidth: float) -> Iterator[Row]:
+    """Yield the share of the copy bandwidth that copies of whole blocks reach; ``batch`` counts layers."""
     from quire.kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks
 
     for num_layers in (1, 32):
@@ -337,47 +356,34 @@ def copy_rows(model: Model, bandwidth: float) -> Iterator[dict[str, Any]]:
         for name, run in kernels.items():
             time = seconds(CudaCapture()(run))
             share = 2 * staging.numel() * staging.itemsize / time / bandwidth
-            print(
-                f"copy    {len(ids):4} blocks of {num_layers:2} layers  {name:16} {time * 1e6:10.1f} us "
-                f"{share:7.1%} of a copy"
-            )
-            yield {"kind": "copy", "layers": num_layers, "name": name, "share": round(share, 4)}
+            yield Row("copy", num_layers, len(ids) * model.block_size, 0, name, time * 1e6, share=share)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=16)
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark needs a CUDA device, and torch sees none: run it on a machine with a GPU.")
+@program
+def main(options: Options) -> Report:
+    """Measure decode, prefill and copies of blocks."""
+    device = gpu_name()
     torch.manual_seed(0)
-    model = Model(
-        arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.block_size, torch.bfloat16
-    )
+    model = Model(options.heads, options.kv_heads, options.head_dim, options.block_size, torch.bfloat16)
     bandwidth = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, {model}")
     rows = [*decode_rows(model, bandwidth), *prefill_rows(model), *copy_rows(model, bandwidth)]
-    flash = max(
-        (row["teraflops"] for row in rows if row["name"] == "contiguous SDPA" and row["kind"] == "prefill"),
-        default=math.nan,
-    )
-    print(
-        f"ceiling: a device copy moves {bandwidth / GIGA:.0f} GB/s, "
+    columns = {
+        "": "{kind}",
+        "batch": "{batch}",
+        "cached": "{cached}",
+        "tokens": "{tokens}",
+        "implementation": "{name}",
+        "µs": "{microseconds:.1f}",
+        "of a copy": "{share:.1%}",
+        "TFLOP/s": "{teraflops:.1f}",
+    }
+    flash = max((r.teraflops for r in rows if r.name == "contiguous SDPA" and r.teraflops), default=math.nan)
+    ceiling = (
+        f"ceilings: a device copy moves {bandwidth / GIGA:.0f} GB/s, "
         f"contiguous SDPA reaches {flash:.1f} TFLOP/s"
     )
-    result = {
-        "benchmark": "kernels_gpu",
-        "device": torch.cuda.get_device_name(),
-        "model": {**model._asdict(), "dtype": str(model.dtype)},
-        "copy_bytes_per_second": bandwidth,
-        "rows": rows,
-    }
-    print(json.dumps(result))
+    results = {"device": device, "copy_bytes_per_second": bandwidth, "rows": rows}
+    return Report([table(f"{device}, {model}", rows, columns), ceiling], results)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -16,6 +16,8 @@ from quire.protos import inference_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.stack import RunningStack
 from quire.simulator.calibrate import PullSpeed
+from quire.simulator.cluster import RequestOutcome
+from quire.simulator.figures import quantile
 from quire.simulator.trace import TraceRequest
 
 
@@ -29,6 +31,19 @@ class LiveOutcome(NamedTuple):
     pulled_bytes: int
     error: str
     """Name of the gRPC status; empty without an error."""
+
+
+def latencies(outcomes: Sequence[LiveOutcome] | Sequence[RequestOutcome]) -> dict[str, Any]:
+    """Return quantiles of the latencies in milliseconds, and the cached share of the prompt tokens."""
+    ttft = sorted(1000 * outcome.ttft_seconds for outcome in outcomes)
+    tpot = sorted(1000 * outcome.tpot_seconds for outcome in outcomes)
+    num_tokens = sum(outcome.request.input_tokens for outcome in outcomes)
+    return {
+        "ttft_p50_ms": round(quantile(ttft, 0.5), 2),
+        "ttft_p90_ms": round(quantile(ttft, 0.9), 2),
+        "tpot_p50_ms": round(quantile(tpot, 0.5), 2),
+        "cached_share": round(sum(o.cached_tokens for o in outcomes) / num_tokens, 4) if num_tokens else 0.0,
+    }
 
 
 def prompt_of(request: TraceRequest, block_tokens: int, vocabulary: Sequence[int]) -> list[int]:

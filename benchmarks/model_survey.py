@@ -1,31 +1,38 @@
-"""Try a tiny random model of every causal architecture in transformers: which can be served, and why not.
+"""Tries a tiny random model of every causal architecture in transformers: is it served, and on several ranks?
 
-python -m quire.benchmarks.model_survey
-python -m quire.benchmarks.model_survey llama mamba
+    python -m quire.benchmarks.model_survey
+    python -m quire.benchmarks.model_survey llama mixtral --ranks 2,3,4
+
+A model is served if it gives the greedy tokens of transformers' ``generate``. With ``--ranks``, models of
+sizes that four ranks can divide answer prompts on one process and on each number of ranks instead. Tokens and
+logprobs must be equal to the last bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire.engine.engine import Engine
-from quire.engine.kv_cache.memory import KvMemory
+from quire.benchmarks.harness.engines import CPU, as_sequence, make_engine, run_to_end
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.rounds import show_progress
+from quire.benchmarks.harness.tables import table
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.scheduling.scheduler import SchedulerConfig
-from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import load_model
-from quire.kvindex.block_hash import block_hash
+from quire.llm import LLM
+from quire.llm import SamplingParams as LlmSamplingParams
+from quire.models.random_model import byte_tokenizer
 from quire.sampling.params import SamplingParams
+from quire.settings.setting import SettingError
 
 MAX_PARAMETERS = 30_000_000
 PROMPT_TOKENS, NEW_TOKENS = 90, 24
@@ -73,6 +80,29 @@ SIZES = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+
+
+RANK_SIZES = {
+    **SIZES,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 128,
+}
+"""Sizes that four ranks can divide."""
+RANK_PROMPTS = [list(range(5, 5 + length)) for length in (3, 40, 150)]
+RANK_PARAMS = LlmSamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=3)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    names: Annotated[tuple[str, ...], "architectures; all if none is named"]
+    ranks: Annotated[tuple[int, ...], "numbers of ranks to compare with one process"] = ()
 
 
 class TooLargeError(Exception):
@@ -126,55 +156,82 @@ def generated_by_quire(folder: str, prompt: torch.Tensor) -> list[int]:
     Raises:
         UnsupportedModelError: the architecture cannot be served.
     """
-    model = load_model(folder, "float32", torch.device("cpu"))
-    memory = KvMemory(model.kv_shape(16), 64, torch.device("cpu"))
-    engine = Engine(model, memory, SchedulerConfig(16, 8, 20), block_hash)
+    engine = make_engine(load_model(folder, "float32", CPU), 64, max_num_seqs=8, max_num_batched_tokens=20)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    sequence = Sequence("survey", prompt.tolist(), len(prompt), params, b"")
-    engine.add_request(sequence)
-    while not engine.is_idle:
-        engine.step()
+    sequence = as_sequence(0, prompt.tolist(), params)
+    run_to_end(engine, [sequence])
     return sequence.token_ids[len(prompt) :]
 
 
-def survey(names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each architecture's name and what came of it."""
-    for name in names:
+def served(name: str) -> str:
+    """Return whether an architecture is served with the right tokens, or why not."""
+    try:
+        model = make_tiny_model(name)
+        prompt = torch.randint(3, model.config.get_text_config().vocab_size, (PROMPT_TOKENS,))
+        expected = generated_by_transformers(model, prompt)
+    except Exception as error:  # whatever the architecture's own code has against the sizes
+        return f"not tried: {_first_line(error)}"
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(Path(folder))
         try:
-            model = make_tiny_model(name)
-            prompt = torch.randint(3, model.config.get_text_config().vocab_size, (PROMPT_TOKENS,))
-            expected = generated_by_transformers(model, prompt)
-        except Exception as error:
-            yield (
-                name,
-                f"not tried: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            )
-            continue
-        with TemporaryDirectory() as folder:
-            model.save_pretrained(Path(folder))
+            tokens = generated_by_quire(folder, prompt)
+        except UnsupportedModelError as error:
+            return f"refused: {error}"
+    return "served" if tokens == expected else "WRONG TOKENS"
+
+
+def answers(folder: Path, num_ranks: int) -> list[Any]:
+    """Return all tokens, and the exact logprobs of the best ones.
+
+    Raises:
+        UnsupportedModelError: ranks do not divide the model, or the architecture cannot be served.
+    """
+    with LLM(str(folder), dtype="float32", num_blocks=64, threads=1, tensor_parallel_size=num_ranks) as llm:
+        outputs = llm.generate(RANK_PROMPTS, RANK_PARAMS, use_tqdm=False)
+        return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def divided(name: str, numbers: Sequence[int]) -> str:
+    """Return whether all numbers of ranks give the bits of one process, or why not."""
+    try:
+        model = make_tiny_model(name, RANK_SIZES)
+    except Exception as error:  # whatever the architecture's own code has against the sizes
+        return f"not tried: {_first_line(error)}"
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        try:
+            expected = answers(Path(folder), 1)
+        except UnsupportedModelError as error:
+            return f"not served: {_first_line(error)}"
+        for number in numbers:
             try:
-                tokens = generated_by_quire(folder, prompt)
-            except UnsupportedModelError as error:
-                yield name, f"refused: {error}"
-                continue
-        yield name, "served" if tokens == expected else "WRONG TOKENS"
+                found = answers(Path(folder), number)
+            except (UnsupportedModelError, SettingError) as error:
+                return f"refused: {_first_line(error)}"
+            if found != expected:
+                return f"OTHER BITS on {number} ranks"
+    return "same bits"
 
 
-def main() -> None:
-    """Print a line for each architecture, and the counts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", help="architectures; all if none is named")
-    names = parser.parse_args().names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+@program
+def main(options: Options) -> Report:
+    """Try the architectures."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    counts: dict[str, int] = {}
-    for name, result in survey(names):
-        print(f"{name:28} {result}", flush=True)
-        kind = result.split(":")[0]
-        counts[kind] = counts.get(kind, 0) + 1
-    print(counts)
+    rows, kinds = [], dict[str, list[str]]()
+    for name in options.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        result = divided(name, options.ranks) if options.ranks else served(name)
+        show_progress(f"{name}: {result}")
+        rows.append({"architecture": name, "result": result})
+        kinds.setdefault(result.partition(":")[0], []).append(name)
+    counts = ", ".join(f"{kind}: {len(names)}" for kind, names in kinds.items())
+    columns = {"architecture": "{architecture}", "result": "{result}"}
+    return Report([table("Architectures of transformers", rows, columns), counts], {"architectures": kinds})
 
 
 if __name__ == "__main__":

@@ -4,27 +4,24 @@
 
 Both ways draw the same tokens from the same logits, which are normally distributed, and mostly scaled by 4 so
 that few tokens are probable, as in language models. The ceiling is the time to read the logits once, in
-torch's sum. Times are the processor time of one thread, since others may use the machine. The last line is
-JSON.
+torch's sum. Times are the processor time of one thread, since others may use the machine.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.tables import table
 from quire.engine.sequences import sampler
 from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
 
-SECONDS = 0.3
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {},
@@ -33,6 +30,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "min-p 0.05": {"min_p": 0.05},
     "all": {"top_k": 50, "top_p": 0.9, "min_p": 0.05},
 }
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    seconds: Annotated[float, "length of each measurement"] = 0.3
 
 
 class Shape(NamedTuple):
@@ -55,20 +59,21 @@ SHAPES = (
 )
 
 
-def mean_seconds(run: Callable[[], Any]) -> float:
+def mean_seconds(run: Callable[[], Any], seconds: float) -> float:
     """Return this thread's processor time for a run, the mean of many, since its clock may be coarse."""
     run()
-    num_runs, start, end = 0, time.thread_time(), time.perf_counter() + SECONDS
+    num_runs, start, end = 0, time.thread_time(), time.perf_counter() + seconds
     while time.perf_counter() < end:
         run()
         num_runs += 1
     return (time.thread_time() - start) / num_runs
 
 
-def measure(shape: Shape) -> dict[str, Any]:
+def measure(shape: Shape, seconds: float) -> list[dict[str, Any]]:
     """Time each kind of sampling both ways, and the ceiling, in microseconds."""
     logits = torch.randn(shape.rows, shape.vocab) * shape.scale
-    result: dict[str, Any] = {"ceiling_us": mean_seconds(lambda: logits.sum()) * 1e6, "kinds": {}}
+    ceiling = mean_seconds(lambda: logits.sum(), seconds) * 1e6
+    rows = []
     for kind, values in KINDS.items():
         sequences = [
             Sequence("benchmark", [0], 1, SamplingParams(seed=row, **values), b"")
@@ -81,36 +86,33 @@ def measure(shape: Shape) -> dict[str, Any]:
         def sort(sequences: list[Sequence] = sequences) -> list[int]:
             return sampler._choose_with_torch(logits, logits, sequences)
 
-        num_equal = sum(a == b for a, b in zip(kernel(), sort(), strict=True))
-        result["kinds"][kind] = {
-            "kernel_us": mean_seconds(kernel) * 1e6,
-            "sorted_us": mean_seconds(sort) * 1e6,
-            "equal_tokens": num_equal,
+        times = {
+            "kernel_us": mean_seconds(kernel, seconds) * 1e6,
+            "sorted_us": mean_seconds(sort, seconds) * 1e6,
         }
-    return result
+        num_equal = sum(a == b for a, b in zip(kernel(), sort(), strict=True))
+        ratio = times["sorted_us"] / times["kernel_us"]
+        counts = {"ratio": ratio, "ceiling_us": ceiling, "equal_tokens": num_equal, "rows": shape.rows}
+        rows.append({"shape": str(shape), "kind": kind, **times, **counts})
+    return rows
 
 
-def main() -> None:
-    """Print the table and the line of JSON."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
+@program
+def main(options: Options) -> Report:
+    """Measure all shapes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    table = Table("logits", "kind", "µs", "sorted µs", "ratio", "read µs", "equal", title="one thread")
-    results = {}
-    for shape in SHAPES:
-        results[str(shape)] = result = measure(shape)
-        for kind, times in result["kinds"].items():
-            table.add_row(
-                str(shape),
-                kind,
-                f"{times['kernel_us']:.0f}",
-                f"{times['sorted_us']:.0f}",
-                f"{times['sorted_us'] / times['kernel_us']:.1f}",
-                f"{result['ceiling_us']:.0f}",
-                f"{times['equal_tokens']} of {shape.rows}",
-            )
-    Console().print(table)
-    print(json.dumps({"bench": "sampling", "threads": 1, "results": results}))
+    rows = [row for shape in SHAPES for row in measure(shape, options.seconds)]
+    columns = {
+        "logits": "{shape}",
+        "kind": "{kind}",
+        "µs": "{kernel_us:.0f}",
+        "sorted µs": "{sorted_us:.0f}",
+        "ratio": "{ratio:.1f}",
+        "read µs (ceiling)": "{ceiling_us:.0f}",
+        "equal": "{equal_tokens} of {rows}",
+    }
+    return Report([table("Sampling on one thread", rows, columns)], {"rows": rows})
 
 
 if __name__ == "__main__":

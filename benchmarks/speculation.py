@@ -1,17 +1,17 @@
 """Measures speculation: acceptance and output tokens per second, compared with decoding without it.
 
     python -m quire.benchmarks.speculation
-    python -m quire.benchmarks.speculation --model random-100m
+    python -m quire.benchmarks.speculation --model 100m
 
 There are three kinds of text. ``answers`` are the demo model's answers to questions, which repeat a note of
 the prompt. In ``recital`` it continues a text that states a few notes repeatedly. In ``random`` any model
 continues random tokens, the demo model at temperature 1, others greedily. There are four ways: none, n-grams,
 a draft model, and an oracle that knows the answer. The oracle is the ceiling, since all its draft tokens are
 right and cost nothing. Each way must give the same tokens. ``none again`` shows how far two measurements of
-the same way differ. The last line is JSON.
+the same way differ.
 
 The draft model consists of the model's own first layers, since there is no smaller model to download.
-``random-100m`` has random weights, whose first layers would not predict the later ones. The contribution of
+A random Llama's first layers would not predict the later ones. The contribution of
 the later layers is therefore scaled down until the first layers predict the model about as well as draft
 models usually do. Its acceptance is thus artificial, and its times are measured.
 
@@ -22,23 +22,26 @@ prompts, in which the ways take turns; a round before them compiles kernels. On 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from random import Random
-from shutil import copy
+from shutil import copy, copytree
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from quire.benchmarks.engine_against_transformers import make_100m_model
+from quire.benchmarks.harness.engines import BLOCK_SIZE, CPU, run_to_end
+from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.program import FailedError, Report, program
+from quire.benchmarks.harness.random_llamas import SIZES, random_llama
+from quire.benchmarks.harness.rounds import show_progress, turns
+from quire.benchmarks.harness.tables import table
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.scheduling.scheduler import SchedulerConfig
@@ -55,14 +58,29 @@ from quire.sampling.params import SamplingParams
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
 
-BLOCK_SIZE, NUM_BLOCKS = 16, 2048
+NUM_BLOCKS = 2048
 LIMITS = SchedulerConfig(BLOCK_SIZE, 64, 512)
-CPU = torch.device("cpu")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 WAYS = ("none", "none again", "ngram", "draft", "oracle")
 
 Clock = Callable[[], float]
 Outputs = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    model: Annotated[str, OneOf(("demo", *SIZES))] = "demo"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    batch: tuple[int, ...] = (1, 8, 32)
+    output_len: int = 128
+    num_speculative_tokens: int = 4
+    draft_layers: int = 2
+    damping: Annotated[float, "factor of what a random Llama's later layers add"] = 0.05
+    threads: int = 2
+    rounds: int = 3
+    clock: Annotated[str, OneOf(CLOCKS)] = "wall"
 
 
 class Text(NamedTuple):
@@ -172,20 +190,22 @@ class Bench:
         """Return each way's outcome over all rounds except the first; all ways must sample the same tokens.
 
         Raises:
-            RuntimeError: a way sampled different tokens.
+            FailedError: a way sampled different tokens.
         """
         oracle = Oracle()
         speculators = {way: self._speculator(way, oracle) for way in WAYS}
         totals: dict[str, RunOutcome] = {}
-        for number in range(num_rounds + 1):
-            prompts = [text.prompt(number * batch + index) for index in range(batch)]
-            expected = oracle.outputs = self._run(text, prompts, None).outputs
-            for way, speculator in speculators.items():
-                outcome = self._run(text, prompts, speculator)
-                if outcome.outputs != expected:
-                    raise RuntimeError(f"guessing by {way} changed the tokens")
-                if number:
-                    totals[way] = outcome + totals[way] if way in totals else outcome
+        expected: dict[int, Outputs] = {}
+        for number, way in turns(WAYS, num_rounds):
+            prompts = [text.prompt((number + 1) * batch + index) for index in range(batch)]
+            if number not in expected:
+                expected[number] = self._run(text, prompts, None).outputs
+            oracle.outputs = expected[number]
+            outcome = self._run(text, prompts, speculators[way])
+            if outcome.outputs != expected[number]:
+                raise FailedError(f"speculation by {way} changed the tokens")
+            if number >= 0:
+                totals[way] = outcome + totals[way] if way in totals else outcome
         return totals
 
     def _speculator(self, way: str, oracle: Oracle) -> Speculator | None:
@@ -223,80 +243,69 @@ class Bench:
         params = SamplingParams(max_tokens=1)
         for index, prompt in enumerate(prompts):
             engine.add_request(Sequence(f"cache-{index}", prompt[:], len(prompt), params, b""))
-        while not engine.is_idle:
-            engine.step()
+        run_to_end(engine, ())
 
 
-def rows_of(outcomes: dict[str, RunOutcome], num_guesses: int) -> list[dict[str, object]]:
+def rows_of(outcomes: dict[str, RunOutcome], num_guesses: int) -> list[dict[str, Any]]:
     """Return the figures of each way."""
-    rows = []
-    for way, outcome in outcomes.items():
-        seconds, num_tokens, (drafted, accepted) = outcome.seconds, outcome.num_tokens, outcome.counts
-        rows.append(
-            {
-                "way": way,
-                "tok_s": num_tokens / seconds,
-                "speed_up": outcomes["none"].seconds / seconds,
-                "drafted": drafted,
-                "accepted": accepted,
-                "acceptance": accepted / drafted if drafted else None,
-                "guessed_share": accepted / num_tokens,
-                "ceiling": num_guesses + 1,
-            }
-        )
+    return [
+        {
+            "way": way,
+            "tok_s": outcome.num_tokens / outcome.seconds,
+            "speed_up": outcomes["none"].seconds / outcome.seconds,
+            **outcome.counts._asdict(),
+            "acceptance": outcome.counts.accepted / outcome.counts.drafted
+            if outcome.counts.drafted
+            else None,
+            "guessed_share": outcome.counts.accepted / outcome.num_tokens,
+            "ceiling": num_guesses + 1,
+        }
+        for way, outcome in sorted(outcomes.items(), key=lambda item: WAYS.index(item[0]))
+    ]
+
+
+@program
+def main(options: Options) -> Report:
+    """Measure every text with every batch."""
+    torch.set_num_threads(options.threads)
+    with TemporaryDirectory() as folder:
+        rows = measure(options, Path(folder))
+    return Report([_table(options, rows)], {"rows": rows})
+
+
+def measure(options: Options, folder: Path) -> list[dict[str, Any]]:
+    """Return a row for every text, batch and way."""
+    is_demo = options.model == "demo"
+    path = str(demo_model_path())
+    if not is_demo:
+        path = str(copytree(random_llama(options.model), folder / "model"))
+        damp_later_layers(path, options.draft_layers, options.damping)
+    model = load_model(path, options.dtype, CPU)
+    draft = make_draft(path, options.draft_layers, folder / "draft", options.dtype)
+    bench = Bench(model, draft, options.num_speculative_tokens, CLOCKS[options.clock])
+    texts = make_texts(path, model.vocab_size, options.output_len, is_demo=is_demo)
+    rows: list[dict[str, Any]] = []
+    for batch, (name, text) in product(options.batch, texts.items()):
+        show_progress(f"{name}, batch {batch}")
+        outcomes = bench.measure(text, batch, options.rounds)
+        rows += [
+            {"text": name, "batch": batch, **row} for row in rows_of(outcomes, options.num_speculative_tokens)
+        ]
     return rows
 
 
-def main() -> None:
-    """Run all and print the table and the line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="demo", help="demo, random-100m or a folder")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--num-speculative-tokens", type=int, default=4)
-    parser.add_argument("--draft-layers", type=int, default=2)
-    parser.add_argument("--damping", type=float, default=0.05, help="of random-100m's later layers")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    with TemporaryDirectory() as folder:
-        results = measure(arguments, Path(folder))
-    print(json.dumps({"bench": "speculation", **vars(arguments), "results": results}))
-
-
-def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
-    """Measure every text with every batch, and print the table as it grows."""
-    is_demo = arguments.model == "demo"
-    path = str(demo_model_path()) if is_demo else arguments.model
-    if path == "random-100m":
-        path = make_100m_model(str(folder / "model"))
-        damp_later_layers(path, arguments.draft_layers, arguments.damping)
-    model = load_model(path, arguments.dtype, CPU)
-    draft = make_draft(path, arguments.draft_layers, folder / "draft", arguments.dtype)
-    bench = Bench(model, draft, arguments.num_speculative_tokens, CLOCKS[arguments.clock])
-    texts = make_texts(path, model.vocab_size, arguments.output_len, is_demo=is_demo)
-    results: list[dict[str, object]] = []
-    console = Console(width=110)
-    for batch in arguments.batch:
-        for name, text in texts.items():
-            table = Table("way", "tok/s", "speed-up", "acceptance", "guessed tokens")
-            table.title = f"{arguments.model} {arguments.dtype}, {name}, batch {batch}"
-            rows = rows_of(bench.measure(text, batch, arguments.rounds), arguments.num_speculative_tokens)
-            for row in rows:
-                acceptance = row["acceptance"]
-                table.add_row(
-                    str(row["way"]),
-                    f"{row['tok_s']:.0f}",
-                    f"{row['speed_up']:.2f}",
-                    "" if acceptance is None else f"{acceptance:.0%}",
-                    f"{row['guessed_share']:.0%}",
-                )
-                results.append({"text": name, "batch": batch, **row})
-            console.print(table)
-    return results
+def _table(options: Options, rows: list[dict[str, Any]]) -> Table:
+    columns = {
+        "text": "{text}",
+        "batch": "{batch}",
+        "way": "{way}",
+        "tok/s": "{tok_s:.0f}",
+        "speed-up": "{speed_up:.2f}",
+        "ceiling": "{ceiling}",
+        "acceptance": "{acceptance:.0%}",
+        "accepted tokens": "{guessed_share:.0%}",
+    }
+    return table(f"{options.model}, {options.dtype}, {options.threads} threads", rows, columns)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Conversations whose blocks exceed the pool: what host memory and disk below it save.
 
-    python -m quire.benchmarks.tiers [--conversations 8] [--turns 3] [--folder DIR]
+    python -m quire.benchmarks.tiers --conversations 8 --turns 3
 
 Conversations begin with 760 tokens and go on with 40 in each turn; answers have 8. Every one takes its next
 turn after all others have taken theirs, the worst case of a cache that evicts what was least recently used.
-One request runs at a time, on a random model of 5 M parameters. Time to the first token is that of all turns
+One request runs at a time, on a random model of 7 M parameters. Time to the first token is that of all turns
 but the first, in the engine, without a network. The disk is read cold: its files leave the page cache before
 each round of turns.
 
@@ -16,44 +16,45 @@ rows draw the same tokens, or the program fails.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import mean, median
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from quire.engine.engine import Engine, EngineParts
+from quire.benchmarks.harness.engines import BLOCK_SIZE, CPU, make_engine
+from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.program import FailedError, Report, program
+from quire.benchmarks.harness.random_llamas import SIZES, random_llama
+from quire.benchmarks.harness.rounds import best_seconds
+from quire.benchmarks.harness.tables import table
+from quire.engine.engine import Engine
 from quire.engine.kv_cache.disk_cache import DiskCache
 from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel, load_model
-from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
-from quire.models.random_model import make_random_model
 from quire.sampling.params import SamplingParams
 
-BLOCK_SIZE, FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 16, 760, 40, 8
-CPU = torch.device("cpu")
-MODEL = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-}
+FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 760, 40, 8
 PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    conversations: int = 8
+    turns: int = 3
+    folder: Annotated[Path, "folder for the disk tier"] = Path(tempfile.gettempdir())
+    model: Annotated[str, OneOf(SIZES)] = "7m"
+    threads: int = 2
 
 
 class Setup(NamedTuple):
@@ -86,14 +87,13 @@ class Run(NamedTuple):
     num_later_turns: int
 
 
-def make_engine(model: LoadedModel, setup: Setup, folder: Path) -> Engine:
+def open_engine(model: LoadedModel, setup: Setup, folder: Path) -> Engine:
+    """Return an engine with the tiers of a setup; the disk's files are in the folder."""
     shape = model.kv_shape(BLOCK_SIZE)
     host = HostCache(KvMemory(shape, setup.num_host, CPU)) if setup.num_host else None
     num_bytes = setup.num_disk * (shape.block_bytes + 64)
     disk = DiskCache(folder, num_bytes, shape.block_bytes, "benchmark") if setup.num_disk else None
-    limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=512)
-    parts = EngineParts(host_cache=host, disk_cache=disk)
-    return Engine(model, KvMemory(shape, setup.num_pool, CPU), limits, block_hash, parts=parts)
+    return make_engine(model, setup.num_pool, max_num_seqs=8, host_cache=host, disk_cache=disk)
 
 
 def serve(engine: Engine, name: str, prompt: list[int]) -> tuple[list[int], float, int]:
@@ -114,7 +114,7 @@ def serve(engine: Engine, name: str, prompt: list[int]) -> tuple[list[int], floa
 def converse(model: LoadedModel, setup: Setup, folder: Path, num_conversations: int, num_turns: int) -> Run:
     """Let all conversations take their turns, one after the other."""
     random = Random(0)
-    engine = make_engine(model, setup, folder)
+    engine = open_engine(model, setup, folder)
     histories: list[list[int]] = [[] for _ in range(num_conversations)]
     tokens, ttfts, num_cached, num_possible = [], [], 0, 0
     for turn in range(num_turns):
@@ -157,11 +157,7 @@ def drop_page_cache(folder: Path) -> None:
 def memory_bandwidth(shape: KvShape) -> float:
     """Return the bytes per second of copying blocks from one memory to another."""
     source, target = KvMemory(shape, 256, CPU), KvMemory(shape, 256, CPU)
-
-    def copy() -> None:
-        target.blocks.copy_(source.blocks)
-
-    return 256 * shape.block_bytes / best_of(copy)
+    return 256 * shape.block_bytes / best_seconds(lambda: target.blocks.copy_(source.blocks))
 
 
 def disk_bandwidth(shape: KvShape, folder: Path) -> float:
@@ -176,47 +172,34 @@ def disk_bandwidth(shape: KvShape, folder: Path) -> float:
             with path.open("rb", buffering=0) as file:
                 file.readinto(target)
 
-    return 256 * shape.block_bytes / best_of(read, lambda: drop_page_cache(folder))
+    return 256 * shape.block_bytes / best_seconds(read, prepare=lambda: drop_page_cache(folder))
 
 
-def best_of(call: Callable[[], None], prepare: Callable[[], None] = lambda: None, repeats: int = 5) -> float:
-    seconds = []
-    for _ in range(repeats):
-        prepare()
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-@contextmanager
-def loaded_model() -> Iterator[LoadedModel]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield load_model(str(make_random_model("llama", Path(folder), **MODEL)), "float32", CPU)
-
-
-def measure(num_conversations: int, num_turns: int, parent: Path) -> tuple[list[Row], dict[str, float]]:
+def measure(
+    model: LoadedModel, num_conversations: int, num_turns: int, parent: Path
+) -> tuple[list[Row], dict[str, Any]]:
+    """Return the row of each setup, and the sizes and bandwidths that explain them."""
     num_tokens = FIRST_TOKENS - TURN_TOKENS + num_turns * (TURN_TOKENS + ANSWER_TOKENS)
     working_set = num_conversations * -(-num_tokens // BLOCK_SIZE)
     pool = max(-(-num_tokens // BLOCK_SIZE) + 8, working_set // 4)
     setups = [
         Setup("computed", pool, is_cached=False),
-        Setup("pool alone", pool),
+        Setup("pool only", pool),
         Setup("pool and host", pool, num_host=working_set),
         Setup("pool, host and disk", pool, num_host=pool, num_disk=2 * working_set),
         Setup("pool holds all", working_set + 64),
     ]
-    with loaded_model() as model:
-        shape = model.kv_shape(BLOCK_SIZE)
-        converse(model, setups[0], parent, 1, 2)  # compiles the kernels
-        runs = []
-        for setup in setups:
-            with tempfile.TemporaryDirectory(dir=parent) as folder:
-                runs.append(converse(model, setup, Path(folder), num_conversations, num_turns))
+    shape = model.kv_shape(BLOCK_SIZE)
+    converse(model, setups[0], parent, 1, 2)  # compiles the kernels
+    runs = []
+    for setup in setups:
         with tempfile.TemporaryDirectory(dir=parent) as folder:
-            disk_rate = disk_bandwidth(shape, Path(folder))
-        memory_rate = memory_bandwidth(shape)
-    assert all(run.tokens == runs[0].tokens for run in runs), "a tier changed the answers"
+            runs.append(converse(model, setup, Path(folder), num_conversations, num_turns))
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        disk_rate = disk_bandwidth(shape, Path(folder))
+    memory_rate = memory_bandwidth(shape)
+    if any(run.tokens != runs[0].tokens for run in runs):
+        raise FailedError("a tier changed the answers")
     floor = runs[-1].row.ttft_mean
     rows = []
     for run in runs:
@@ -233,32 +216,27 @@ def measure(num_conversations: int, num_turns: int, parent: Path) -> tuple[list[
     return rows, facts
 
 
-def main() -> None:
-    """Print a table and, last, one line of JSON."""
-    parser = argparse.ArgumentParser(description="Turns of conversations that exceed the pool, by tier.")
-    parser.add_argument("--conversations", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for the disk tier")
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    rows, facts = measure(arguments.conversations, arguments.turns, arguments.folder)
-    print(
+@program
+def main(options: Options) -> Report:
+    """Measure all setups."""
+    torch.set_num_threads(options.threads)
+    model = load_model(str(random_llama(options.model)), "float32", CPU)
+    rows, facts = measure(model, options.conversations, options.turns, options.folder)
+    columns = {
+        "": "{name}",
+        "hits": "{hit_share:.0%}",
+        "TTFT mean (ms)": "{ttft_mean:.0f}",
+        "p50": "{ttft_p50:.0f}",
+        "ceiling (ms)": "{ceiling_ms:.0f}",
+        "came back": "{promoted_blocks}",
+        "from disk": "{loaded_blocks}",
+    }
+    title = (
         f"{facts['working_set_blocks']} blocks of {facts['block_bytes'] // 1024} KiB over a pool of "
         f"{facts['pool_blocks']}; copies {facts['memory_gb_per_second']:.1f} GB/s, "
         f"cold reads {facts['disk_gb_per_second']:.1f} GB/s"
     )
-    print(
-        f"{'':<22}{'hits':>7}{'TTFT mean':>12}{'p50':>9}{'ceiling':>10}   {'came back':>10}{'from disk':>11}"
-    )
-    for row in rows:
-        ceiling = "" if row.ceiling_ms is None else f"{row.ceiling_ms:.0f} ms"
-        print(
-            f"{row.name:<22}{row.hit_share:>7.0%}{row.ttft_mean:>9.0f} ms{row.ttft_p50:>6.0f} ms{ceiling:>10}"
-            f"   {row.promoted_blocks:>10}{row.loaded_blocks:>11}"
-        )
-    results = [row._asdict() for row in rows]
-    print(json.dumps({"benchmark": "tiers", "threads": arguments.threads, **facts, "results": results}))
+    return Report([table(title, rows, columns)], {**facts, "rows": rows})
 
 
 if __name__ == "__main__":

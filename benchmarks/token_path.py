@@ -1,38 +1,36 @@
 """The CPU time that a streamed token takes between the engine and the client.
 
-    python -m quire.benchmarks.token_path [--clients 1,16,64] [--tokens 200] [--rounds 3]
-        [--router-processes 1]
+    python -m quire.benchmarks.token_path --clients 1,16,64 --tokens 200 --rounds 3
 
 A local stack with one worker serves the demo model; each client streams one answer, over gRPC or over HTTP.
 ``router`` is the CPU time of the router's processes, ``worker`` that of the worker's event loop, which is its
 main thread. ``messages`` is the number of messages that a client gets for each token: below 1, tokens of
 several steps share a message because the router or the client is slower than the engine. ``bare`` is what a
 stream of equal messages costs a gRPC server that does nothing else, with one message for each token.
-The values are medians over the rounds. The last line is JSON.
+The values are medians over the rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import aiohttp
 import grpc.aio
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.rounds import cpu_seconds, medians
+from quire.benchmarks.harness.tables import table
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.services.local.config import LocalStackConfig
@@ -40,12 +38,21 @@ from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 
 PROMPT = [5, 6, 7, 8]
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 BARE_MESSAGES = 300
 CONNECTIONS_PER_PROCESS = 8
 
 Stream = Callable[[int], Awaitable[int]]
 """Streams an answer of a number of tokens, and returns the number of messages."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    clients: Annotated[tuple[int, ...], "numbers of clients"] = (1, 16, 64)
+    tokens: Annotated[int, "tokens of an answer"] = 200
+    rounds: Annotated[int, "rounds that count"] = 3
+    router_processes: int = 1
 
 
 class Cost(NamedTuple):
@@ -55,12 +62,6 @@ class Cost(NamedTuple):
     messages_per_token: float
     router_microseconds: float
     worker_microseconds: float
-
-
-def cpu_seconds(stat: Path) -> float:
-    """Return the CPU time of a process or a thread, from its ``stat`` file in ``/proc``."""
-    fields = stat.read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
 async def measure(stack: RunningStack, stream: Stream, num_clients: int, num_tokens: int) -> Cost:
@@ -160,59 +161,42 @@ async def streams(stack: RunningStack) -> AsyncIterator[tuple[str, Stream]]:
         yield "HTTP", over_http(session, f"http://{stack.http_address}")
 
 
-async def run(
-    numbers: Sequence[int], num_tokens: int, num_rounds: int, num_routers: int = 1
-) -> list[dict[str, Any]]:
+async def run(options: Options) -> list[dict[str, Any]]:
     """Start the stack and return a row for each API and number of clients."""
     rows = []
-    router = RouterConfig(port=0, http_port=0, num_processes=num_routers)
+    router = RouterConfig(port=0, http_port=0, num_processes=options.router_processes)
     config = LocalStackConfig(num_prefill=0, num_decode=1, router=router)
     with local_stack(config) as stack:
-        bare = {number: await bare_microseconds(number) for number in numbers}
+        bare = {number: await bare_microseconds(number) for number in options.clients}
         async for name, stream in streams(stack):
-            for number in numbers:
+            for number in options.clients:
                 # The first round warms up and does not count.
-                await measure(stack, stream, number, num_tokens)
-                costs = []
-                for _ in track(range(num_rounds), f"{name}, {number} clients", console=Console(stderr=True)):
-                    costs.append(await measure(stack, stream, number, num_tokens))
-                columns = map(median, zip(*costs, strict=True))
-                cost = dict(zip(Cost._fields, columns, strict=True))
+                await measure(stack, stream, number, options.tokens)
+                title, console = f"{name}, {number} clients", Console(stderr=True)
+                costs = [
+                    await measure(stack, stream, number, options.tokens)
+                    for _ in track(range(options.rounds), title, console=console)
+                ]
                 bare_cost = bare[number] if name == "gRPC" else None
+                cost = medians(costs)._asdict()
                 rows.append({"api": name, "clients": number, **cost, "bare_microseconds": bare_cost})
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table and the JSON line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m quire.benchmarks.token_path",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--clients", default="1,16,64", help="numbers of clients (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: %(default)s)")
-    parser.add_argument(
-        "--router-processes", type=int, default=1, help="router processes (default: %(default)s)"
-    )
-    options = parser.parse_args(arguments)
-    numbers = [int(number) for number in options.clients.split(",")]
-    rows = asyncio.run(run(numbers, options.tokens, options.rounds, options.router_processes))
-    table = Table("API", "clients", "tokens/s", "messages", "router µs/token", "worker µs/token", "bare µs")
-    for row in rows:
-        bare = "" if row["bare_microseconds"] is None else f"{row['bare_microseconds']:.0f}"
-        table.add_row(
-            row["api"],
-            str(row["clients"]),
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['messages_per_token']:.2f}",
-            f"{row['router_microseconds']:.0f}",
-            f"{row['worker_microseconds']:.0f}",
-            bare,
-        )
-    Console().print(table)
-    print(json.dumps({"benchmark": "token_path", "router_processes": options.router_processes, "rows": rows}))
+@program
+def main(options: Options) -> Report:
+    """Measure both APIs."""
+    rows = asyncio.run(run(options))
+    columns = {
+        "API": "{api}",
+        "clients": "{clients}",
+        "tokens/s": "{tokens_per_second:,.0f}",
+        "messages": "{messages_per_token:.2f}",
+        "router µs/token": "{router_microseconds:.0f}",
+        "worker µs/token": "{worker_microseconds:.0f}",
+        "bare µs (floor)": "{bare_microseconds:.0f}",
+    }
+    return Report([table("CPU time of a streamed token", rows, columns)], {"rows": rows})
 
 
 if __name__ == "__main__":

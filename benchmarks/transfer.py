@@ -1,8 +1,8 @@
 """Push throughput between two processes: in messages, out of a shared pool and by NIXL, beside ceilings.
 
-    python -m quire.benchmarks.transfer [--mebibytes 256] [--repeats 5] [--json PATH]
+    python -m quire.benchmarks.transfer --mebibytes 256 --repeats 5
 
-Sender and receiver are processes of their own on one host. The sender's blocks are in a pool; every way
+Sender and receiver are separate processes on one host. The sender's blocks are in a pool; every way
 brings them into the receiver's memory and checks the digest of each. In messages ("clear", or encrypted), a
 block is digested, copied into protobuf messages, checked at the receiver and copied into its memory. With TLS
 the receiver shows a certificate, with mutual TLS, as between workers, both do. Out of the shared pool, the
@@ -18,23 +18,21 @@ processes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import grpc
 import grpc.aio
@@ -46,6 +44,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 from prometheus_client import CollectorRegistry
 
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.rounds import cpu_seconds
+from quire.benchmarks.harness.tables import table
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.frame import MESSAGE_BYTES, Frame, digest
 from quire.kvtransfer.metrics import TransferMetrics
@@ -75,6 +76,14 @@ WAYS: tuple[Way, ...] = tuple(way for way in get_args(Way) if way != "NIXL" or f
 SHARED: tuple[Way, ...] = ("shared", "shared, digests kept")
 UNENCRYPTED: tuple[Way, ...] = ("clear", *SHARED, "NIXL")
 CEILINGS = ("TCP", "Unix socket", "memcpy")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    mebibytes: Annotated[int, "size of one push"] = 256
+    repeats: Annotated[int, "rounds; medians count"] = 5
 
 
 def layout(num_layers: int) -> KvLayout:
@@ -281,11 +290,9 @@ def copy_in_memory(pool: SenderPool, target: np.ndarray[Any, Any]) -> float:
     return len(pool.bytes) / GIB / (time.perf_counter() - start)
 
 
-def cpu_seconds(process_id: int) -> float:
+def both_cpu_seconds(process_id: int) -> float:
     """Return the CPU seconds of this process and another."""
-    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    theirs = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return time.process_time() + theirs
+    return time.process_time() + cpu_seconds(Path(f"/proc/{process_id}/stat"))
 
 
 async def push(
@@ -347,12 +354,12 @@ async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: 
             for key, port in receiver.grpc_ports.items():
                 num_layers, way = key
                 address = f"{HOST}:{port}"
-                before = cpu_seconds(receiver.process_id)
+                before = both_cpu_seconds(receiver.process_id)
                 chosen = transports[expected_transport(way)]
                 summary = await push(channels[way], address, layout(num_layers), pool, way, chosen)
                 rates.push[key].append(summary.num_bytes / GIB / summary.seconds)
                 if number:
-                    rates.cpu_seconds[key] += cpu_seconds(receiver.process_id) - before
+                    rates.cpu_seconds[key] += both_cpu_seconds(receiver.process_id) - before
                     rates.gib[key] = rates.gib.get(key, 0.0) + summary.num_bytes / GIB
     for each in channels.values():
         await each.close()
@@ -361,56 +368,40 @@ async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: 
     return rates
 
 
-def report(rates: Rates, mebibytes: int, repeats: int) -> dict[str, Any]:
-    """Print the table and return the same as one object."""
-    ceilings = {name: median(values[1:]) for name, values in rates.ceilings.items()}
-    print("GiB/s, and CPU seconds per GiB")
-    print("block".rjust(10) + "".join(way.rjust(22) for way in WAYS))
+def rows_of(rates: Rates) -> list[dict[str, Any]]:
+    """Return a row for each size of blocks: GiB/s and CPU seconds per GiB by the way of the blocks."""
     rows = []
     for num_layers in NUM_LAYERS:
         speeds = {way: median(rates.push[num_layers, way][1:]) for way in WAYS}
         costs = {way: rates.cpu_seconds[num_layers, way] / rates.gib[num_layers, way] for way in WAYS}
-        block_bytes = layout(num_layers).block_bytes
-        cells = [f"{speeds[way]:.2f} ({costs[way]:.2f} s)".rjust(22) for way in WAYS]
-        print(f"{block_bytes // 1024} KiB".rjust(10) + "".join(cells))
         rows.append(
             {
-                "block_bytes": block_bytes,
+                "block_kib": layout(num_layers).block_bytes // 1024,
                 "push_gib_per_second": {way: round(speed, 3) for way, speed in speeds.items()},
                 "cpu_seconds_per_gib": {way: round(cost, 3) for way, cost in costs.items()},
-                "shared_over_clear": round(speeds["shared"] / speeds["clear"], 2),
             }
-            | ({"nixl_over_clear": round(speeds["NIXL"] / speeds["clear"], 2)} if "NIXL" in speeds else {})
         )
-    print("ceilings: " + ", ".join(f"{name} {rate:.2f}" for name, rate in ceilings.items()))
-    return {
-        "benchmark": "transfer",
-        "mebibytes": mebibytes,
-        "repeats": repeats,
-        "ceilings_gib_per_second": {name: round(rate, 3) for name, rate in ceilings.items()},
-        "pushes": rows,
-    }
+    return rows
 
 
-def main() -> None:
-    """Print a table and, last, one line of JSON."""
-    parser = argparse.ArgumentParser(description="Push throughput on one host, beside its ceilings.")
-    parser.add_argument("--mebibytes", type=int, default=256, help="size of one push")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds; medians count")
-    parser.add_argument("--json", type=Path, help="write the line of JSON to this file too")
-    arguments = parser.parse_args()
+@program
+def main(options: Options) -> Report:
+    """Push in all ways, and measure the ceilings."""
     keep_freed_buffers()
     with TemporaryDirectory() as name:
         folder = Path(name)
         files = write_certificate(folder)
         with receiver_process(files, folder) as receiver:
-            rates = asyncio.run(
-                measure(receiver, files, folder, arguments.mebibytes * MIB, arguments.repeats)
-            )
-    line = json.dumps(report(rates, arguments.mebibytes, arguments.repeats))
-    print(line)
-    if arguments.json is not None:
-        arguments.json.write_text(line + "\n", encoding="utf-8")
+            rates = asyncio.run(measure(receiver, files, folder, options.mebibytes * MIB, options.repeats))
+    rows = rows_of(rates)
+    ceilings = {name: round(median(values[1:]), 3) for name, values in rates.ceilings.items()}
+    ways: dict[str, str] = {
+        way: f"{{push_gib_per_second[{way}]:.2f}} ({{cpu_seconds_per_gib[{way}]:.2f}} s)" for way in WAYS
+    }
+    title = "GiB/s, and CPU seconds per GiB"
+    line = "ceilings: " + ", ".join(f"{name} {rate:.2f}" for name, rate in ceilings.items())
+    pushes = table(title, rows, {"block": "{block_kib} KiB", **ways})
+    return Report([pushes, line], {"ceilings_gib_per_second": ceilings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes the table of kernel configurations for the GPU of this machine.
 
-    python -m quire.benchmarks.tune_kernels [--head-dim 64 128] [--block-size 16] [--dry-run]
+    python -m quire.benchmarks.tune_kernels --head-dim 64,128 --block-size 16 --dry-run
 
 Each candidate that compiles without spills is timed on a few steps; the one with the least geometric mean of
 times replaces the row of this GPU's architecture. Rows of other architectures stay.
@@ -8,21 +8,22 @@ times replaces the row of this GPU's architecture. Rows of other architectures s
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.rounds import show_progress
+from quire.benchmarks.harness.tables import table
 from quire.benchmarks.kernel_resources import attention_resources, describe
-from quire.benchmarks.kernels_gpu import Model, Step, make_step, seconds
+from quire.benchmarks.kernels_gpu import Model, Step, gpu_name, make_step, seconds
 from quire.engine.model.decode_graphs import CudaCapture
 from quire.kernels.triton import configs
 from quire.kernels.triton.attention import paged_attention
@@ -30,12 +31,21 @@ from quire.kernels.triton.blocks import write_kv
 from quire.kernels.triton.configs import AttentionConfig, Kernel
 
 TABLE = Path(configs.__file__).with_name("configs.json")
-HEAD_DIMS = (32, 64, 128, 256)
 STEPS: dict[Kernel, tuple[tuple[int, int, int], ...]] = {
     "decode": ((1, 1, 4096), (16, 1, 2048), (128, 1, 1024), (8, 1, 32768)),
     "prefill": ((4, 2048, 2048), (8, 512, 4096), (1, 8192, 8192)),
 }
 """(sequences, new tokens, length)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    head_dim: tuple[int, ...] = (32, 64, 128, 256)
+    kv_bits: tuple[int, ...] = (8, 16)
+    block_size: int = 16
+    dry_run: Annotated[bool, "print the table's new rows, and write nothing"] = False
 
 
 def candidates(row: AttentionConfig) -> Iterator[AttentionConfig]:
@@ -96,17 +106,17 @@ def mean_seconds(config: AttentionConfig, steps: list[tuple[Model, Step, torch.T
     return math.exp(sum(logs) / len(logs))
 
 
-def tune(row: AttentionConfig) -> AttentionConfig:
-    """Return the fastest candidate for a row."""
+def tune(row: AttentionConfig) -> tuple[AttentionConfig, float]:
+    """Return the fastest candidate for a row, and its microseconds."""
     steps = list(make_steps(row))
     best, best_time = row, mean_seconds(row, steps)
-    print(f"{describe(row)}: {best_time * 1e6:.1f} us")
+    show_progress(f"{describe(row)}: {best_time * 1e6:.1f} us")
     for candidate in candidates(row):
         time = mean_seconds(candidate, steps)
         if time < best_time:
             best, best_time = candidate, time
-            print(f"{describe(best)}: {best_time * 1e6:.1f} us", flush=True)
-    return best
+            show_progress(f"{describe(best)}: {best_time * 1e6:.1f} us")
+    return best, best_time * 1e6
 
 
 def write_table(rows: list[AttentionConfig]) -> None:
@@ -116,31 +126,25 @@ def write_table(rows: list[AttentionConfig]) -> None:
     TABLE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, choices=HEAD_DIMS)
-    parser.add_argument("--kv-bits", type=int, nargs="+", default=(8, 16), choices=(8, 16, 32))
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the table's new rows, and write nothing"
-    )
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("Tuning needs a CUDA device, and torch sees none: run it on a machine with a GPU.")
+@program
+def main(options: Options) -> Report:
+    """Tune all rows of this GPU."""
+    device = gpu_name()
     arch = configs.arch_of(torch.device("cuda", torch.cuda.current_device()))
-    table = {
+    known = {
         (row.arch, row.kernel, row.kv_bits, row.head_dim, row.block_size): row for row in configs.table()
     }
     kernels: tuple[Kernel, ...] = ("decode", "prefill")
-    for kernel, kv_bits, head_dim in product(kernels, arguments.kv_bits, arguments.head_dim):
-        row = configs.find_config(kernel, arch, kv_bits, head_dim, arguments.block_size)
-        best = tune(replace(row, block_size=arguments.block_size))
-        table[arch, kernel, kv_bits, head_dim, arguments.block_size] = best
-        print(json.dumps(asdict(best)), flush=True)
-        if not arguments.dry_run:
-            write_table([*table.values()])
+    rows = []
+    for kernel, kv_bits, head_dim in product(kernels, options.kv_bits, options.head_dim):
+        row = configs.find_config(kernel, arch, kv_bits, head_dim, options.block_size)
+        best, microseconds = tune(replace(row, block_size=options.block_size))
+        known[arch, kernel, kv_bits, head_dim, options.block_size] = best
+        rows.append({"configuration": describe(best), **asdict(best), "microseconds": microseconds})
+        if not options.dry_run:
+            write_table([*known.values()])
+    columns = {"configuration": "{configuration}", "µs": "{microseconds:.1f}"}
+    return Report([table(device, rows, columns)], {"device": device, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,23 +8,18 @@ and one prefill and one decode worker (1P1D) that divide them, the latter with t
 ``--local-prefill-tokens``, with 0, and without a limit. Requests arrive at random times (Poisson), the same
 for all contenders. The loads are shares of the rate that the colocated worker completes at most, which is
 measured first for each prompt length. The contenders take turns, and those not on turn are stopped (SIGSTOP).
-The table has the medians over the rounds; a winner is ahead by 5 % at least. The last line is JSON.
+The table has the medians over the rounds; a winner is ahead by 5 % at least.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
-
-from rich.console import Console
+from typing import Annotated, NamedTuple
 
 from quire.benchmarks.disaggregation.report import (
     ALWAYS_LOCAL,
@@ -35,12 +30,13 @@ from quire.benchmarks.disaggregation.report import (
     Figures,
     figures_of,
     switch,
-    table,
+    table_of,
 )
-from quire.benchmarks.peers.command_line import FOLDER, interrupt_on_signals, show_progress
+from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.program import FailedError, Report, program
+from quire.benchmarks.harness.random_llamas import CACHE, SIZES, random_llama
+from quire.benchmarks.harness.rounds import show_progress, turns
 from quire.benchmarks.peers.processes import SideFailedError
-from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
-from quire.benchmarks.peers.rounds import rotated
 from quire.benchmarks.peers.servers import Server, quire_server
 from quire.benchmarks.peers.sides.protocol import Setup
 from quire.cli.bench.config import BenchConfig
@@ -73,15 +69,20 @@ CONTENDERS = {
 }
 
 
-class Options(NamedTuple):
-    """What is measured, and how long."""
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
 
-    model: str
-    prompt_tokens: list[int]
-    output_tokens: int
-    seconds: float
-    num_rounds: int
-    folder: Path
+    model: Annotated[str, OneOf(SIZES)] = "7m"
+    prompt_tokens: Annotated[tuple[int, ...], "lengths of the prompts"] = (128, 512, 2048, 3968)
+    output_tokens: int = 64
+    seconds: Annotated[float, "length of each measurement, about"] = 10.0
+    rounds: int = 1
+    folder: Path = CACHE
+
+    def __post_init__(self) -> None:
+        if min(self.prompt_tokens) < 1 or max(self.prompt_tokens) + self.output_tokens > MAX_MODEL_LEN:
+            raise ValueError(f"a prompt has 1 token or more, and with its answer {MAX_MODEL_LEN} at most")
 
 
 def measure(options: Options) -> list[Cell]:
@@ -90,7 +91,7 @@ def measure(options: Options) -> list[Cell]:
     Raises:
         SideFailedError: a contender does not start, ended, or failed a request.
     """
-    path = make_random_llama(options.folder / "models" / options.model, SIZES[options.model])
+    path = random_llama(options.model, options.folder, max_length=MAX_MODEL_LEN)
     setup = Setup(str(path), "float32", len(os.sched_getaffinity(0)), MAX_NUM_SEQS, MAX_MODEL_LEN)
     with ExitStack() as stack:
         servers = {}
@@ -104,7 +105,7 @@ def measure(options: Options) -> list[Cell]:
 
 
 def _cells(options: Options, servers: Mapping[str, Server]) -> Iterator[Cell]:
-    for prompt_tokens in options.prompt_tokens:
+    for prompt_tokens in sorted(options.prompt_tokens):
         prompts = BenchConfig(
             input_len=prompt_tokens,
             output_len=options.output_tokens,
@@ -125,17 +126,16 @@ def _cell(
     """Measure all contenders at one prompt length and load, in turns."""
     num_requests = max(MIN_REQUESTS, round(rate * options.seconds))
     rounds: dict[str, list[Figures]] = {name: [] for name in servers}
-    for round_index in range(options.num_rounds):
+    for index, name in turns(servers, options.rounds, warm_up=0):
         # Every round has prompts of its own, so that no prefix cache helps.
-        seed = prompts.seed + 1 + round_index * len(LOADS) + list(LOADS).index(load)
+        seed = prompts.seed + 1 + index * len(LOADS) + list(LOADS).index(load)
         config = replace(prompts, rate=rate, num_requests=num_requests, seed=seed)
-        for name in rotated(list(servers), round_index):
-            figures = figures_of(asyncio.run(_run(name, servers[name], config)))
-            rounds[name].append(figures)
-            show_progress(
-                f"{prompts.input_len} tokens, {load} ({rate:.2f}/s), round {round_index + 1}: {name}"
-                f" TTFT {figures.ttft_p50:.0f} ms, TPOT {figures.tpot_p50:.2f} ms"
-            )
+        figures = figures_of(asyncio.run(_run(name, servers[name], config)))
+        rounds[name].append(figures)
+        show_progress(
+            f"{prompts.input_len} tokens, {load} ({rate:.2f}/s), round {index + 1}: {name}"
+            f" TTFT {figures.ttft_p50:.0f} ms, TPOT {figures.tpot_p50:.2f} ms"
+        )
     return Cell(prompts.input_len, load, rate, num_requests, rounds)
 
 
@@ -147,63 +147,17 @@ async def _run(name: str, server: Server, config: BenchConfig) -> Summary:
     return summary
 
 
-def _numbers(value: str) -> list[int]:
-    numbers = sorted({int(each) for each in value.split(",")})
-    if numbers[0] < 1:
-        raise argparse.ArgumentTypeError("numbers must be positive")
-    return numbers
-
-
-def parse(arguments: Sequence[str] | None) -> Options:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m quire.benchmarks.disaggregation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", choices=list(SIZES), default="7m")
-    parser.add_argument("--prompt-tokens", type=_numbers, default=[128, 512, 2048, 3968], metavar="N,N,…")
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=10, help="length of each measurement, about")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    values = parser.parse_args(arguments)
-    if values.prompt_tokens[-1] + values.output_tokens > MAX_MODEL_LEN:
-        parser.error(f"a prompt and its answer have at most {MAX_MODEL_LEN} tokens")
-    return Options(
-        values.model,
-        values.prompt_tokens,
-        values.output_tokens,
-        values.seconds,
-        values.rounds,
-        values.folder.expanduser().absolute(),
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure all cells; print the table, the best switch and the line of JSON."""
-    interrupt_on_signals()
-    options = parse(arguments)
+@program
+def main(options: Options) -> Report:
+    """Measure all cells, and find the best switch."""
     try:
         cells = measure(options)
     except SideFailedError as error:
-        sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    console = Console(width=160)
-    console.print(table(cells))
+        raise FailedError(str(error)) from error
     best = switch(cells)
-    console.print(f"Best --local-prefill-tokens among these prompt lengths: {best}", highlight=False)
-    result = {
-        "bench": "disaggregation",
-        "model": options.model,
-        "processors": len(os.sched_getaffinity(0)),
-        "output_tokens": options.output_tokens,
-        "rounds": options.num_rounds,
-        "local_prefill_tokens": best,
-        "cells": [cell.as_json() for cell in cells],
-    }
-    print(json.dumps(result))
+    line = f"Best --local-prefill-tokens among these prompt lengths: {best}"
+    rows = [{**cell._asdict(), "medians": cell.medians()} for cell in cells]
+    return Report([table_of(cells), line], {"local_prefill_tokens": best, "cells": rows})
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from statistics import median
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from quire.benchmarks.harness.rounds import medians
+from quire.benchmarks.harness.tables import table
 from quire.cli.bench.summary import Summary
 
 COLOCATED = "colocated"
@@ -49,18 +50,7 @@ class Cell(NamedTuple):
 
     def medians(self) -> dict[str, Figures]:
         """Return the median of each figure over the rounds, by contender."""
-        return {
-            name: Figures(*(median(column) for column in zip(*rounds, strict=True)))
-            for name, rounds in self.rounds.items()
-        }
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all fields and the medians, with the names of the figures."""
-        return {
-            **self._asdict(),
-            "rounds": {name: [each._asdict() for each in rounds] for name, rounds in self.rounds.items()},
-            "medians": {name: each._asdict() for name, each in self.medians().items()},
-        }
+        return {name: medians(rounds) for name, rounds in self.rounds.items()}
 
 
 def figures_of(summary: Summary) -> Figures:
@@ -103,14 +93,21 @@ def switch(cells: Sequence[Cell]) -> int:
     return best
 
 
-def table(cells: Sequence[Cell]) -> Table:
+def table_of(cells: Sequence[Cell]) -> Table:
     """Return the table of all cells: a row for each contender, and one for who wins."""
-    result = Table("prompt", "load", "contender", title="Disaggregation, in ms")
-    for column in ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "request p50"):
-        result.add_column(column, justify="right")
+    rows: list[dict[str, Any]] = []
     for cell in cells:
-        load = f"{cell.load}, {cell.rate:.2f}/s"
+        case = {"prompt": cell.prompt_tokens, "load": f"{cell.load}, {cell.rate:.2f}/s"}
         for name, figures in cell.medians().items():
-            result.add_row(str(cell.prompt_tokens), load, name, *(f"{each:.1f}" for each in figures))
-        result.add_row(str(cell.prompt_tokens), load, "winner", *winners(cell), end_section=True)
-    return result
+            rows.append({**case, "contender": name, "figures": [f"{each:.1f}" for each in figures]})
+        rows.append({**case, "contender": "winner", "figures": winners(cell)})
+    columns = {
+        "prompt": "{prompt}",
+        "load": "{load}",
+        "contender": "{contender}",
+        **{
+            heading: f"{{figures[{index}]}}"
+            for index, heading in enumerate(("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "request p50"))
+        },
+    }
+    return table("Disaggregation, in ms", rows, columns)

@@ -1,22 +1,20 @@
-"""Reproduce the tables of PagedAttention (Kwon et al., SOSP 2023).
+"""Repeats the measurements of PagedAttention (Kwon et al., SOSP 2023).
 
-    python -m quire.benchmarks.paper
+    python -m quire.benchmarks.paper --out benchmarks/results/paper
     python -m quire.benchmarks.paper memory_use sharing --quick
 
-Each experiment prints a table with the paper's numbers beside ours and writes a picture and raw JSON. The
-last line is JSON.
+Each experiment prints a table with the paper's numbers beside ours, and draws a picture.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
-from rich.console import Console
 
+from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.paper import (
     block_sizes,
     memory_use,
@@ -25,7 +23,6 @@ from quire.benchmarks.paper import (
     sharing,
     swap_or_recompute,
 )
-from quire.benchmarks.paper.report import save, show
 
 EXPERIMENTS = {
     "memory_use": memory_use.run,
@@ -35,30 +32,27 @@ EXPERIMENTS = {
     "swap_or_recompute": swap_or_recompute.run,
     "request_rate": request_rate.run,
 }
-RESULTS = Path("benchmarks/results/paper")
 
 
-def main() -> None:
-    """Run the experiments that are asked for, or all."""
-    parser = argparse.ArgumentParser(prog="python -m quire.benchmarks.paper", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
-    parser.add_argument("--quick", action="store_true", help="fewer requests: less than a minute, rougher")
-    parser.add_argument("--threads", type=int, default=2, help="of torch and the kernels (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (%(default)s)")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.experiments) - set(EXPERIMENTS):
-        parser.error(f"no experiment is called {sorted(unknown)}; there are: {', '.join(EXPERIMENTS)}")
-    torch.set_num_threads(arguments.threads)
-    console = Console()
-    seconds = {}
-    for name in arguments.experiments or EXPERIMENTS:
-        start = time.perf_counter()
-        result = EXPERIMENTS[name](quick=arguments.quick)
-        seconds[name] = round(time.perf_counter() - start, 1)
-        show(result, console)
-        save(result, arguments.out)
-    print(json.dumps({"bench": "paper", "quick": arguments.quick, "seconds": seconds}))
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    experiments: Annotated[tuple[str, ...], OneOf(EXPERIMENTS), "experiments to run; all if none is named:"]
+    quick: Annotated[bool, "fewer requests: less than a minute, rougher"] = False
+    threads: Annotated[int, "threads of torch and the kernels"] = 2
+
+
+@program
+def main(options: Options) -> Report:
+    """Run the experiments that are named, or all."""
+    torch.set_num_threads(options.threads)
+    results = {name: EXPERIMENTS[name](quick=options.quick) for name in options.experiments or EXPERIMENTS}
+    return Report(
+        [each for result in results.values() for each in (result.table, result.notes)],
+        {"results": {name: result.raw for name, result in results.items()}},
+        {f"{name}.png": result.picture() for name, result in results.items()},
+    )
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ sizes take turns, and of several runs the fastest counts: what else the machine 
 from __future__ import annotations
 
 import time
-from itertools import product
 
 from matplotlib.axes import Axes
 
-from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts, run_to_end
+from quire.benchmarks.harness.engines import as_sequence, load_demo, make_engine, run_to_end
+from quire.benchmarks.harness.rounds import turns
+from quire.benchmarks.harness.tables import table
+from quire.benchmarks.paper.prompts import Prompts, make_prompts
 from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, SHAREGPT, Request
 from quire.engine.weights.loader import LoadedModel
@@ -28,7 +30,7 @@ def tokens_per_second(
     model: LoadedModel, prompts: Prompts, requests: list[Request], block_size: int
 ) -> tuple[float, int]:
     """Return output tokens a second, and how often a request was preempted."""
-    engine = make_engine(model, block_size, NUM_SLOTS // block_size)
+    engine = make_engine(model, NUM_SLOTS // block_size, block_size=block_size)
     params = [SamplingParams(temperature=0.0, max_tokens=r.num_output, ignore_eos=True) for r in requests]
     sequences = [
         as_sequence(index, prompts(request.num_input, index), params[index])
@@ -52,31 +54,28 @@ def run(*, quick: bool) -> Result:
     preemptions: dict[str, dict[int, int]] = {name: {} for name in data}
     for size in sizes:
         tokens_per_second(model, prompts, [Request(32, 4)], size)  # compiles the kernels
-    for _, size in progress(list(product(range(1 if quick else 5), sizes)), "block sizes"):
+    for _, size in progress(turns(sizes, 1 if quick else 5, warm_up=0), "block sizes"):
         for name, requests in data.items():
             rate, preemptions[name][size] = tokens_per_second(model, prompts, requests, size)
             rates[name][size] = max(rate, rates[name].get(size, 0.0))
     rows = [
-        (
-            str(size),
-            *(
-                cell
-                for name in data
-                for cell in (
-                    f"{rates[name][size]:.0f}",
-                    str(preemptions[name][size]),
-                    "best" if size in PAPER_BEST[name] else "",
-                )
-            ),
-        )
+        {
+            "size": str(size),
+            "rate": [rates[name][size] for name in data],
+            "preempted": [preemptions[name][size] for name in data],
+            "paper": ["best" if size in PAPER_BEST[name] else "" for name in data],
+        }
         for size in sizes
     ]
-    columns = [column for name in data for column in (f"{name} tok/s", "preempted", "paper")]
+    columns = {"block size": "{size}"}
+    for index, name in enumerate(data):
+        columns |= {
+            f"{name} tok/s": f"{{rate[{index}]:.0f}}",
+            f"{name} preempted": f"{{preempted[{index}]}}",
+            f"{name} paper": f"{{paper[{index}]}}",
+        }
     return Result(
-        "block_sizes",
-        "Throughput by block size",
-        ("block size", *columns),
-        rows,
+        table("Throughput by block size", rows, columns),
         f"The demo model on the CPU kernels, {NUM_SLOTS} token slots.",
         lambda axes: _draw(axes, rates),
         {"output_tokens_per_second": rates, "preemptions": preemptions, "num_slots": NUM_SLOTS},

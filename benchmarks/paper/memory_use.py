@@ -9,23 +9,19 @@ since it touches no ledger. The baselines' come from their allocators, under the
 from __future__ import annotations
 
 from itertools import chain
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 
+from quire.benchmarks.harness.engines import as_sequence, make_engine, model_without_layers
+from quire.benchmarks.harness.tables import table
 from quire.benchmarks.paper.allocators import baselines
 from quire.benchmarks.paper.fragmentation import EMPTY, Load, SlotUse, account, is_steady, simulate
 from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, MAX_LENGTH, SHAREGPT, Request
 from quire.engine.engine import Engine
-from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.schedule import Schedule
-from quire.engine.sequences.sequence import ScheduledSequence, Sequence
-from quire.kvindex.block_hash import block_hash
-from quire.kvindex.kv_layout import KvShape
+from quire.engine.sequences.sequence import ScheduledSequence
 from quire.sampling.params import SamplingParams
 
 NUM_SLOTS = 15_680
@@ -94,23 +90,19 @@ class MeasuringRunner:
 
 def measure_engine(requests: list[Request], num_slots: int, block_size: int) -> Load:
     """Run requests that all wait from the start through the engine."""
-    model: Any = SimpleNamespace(
-        max_position_embeddings=MAX_LENGTH,
-        eos_token_ids=frozenset(),
-        window=None,
-        has_windows=False,
-        recipe=None,
+    model = model_without_layers(MAX_LENGTH)
+    engine = make_engine(
+        model,
+        num_slots // block_size,
+        block_size=block_size,
+        max_num_seqs=1024,
+        max_num_batched_tokens=MAX_LENGTH,
     )
-    shape = KvShape(num_layers=1, num_kv_heads=1, block_size=block_size, head_dim=1, dtype="float16")
-    limits = SchedulerConfig(block_size, max_num_seqs=1024, max_num_batched_tokens=MAX_LENGTH)
-    memory = KvMemory(shape, num_slots // block_size, torch.device("cpu"))
-    engine = Engine(model, memory, limits, block_hash)
     runner = MeasuringRunner(engine, requests)
     engine.runner = runner  # type: ignore[assignment]
     for index, (num_input, num_output) in enumerate(requests):
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-        root = index.to_bytes(16, "little")  # no prefix is shared here
-        engine.add_request(Sequence(str(index), [0] * num_input, num_input, params, root))
+        engine.add_request(as_sequence(index, [0] * num_input, params))
     while engine.queues.waiting:
         engine.step()
     return runner.load
@@ -127,56 +119,34 @@ def run(*, quick: bool) -> Result:
         for block_size in progress(BLOCK_SIZES, f"memory use, {lengths.name}"):
             of[f"quire, block {block_size}"] = measure_engine(requests, NUM_SLOTS, block_size)
     rows = [
-        _row(data, name, load) for data, of in loads.items() for name, load in of.items() if load.num_steps
+        {
+            "data": data,
+            "name": name,
+            **dict(zip(SlotUse._fields, load.use.percent, strict=True)),
+            "paper": PAPER_EFFECTIVE.get(name) if data == SHAREGPT.name else None,
+            "running": load.mean_running,
+            "paper_running": PAPER_RUNNING[data].get(name),
+        }
+        for data, of in loads.items()
+        for name, load in of.items()
+        if load.num_steps
     ]
+    columns = {
+        "lengths": "{data}",
+        "allocator": "{name}",
+        "token states %": "{states:.1f}",
+        "paper (ShareGPT)": "{paper}",
+        "reserved %": "{reserved:.1f}",
+        "internal %": "{internal:.1f}",
+        "external %": "{external:.1f}",
+        "at once": "{running:.1f}",
+        "paper": "{paper_running:.1f}",
+    }
     return Result(
-        "memory_use",
-        "KV memory by use, and requests at once, under a full queue",
-        (
-            "lengths",
-            "allocator",
-            "token states %",
-            "paper (ShareGPT)",
-            "reserved %",
-            "internal %",
-            "external %",
-            "at once",
-            "paper",
-        ),
-        rows,
+        table("KV memory by use, and requests at once, under a full queue", rows, columns),
         f"{NUM_SLOTS} token slots; the real scheduler and block pool without a forward pass.",
         lambda axes: _draw(axes, loads),
-        {
-            "num_slots": NUM_SLOTS,
-            "loads": {
-                data: {
-                    name: {
-                        "percent": dict(zip(SlotUse._fields, load.use.percent, strict=True)),
-                        "mean_running": load.mean_running,
-                        "num_steps": load.num_steps,
-                    }
-                    for name, load in of.items()
-                }
-                for data, of in loads.items()
-            },
-        },
-    )
-
-
-def _row(data: str, name: str, load: Load) -> tuple[str, ...]:
-    states, reserved, internal, external = (f"{value:.1f}" for value in load.use.percent)
-    paper = PAPER_EFFECTIVE.get(name) if data == SHAREGPT.name else None
-    running = PAPER_RUNNING[data].get(name)
-    return (
-        data,
-        name,
-        states,
-        f"{paper}" if paper else "",
-        reserved,
-        internal,
-        external,
-        f"{load.mean_running:.1f}",
-        f"{running:.1f}" if running else "",
+        {"num_slots": NUM_SLOTS, "rows": rows},
     )
 
 

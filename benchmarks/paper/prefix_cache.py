@@ -11,12 +11,14 @@ import time
 
 from matplotlib.axes import Axes
 
-from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts, run_to_end
+from quire.benchmarks.harness.engines import as_sequence, load_demo, make_engine, run_to_end
+from quire.benchmarks.harness.rounds import turns
+from quire.benchmarks.harness.tables import table
+from quire.benchmarks.paper.prompts import Prompts, make_prompts
 from quire.benchmarks.paper.report import Result, progress
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import SamplingParams
 
-BLOCK_SIZE = 16
 PREFIXES = {"1 example": 80, "5 examples": 341}
 PAPER = {"1 example": 1.67, "5 examples": 3.58}
 """Speed-up, over Orca (Oracle): sharing and paging together."""
@@ -27,7 +29,7 @@ def requests_per_second(
     model: LoadedModel, prompts: Prompts, prefix: int, num_requests: int, *, cached: bool
 ) -> float:
     """Run requests that all wait from the start."""
-    engine = make_engine(model, BLOCK_SIZE, num_blocks=4096)
+    engine = make_engine(model, num_blocks=4096)
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     head = prompts(prefix, -1)
     sequences = [
@@ -44,38 +46,40 @@ def run(*, quick: bool) -> Result:
     model, prompts = load_demo(), make_prompts()
     num_requests, repeats = (48, 1) if quick else (128, 5)
     requests_per_second(model, prompts, 80, 2, cached=True)  # compiles the kernels
-    rates: dict[str, tuple[float, float]] = {}
-    raw = {}
+    raw: dict[str, dict[bool, list[float]]] = {name: {False: [], True: []} for name in PREFIXES}
     for name, prefix in progress(PREFIXES.items(), "shared prefixes"):
-        runs = [
-            [
-                requests_per_second(model, prompts, prefix, num_requests, cached=cached)
-                for cached in (False, True)
-            ]
-            for _ in range(repeats)
-        ]
-        without, with_cache = zip(*runs, strict=True)
-        rates[name] = (max(without), max(with_cache))
-        raw[name] = {"without": without, "with": with_cache}
+        for _, cached in turns((False, True), repeats, warm_up=0):
+            rate = requests_per_second(model, prompts, prefix, num_requests, cached=cached)
+            raw[name][cached].append(rate)
+    rates = {name: (max(found[False]), max(found[True])) for name, found in raw.items()}
     rows = [
-        (
-            name,
-            str(PREFIXES[name]),
-            f"{without:.1f}",
-            f"{cached:.1f}",
-            f"{cached / without:.2f}x",
-            f"{PAPER[name]:.2f}x",
-        )
+        {
+            "name": name,
+            "tokens": PREFIXES[name],
+            "without": without,
+            "cached": cached,
+            "speed_up": cached / without,
+            "paper": PAPER[name],
+        }
         for name, (without, cached) in rates.items()
     ]
+    columns = {
+        "prefix": "{name}",
+        "tokens": "{tokens}",
+        "no cache": "{without:.1f}",
+        "cache": "{cached:.1f}",
+        "speed-up": "{speed_up:.2f}x",
+        "paper (over Orca Oracle)": "{paper:.2f}x",
+    }
     return Result(
-        "prefix_cache",
-        "Throughput with a shared prefix, requests a second",
-        ("prefix", "tokens", "no cache", "cache", "speed-up", "paper (over Orca Oracle)"),
-        rows,
+        table("Throughput with a shared prefix, requests a second", rows, columns),
         f"{num_requests} requests, {OWN_TOKENS} own and {OUTPUT_TOKENS} output tokens; best of {repeats}.",
         lambda axes: _draw(axes, rates),
-        {"requests_per_second": raw},
+        {
+            "requests_per_second": {
+                name: {"without": found[False], "with": found[True]} for name, found in raw.items()
+            }
+        },
     )
 
 

@@ -1,12 +1,9 @@
-"""The result of an experiment, and its output as a table, a picture and raw numbers."""
+"""The result of an experiment."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,47 +14,30 @@ from rich.table import Table
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """The outcome of one experiment.
 
     Attributes:
-        name: name of the result's files.
-        columns: columns of the table; the paper's numbers have separate columns.
+        table: ours, and the paper's numbers in separate columns.
         notes: what a reader of the table must know.
         draw: draws the picture.
         raw: every number measured.
     """
 
-    name: str
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+    table: Table
     notes: str
     draw: Callable[[Axes], None]
-    raw: dict[str, Any] = field(default_factory=dict)
+    raw: dict[str, Any]
+
+    def picture(self) -> Figure:
+        """Draw the picture."""
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        self.draw(axes)
+        axes.set_title(str(self.table.title))
+        return figure
 
 
 def progress(items: Iterable[Item], description: str) -> Iterable[Item]:
     """Yield the items behind a progress bar."""
     return track(list(items), description, console=Console(stderr=True), transient=True)
-
-
-def show(result: Result, console: Console) -> None:
-    """Print the table."""
-    table = Table(*result.columns, title=result.title, caption=result.notes, caption_justify="left")
-    for row in result.rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def save(result: Result, folder: Path) -> None:
-    """Write the picture and the raw numbers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    result.draw(axes)
-    axes.set_title(result.title)
-    figure.savefig(folder / f"{result.name}.png", dpi=120)
-    document = {"experiment": result.name, "columns": result.columns, "rows": result.rows, **result.raw}
-    (folder / f"{result.name}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -22,15 +22,16 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
+from quire.benchmarks.harness.engines import BLOCK_SIZE, as_sequence, load_demo, make_engine
+from quire.benchmarks.harness.tables import table
 from quire.benchmarks.paper.allocators import AdmissionPolicy, baselines
-from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts
+from quire.benchmarks.paper.prompts import Prompts, make_prompts
 from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import SHAREGPT, Request, poisson_arrivals
 from quire.engine.engine import Engine
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import SamplingParams
 
-BLOCK_SIZE = 16
 SCALE = 0.25
 LENGTHS = SHAREGPT.scaled(SCALE)
 NUM_SLOTS = 3920
@@ -121,9 +122,8 @@ class Bench(NamedTuple):
         is_paged = name == "quire"
         engine = make_engine(
             self.model,
-            BLOCK_SIZE,
             num_blocks if is_paged else 2 * num_blocks,
-            MAX_NUM_SEQS,
+            max_num_seqs=MAX_NUM_SEQS,
             num_swap_blocks=num_blocks if is_paged else 0,
         )
         return serve(engine, admissions[name], self.requests, arrivals, self.write)
@@ -149,15 +149,23 @@ def run(*, quick: bool) -> Result:
     curves = {name: bench.curve(name, loads) for name in progress(names, "request rate")}
     rates = {name: sustained_rate(curve, bound) for name, curve in curves.items()}
     rows = [
-        (name, f"{rate:.1f}", f"{rates['quire'] / rate:.2f}x" if rate else "", PAPER.get(name, ""))
+        {
+            "name": name,
+            "rate": rate,
+            "ratio": rates["quire"] / rate if rate else None,
+            "paper": PAPER.get(name),
+        }
         for name, rate in rates.items()
     ]
+    columns = {
+        "system": "{name}",
+        "requests/s": "{rate:.1f}",
+        "quire sustains, times": "{ratio:.2f}",
+        "paper: vLLM sustains": "{paper}",
+    }
     return Result(
-        "request_rate",
-        f"Requests a second at {1e3 * bound:.1f} ms per output token",
-        ("system", "requests/s", "quire sustains", "paper: vLLM sustains"),
-        rows,
-        f"{num_requests} requests; the bound is {BOUND} times the latency of a request alone.",
+        table(f"Requests a second at {1e3 * bound:.1f} ms per output token", rows, columns),
+        f"{num_requests} requests; the bound is {BOUND} times the latency of a single request.",
         lambda axes: _draw(axes, curves, bound),
         {"bound_seconds": bound, "sustained": rates, "curves": curves, "num_slots": NUM_SLOTS},
     )

@@ -12,7 +12,9 @@ from dataclasses import replace
 import torch
 from matplotlib.axes import Axes
 
-from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts, run_to_end
+from quire.benchmarks.harness.engines import BLOCK_SIZE, as_sequence, load_demo, make_engine, run_to_end
+from quire.benchmarks.harness.tables import table
+from quire.benchmarks.paper.prompts import Prompts, make_prompts
 from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, SHAREGPT, Request
 from quire.engine.engine import Engine
@@ -21,7 +23,6 @@ from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
 
-BLOCK_SIZE = 16
 WIDTHS = (2, 4, 6)
 PAPER = {
     ("Alpaca-like", "parallel sampling"): (6.1, 9.8),
@@ -57,7 +58,7 @@ class SharingRunner(ModelRunner):
 
 def measure(model: LoadedModel, prompts: Prompts, requests: list[Request], params: SamplingParams) -> float:
     """Return the percent of blocks saved over a run."""
-    engine = make_engine(model, BLOCK_SIZE, num_blocks=4096, max_num_seqs=60)
+    engine = make_engine(model, num_blocks=4096, max_num_seqs=60)
     engine.runner = runner = SharingRunner(engine)
     run_to_end(
         engine,
@@ -82,15 +83,15 @@ def run(*, quick: bool) -> Result:
     for lengths, num_requests, method, width in progress(cases, "sharing"):
         value = measure(model, prompts, lengths.draw(num_requests), methods[method](width))
         saved.setdefault((lengths.name, method), []).append(value)
-    rows = [
-        (*key, *(f"{value:.1f}" for value in values), "{} to {}".format(*PAPER[key]))
-        for key, values in saved.items()
-    ]
+    rows = [{"case": key, "saved": values, "paper": PAPER[key]} for key, values in saved.items()]
+    columns = {
+        "lengths": "{case[0]}",
+        "decoding": "{case[1]}",
+        **{f"{width} sequences": f"{{saved[{index}]:.1f}}" for index, width in enumerate(WIDTHS)},
+        "paper, 2 to 6": "{paper[0]} to {paper[1]}",
+    }
     return Result(
-        "sharing",
-        "KV memory saved by sharing within a request, %",
-        ("lengths", "decoding", *(f"{width} sequences" for width in WIDTHS), "paper, 2 to 6"),
-        rows,
+        table("KV memory saved by sharing within a request, %", rows, columns),
         f"Blocks of {BLOCK_SIZE}; the demo model; 1 - used / used without sharing, over all steps.",
         lambda axes: _draw(axes, saved),
         {"widths": WIDTHS, "percent_saved": {" / ".join(key): values for key, values in saved.items()}},

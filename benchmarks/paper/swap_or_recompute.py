@@ -7,12 +7,14 @@ over a prompt of the same tokens. On the CPU, host memory is memory like the poo
 from __future__ import annotations
 
 import time
-from itertools import product
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
 
-from quire.benchmarks.paper.demo import Prompts, as_sequence, load_demo, make_engine, make_prompts
+from quire.benchmarks.harness.engines import as_sequence, load_demo, make_engine
+from quire.benchmarks.harness.rounds import turns
+from quire.benchmarks.harness.tables import table
+from quire.benchmarks.paper.prompts import Prompts, make_prompts
 from quire.benchmarks.paper.report import Result, progress
 from quire.engine.engine import Engine
 from quire.engine.sequences.schedule import Schedule
@@ -34,7 +36,7 @@ class Cost(NamedTuple):
 def measure(model: LoadedModel, prompts: Prompts, block_size: int, repeats: int) -> Cost:
     """Measure one block size."""
     num_blocks = NUM_TOKENS // block_size
-    engine = make_engine(model, block_size, 4 * num_blocks + 4, num_swap_blocks=num_blocks)
+    engine = make_engine(model, 4 * num_blocks + 4, block_size=block_size, num_swap_blocks=num_blocks)
     _recompute(engine, prompts, -1)  # compiles the kernels
     # Blocks of a pool in use lie anywhere: every second one.
     out = [(2 * place + 1, place) for place in range(num_blocks)]
@@ -75,29 +77,32 @@ def run(*, quick: bool) -> Result:
     sizes = (1, 16, 128) if quick else BLOCK_SIZES
     runs = [
         (size, measure(model, prompts, size, repeats=5))
-        for _, size in progress(list(product(range(1 if quick else 4), sizes)), "swap or recompute")
+        for _, size in progress(turns(sizes, 1 if quick else 4, warm_up=0), "swap or recompute")
     ]
     costs = {size: _least([cost for of, cost in runs if of == size]) for size in sizes}
     rows = [
-        (
-            str(size),
-            f"{cost.swap_out:.2f}",
-            f"{cost.swap_in:.2f}",
-            f"{cost.swap_out + cost.swap_in:.2f}",
-            f"{cost.recompute:.2f}",
-            f"{cost.recompute / (cost.swap_out + cost.swap_in):.0f}x",
-        )
+        {
+            "size": size,
+            **cost._asdict(),
+            "both": cost.swap_out + cost.swap_in,
+            "ratio": cost.recompute / (cost.swap_out + cost.swap_in),
+        }
         for size, cost in costs.items()
     ]
+    columns = {
+        "block size": "{size}",
+        "swap out": "{swap_out:.2f}",
+        "swap in": "{swap_in:.2f}",
+        "swap both": "{both:.2f}",
+        "recompute": "{recompute:.2f}",
+        "recompute / swap": "{ratio:.0f}x",
+    }
     return Result(
-        "swap_or_recompute",
-        f"Milliseconds to bring {NUM_TOKENS} tokens back",
-        ("block size", "swap out", "swap in", "swap both", "recompute", "recompute / swap"),
-        rows,
+        table(f"Milliseconds to bring {NUM_TOKENS} tokens back", rows, columns),
         "Paper: recomputing costs the same at every block size, swapping small blocks costs more than large\n"
         "ones; recomputing is never more than 20 % slower than swapping, and both are alike from 16 to 64.",
         lambda axes: _draw(axes, costs),
-        {"milliseconds": {size: cost._asdict() for size, cost in costs.items()}},
+        {"milliseconds": costs},
     )
 
 

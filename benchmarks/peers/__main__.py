@@ -10,25 +10,23 @@ side runs the workload once. The tables have the medians of tokens per second, a
 is. ``prefill`` counts tokens of prompts, the others tokens of answers. transformers runs a static batch until
 its longest answer ends. Answers are greedy; ``first tokens`` is the share of answers whose first token is
 quire's. A side that cannot run here is named with the reason. The folder gets the environments, the models
-and a log of each side. vLLM needs Debian's packages libtcmalloc-minimal4 and numactl. The last line is JSON.
+and a log of each side. vLLM needs Debian's packages libtcmalloc-minimal4 and numactl.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
-from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from itertools import product
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
-from rich.console import Console
-
-from quire.benchmarks.peers.command_line import FOLDER, add_names, interrupt_on_signals, show_progress
+from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.random_llamas import CACHE, SIZES, random_llama
+from quire.benchmarks.harness.rounds import medians, show_progress
 from quire.benchmarks.peers.environments import (
     MODULES,
     command,
@@ -36,53 +34,63 @@ from quire.benchmarks.peers.environments import (
     install,
     is_installed,
 )
-from quire.benchmarks.peers.processes import SideFailedError, SideProcess
-from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
-from quire.benchmarks.peers.report import Measurement, table
-from quire.benchmarks.peers.rounds import run_rounds
+from quire.benchmarks.peers.processes import Answer, SideFailedError, SideProcess
+from quire.benchmarks.peers.rounds import Comparison, ratios, report_all, run_rounds
 from quire.benchmarks.peers.sides.protocol import Dtype, Setup
-from quire.benchmarks.peers.workloads import WORKLOADS, Workload
-
-DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
+from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload, setup_for
 
 
-class Options(NamedTuple):
-    """What is compared, and how."""
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
 
-    sides: list[str]
-    models: list[str]
-    dtypes: list[Dtype]
-    workloads: list[Workload]
-    num_rounds: int
-    threads: int
-    folder: Path
+    sides: Annotated[tuple[str, ...], OneOf(MODULES)] = tuple(MODULES)
+    models: Annotated[tuple[str, ...], OneOf(SIZES)] = ("7m", "100m")
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    workloads: Annotated[tuple[str, ...], OneOf(WORKLOADS)] = tuple(WORKLOADS)
+    rounds: int = 5
+    threads: int = len(os.sched_getaffinity(0))
+    folder: Path = CACHE
+    install: Annotated[bool, "install the chosen sides and end"] = False
 
 
-class Comparison(NamedTuple):
-    """What one model in one type gave.
+COLUMNS = {
+    "workload": "{workload}",
+    "side": "{side}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "quire / side": "{ratio:.2f}",
+    "first tokens": "{first_tokens:.0%}",
+}
 
-    Attributes:
-        measurements: one for each workload.
-        versions: versions of the engines that ran, by side.
-        failures: what could not run, each with the reason.
-    """
 
-    measurements: list[Measurement]
-    versions: dict[str, str]
-    failures: list[str]
+class Side(Protocol):
+    """What answers requests: a ``SideProcess``."""
+
+    def generate(self, requests: Requests) -> Answer:
+        """Answer requests; raises ``SideFailedError``."""
+
+
+class Rate(NamedTuple):
+    """The result of a turn."""
+
+    tokens_per_second: float
+
+
+@program
+def main(options: Options) -> Report:
+    """Install sides, or compare them with each model in each type."""
+    if options.install:
+        for side in options.sides:
+            install(side, options.folder)
+        return Report([], {})
+    return report_all(options.models, options.dtypes, partial(compare, options), COLUMNS)
 
 
 def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
     """Start all sides with a model, run the workloads, and end the sides."""
-    path = make_random_llama(options.folder / "models" / model, SIZES[model])
-    setup = Setup(
-        str(path),
-        dtype,
-        options.threads,
-        max_num_seqs=max(workload.num_requests for workload in options.workloads),
-        max_model_len=max(workload.max_model_len for workload in options.workloads),
-    )
-    measurements, failures = [], []
+    workloads = [WORKLOADS[name] for name in options.workloads]
+    setup = setup_for(workloads, random_llama(model, options.folder), dtype, options.threads)
+    rows, failures = [], []
     with ExitStack() as stack:
         running: dict[str, SideProcess] = {}
         for side in options.sides:
@@ -91,15 +99,39 @@ def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
                 running[side] = stack.enter_context(start(side, setup, options.folder))
             except SideFailedError as error:
                 failures.append(f"{side} cannot run {model} in {dtype} here: {error}")
-        for workload in options.workloads if running else ():
-            rounds = run_rounds(
-                workload, running, SIZES[model]["vocab_size"], options.num_rounds, show_progress
-            )
-            for side, reason in rounds.failures.items():
+        for workload in workloads if running else ():
+            found, reasons = measure(workload, running, SIZES[model]["vocab_size"], options.rounds)
+            rows += [{"model": model, "dtype": dtype, "workload": workload.name, **row} for row in found]
+            for side, reason in reasons.items():
                 failures.append(f"{side} cannot run {workload.name} of {model} in {dtype} here: {reason}")
                 del running[side]
-            measurements.append(Measurement(model, dtype, workload.name, rounds.rates, rounds.first_tokens))
-        return Comparison(measurements, {name: side.version for name, side in running.items()}, failures)
+        return Comparison(rows, failures, {name: side.version for name, side in running.items()})
+
+
+def measure(
+    workload: Workload, sides: Mapping[str, Side], vocab_size: int, num_rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return a row for each side that ran a workload, and the reasons of the others."""
+    answers: dict[str, list[list[int]]] = {}
+
+    def run(side: str, index: int) -> Rate:
+        requests = workload.requests(vocab_size, seed=index)
+        answer = sides[side].generate(requests)
+        answers[side] = answer.tokens
+        rate = workload.num_tokens(requests) / answer.seconds
+        show_progress(f"{workload.name}, round {index + 1}: {side} {rate:.0f} tokens/s")
+        return Rate(rate)
+
+    rounds, failures = run_rounds(sides, num_rounds, run)
+    own = rounds.get("quire")
+    rows = []
+    for side, rates in rounds.items():
+        row = {"side": side, **medians(rates)._asdict(), "ratio": None, "first_tokens": None}
+        if own is not None and side != "quire":
+            row["ratio"] = ratios(own, rates).tokens_per_second
+            row["first_tokens"] = share_of_first_tokens(answers[side], answers["quire"])
+        rows.append({**row, "rounds": [rate.tokens_per_second for rate in rates]})
+    return rows, failures
 
 
 def start(side: str, setup: Setup, folder: Path) -> SideProcess:
@@ -115,63 +147,9 @@ def start(side: str, setup: Setup, folder: Path) -> SideProcess:
     return SideProcess(command(side, folder), setup, environment_variables(side, folder, setup.threads), log)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the values of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m quire.benchmarks.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_names(parser, {"sides": MODULES, "models": SIZES, "dtypes": DTYPES, "workloads": WORKLOADS})
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--install", action="store_true", help="install the chosen sides and end")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Install sides, or compare them and print the tables and the line of JSON."""
-    interrupt_on_signals()
-    values = parse(arguments)
-    options = Options(
-        values.sides,
-        values.models,
-        values.dtypes,
-        [WORKLOADS[name] for name in values.workloads],
-        values.rounds,
-        values.threads,
-        values.folder.expanduser().absolute(),
-    )
-    try:
-        if values.install:
-            for side in options.sides:
-                install(side, options.folder)
-        else:
-            compare_all(options)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def compare_all(options: Options) -> None:
-    """Compare the sides with each model in each type; print the tables and the line of JSON."""
-    console = Console(width=160)
-    comparisons = []
-    for model, dtype in product(options.models, options.dtypes):
-        comparison = compare(options, model, dtype)
-        comparisons.append(comparison)
-        console.print(table(f"{model}, {dtype}", comparison.measurements, options.sides))
-        for failure in comparison.failures:
-            console.print(failure, markup=False, highlight=False)
-    result = {
-        "bench": "peers",
-        "threads": options.threads,
-        "rounds": options.num_rounds,
-        "versions": dict(ChainMap(*(comparison.versions for comparison in comparisons))),
-        "failures": [failure for comparison in comparisons for failure in comparison.failures],
-        "results": [row.as_json() for comparison in comparisons for row in comparison.measurements],
-    }
-    print(json.dumps(result))
+def share_of_first_tokens(answers: list[list[int]], own: list[list[int]]) -> float:
+    """Return the share of a side's answers whose first token is quire's."""
+    return sum(theirs[0] == mine[0] for theirs, mine in zip(answers, own, strict=True)) / len(own)
 
 
 if __name__ == "__main__":

@@ -1,81 +1,92 @@
-"""Runs a workload on all sides in turns."""
+"""Rounds of several sides, of which some may fail."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple, TypeVar
 
-from quire.benchmarks.peers.processes import Answer, SideFailedError
-from quire.benchmarks.peers.workloads import Requests, Workload
+from quire.benchmarks.harness.program import CannotRunError, Report
+from quire.benchmarks.harness.rounds import medians, turns
+from quire.benchmarks.harness.tables import table
+from quire.benchmarks.peers.processes import SideFailedError
+from quire.benchmarks.peers.sides.protocol import Dtype
 
-
-class Side(Protocol):
-    """What answers requests: a ``SideProcess``."""
-
-    def generate(self, requests: Requests) -> Answer:
-        """Answer requests; raises ``SideFailedError``."""
-        ...
-
-
-class Rounds(NamedTuple):
-    """What the rounds of a workload gave.
-
-    Attributes:
-        rates: tokens per second of each round, by side.
-        first_tokens: by side, the share of answers whose first token is quire's; empty without quire.
-        failures: by side that failed, the reason; such a side has no rates.
-    """
-
-    rates: Mapping[str, list[float]]
-    first_tokens: Mapping[str, float]
-    failures: Mapping[str, str]
+Figures = TypeVar("Figures", bound=tuple[Any, ...])
+Found = TypeVar("Found")
 
 
 def run_rounds(
-    workload: Workload,
-    sides: Mapping[str, Side],
-    vocab_size: int,
-    num_rounds: int,
-    report_progress: Callable[[str], None],
-) -> Rounds:
-    """Run a workload on all sides, once to warm up and then in ``num_rounds`` rounds, in rotating order."""
-    rates: dict[str, list[float]] = {side: [] for side in sides}
-    answers: dict[str, list[list[int]]] = {}
+    sides: Iterable[str], num_rounds: int, run: Callable[[str, int], Found]
+) -> tuple[dict[str, list[Found]], dict[str, str]]:
+    """Let sides take turns, first in a round that warms up.
+
+    Args:
+        sides: names of the sides.
+        num_rounds: number of rounds that count.
+        run: runs a turn, given the side and the round, and returns what it found; raises ``SideFailedError``.
+
+    Returns:
+        What each side found in each round, and the reasons of sides that failed, which have found nothing.
+    """
+    rounds: dict[str, list[Found]] = {side: [] for side in sides}
     failures: dict[str, str] = {}
-    for round_index in range(num_rounds + 1):
-        requests = workload.requests(vocab_size, seed=round_index)
-        for side in rotated(list(sides), round_index):
-            if side in failures:
-                continue
-            try:
-                answer = sides[side].generate(requests)
-            except SideFailedError as error:
-                failures[side] = str(error)
-                del rates[side]
-                answers.pop(side, None)
-                continue
-            answers[side] = answer.tokens
-            rate = workload.num_tokens(requests) / answer.seconds
-            name = f"round {round_index}" if round_index else "warm-up"
-            report_progress(f"{workload.name}, {name}: {side} {rate:.0f} tokens/s")
-            if round_index:
-                rates[side].append(rate)
-    return Rounds(rates, shares_of_first_tokens(answers), failures)
+    for index, side in turns(list(rounds), num_rounds):
+        if side in failures:
+            continue
+        try:
+            found = run(side, index)
+        except SideFailedError as error:
+            failures[side] = str(error)
+            del rounds[side]
+            continue
+        if index >= 0:
+            rounds[side].append(found)
+    return rounds, failures
 
 
-def rotated(sides: list[str], by: int) -> list[str]:
-    """Return the sides in the order of a round, in which another side is first each time."""
-    first = by % len(sides)
-    return sides[first:] + sides[:first]
+def ratios(own: Sequence[Figures], other: Sequence[Figures]) -> Figures:
+    """Return each figure divided by the other side's: the median of the rounds' ratios; 0 where that is 0.
+
+    Both figures of a ratio are of one round, so what slows the machine for a while changes both.
+    """
+    rounds = []
+    for mine, theirs in zip(own, other, strict=True):
+        divided: list[Any] = [a / b if b else 0.0 for a, b in zip(mine, theirs, strict=True)]
+        rounds.append(type(mine)(*divided))
+    return medians(rounds)
 
 
-def shares_of_first_tokens(answers: Mapping[str, list[list[int]]]) -> dict[str, float]:
-    """Return, for each other side, the share of answers whose first token is quire's."""
-    if "quire" not in answers:
-        return {}
-    own = [tokens[0] for tokens in answers["quire"]]
-    return {
-        side: sum(tokens[0] == token for tokens, token in zip(others, own, strict=True)) / len(own)
-        for side, others in answers.items()
-        if side != "quire"
-    }
+class Comparison(NamedTuple):
+    """What one model in one type gave.
+
+    Attributes:
+        rows: one for each workload and side.
+        failures: what could not run, each with the reason.
+        versions: versions of the engines that ran, by side.
+    """
+
+    rows: list[dict[str, Any]]
+    failures: list[str]
+    versions: dict[str, str]
+
+
+def report_all(
+    models: Sequence[str],
+    dtypes: Sequence[Dtype],
+    compare: Callable[[str, Dtype], Comparison],
+    columns: Mapping[str, str],
+) -> Report:
+    """Compare the sides with each model in each type, and return the report.
+
+    Raises:
+        CannotRunError: no side can run here.
+    """
+    found = {(model, dtype): compare(model, dtype) for model, dtype in product(models, dtypes)}
+    rows = [row for each in found.values() for row in each.rows]
+    failures = [failure for each in found.values() for failure in each.failures]
+    if not rows:
+        raise CannotRunError("; ".join(failures))
+    tables = [table(", ".join(case), comparison.rows, columns) for case, comparison in found.items()]
+    versions = {side: version for each in found.values() for side, version in each.versions.items()}
+    return Report([*tables, *failures], {"versions": versions, "failures": failures, "rows": rows})

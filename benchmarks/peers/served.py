@@ -9,26 +9,25 @@ serve`` with a prefill and a decode worker (``1p1d``), and vLLM's OpenAI server.
 processors, which it shares with the client, and is stopped (SIGSTOP) while it is another side's turn. A round
 sends a workload's requests to each side, all at once: prompts of token ids, streamed, greedy, past
 end-of-sequence tokens. Before the first round each side runs the workload once. The tables have the medians
-of the rounds, and how each side compares with vLLM in the same round. The last line is JSON.
+of the rounds, and how each side compares with vLLM in the same round.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack
-from itertools import product
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from rich.console import Console
-
-from quire.benchmarks.peers.__main__ import DTYPES
+from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.random_llamas import CACHE, SIZES, random_llama
+from quire.benchmarks.harness.rounds import medians, show_progress
 from quire.benchmarks.peers.clients import (
     CHECK_PROMPT,
     CHECK_TOKENS,
@@ -37,14 +36,15 @@ from quire.benchmarks.peers.clients import (
     http_sender,
     run_together,
 )
-from quire.benchmarks.peers.command_line import FOLDER, add_names, interrupt_on_signals, show_progress
 from quire.benchmarks.peers.processes import SideFailedError
-from quire.benchmarks.peers.random_llamas import SIZES, make_random_llama
-from quire.benchmarks.peers.rounds import rotated
-from quire.benchmarks.peers.served_report import Figures, ServedMeasurement, figures_of, served_table
+from quire.benchmarks.peers.rounds import Comparison, ratios, report_all, run_rounds
 from quire.benchmarks.peers.servers import Server, quire_server, vllm_server
 from quire.benchmarks.peers.sides.protocol import Dtype, Setup
-from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload
+from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload, setup_for
+from quire.cli.bench.summary import Summary
+
+BASELINE = "vllm"
+"""The side that all others are compared with."""
 
 
 class Side(NamedTuple):
@@ -71,15 +71,52 @@ SIDES = {
 SERVED_WORKLOADS = ("mixed", "shared-prefix", "one-stream", "decode")
 
 
-class Options(NamedTuple):
-    """What is compared, and how."""
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
 
-    sides: list[str]
-    models: list[str]
-    dtypes: list[Dtype]
-    workloads: list[Workload]
-    num_rounds: int
-    folder: Path
+    sides: Annotated[tuple[str, ...], OneOf(SIDES)] = tuple(SIDES)
+    models: Annotated[tuple[str, ...], OneOf(SIZES)] = ("7m", "100m")
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    workloads: Annotated[tuple[str, ...], OneOf(SERVED_WORKLOADS)] = SERVED_WORKLOADS
+    rounds: int = 5
+    folder: Path = CACHE
+
+
+COLUMNS = {
+    "workload": "{workload}",
+    "side": "{side}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "TTFT p50 (ms)": "{ttft_p50_ms:.1f}",
+    "TTFT p99 (ms)": "{ttft_p99_ms:.1f}",
+    "TPOT p50 (ms)": "{tpot_p50_ms:.2f}",
+    f"tokens/s / {BASELINE}": "{ratios[tokens_per_second]:.2f}",
+    f"TTFT p50 / {BASELINE}": "{ratios[ttft_p50_ms]:.2f}",
+    f"TTFT p99 / {BASELINE}": "{ratios[ttft_p99_ms]:.2f}",
+    f"TPOT / {BASELINE}": "{ratios[tpot_p50_ms]:.2f}",
+}
+
+
+class Figures(NamedTuple):
+    """What the clients of one round measured; TPOT is 0 if no answer has a second token."""
+
+    tokens_per_second: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tpot_p50_ms: float
+
+
+def figures_of(summary: Summary) -> Figures:
+    """Return the figures of a round in which every request succeeded."""
+    assert summary.ttft_ms is not None
+    tpot = summary.tpot_ms.p50 if summary.tpot_ms else 0.0
+    return Figures(summary.output_tokens_per_second, summary.ttft_ms.p50, summary.ttft_ms.p99, tpot)
+
+
+@program
+def main(options: Options) -> Report:
+    """Compare the servers with each model in each type."""
+    return report_all(options.models, options.dtypes, partial(compare, options), COLUMNS)
 
 
 def start(name: str, setup: Setup, folder: Path) -> Server:
@@ -94,21 +131,12 @@ def start(name: str, setup: Setup, folder: Path) -> Server:
     return quire_server(setup, log, num_prefill=1 if name == "quire-1p1d" else 0)
 
 
-def compare(options: Options, model: str, dtype: Dtype) -> tuple[list[ServedMeasurement], list[str]]:
-    """Start all servers with a model, run the workloads, and end the servers.
-
-    Returns:
-        The measurements, one for each workload, and what could not run, each with the reason.
-    """
-    path = make_random_llama(options.folder / "models" / model, SIZES[model])
-    setup = Setup(
-        str(path),
-        dtype,
-        len(os.sched_getaffinity(0)),
-        max_num_seqs=max(workload.num_requests for workload in options.workloads),
-        max_model_len=max(workload.max_model_len for workload in options.workloads),
-    )
-    failures: list[str] = []
+def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
+    """Start all servers with a model, run the workloads, and end the servers."""
+    workloads = [WORKLOADS[name] for name in options.workloads]
+    path = random_llama(model, options.folder)
+    setup = setup_for(workloads, path, dtype, len(os.sched_getaffinity(0)))
+    rows, failures = [], []
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name in dict.fromkeys(SIDES[side].server for side in options.sides):
@@ -120,47 +148,36 @@ def compare(options: Options, model: str, dtype: Dtype) -> tuple[list[ServedMeas
         running = {
             side: servers[SIDES[side].server] for side in options.sides if SIDES[side].server in servers
         }
-        measurements = []
-        for workload in options.workloads if running else ():
-            vocab_size = SIZES[model]["vocab_size"]
-            rounds, reasons = asyncio.run(run_rounds(workload, running, vocab_size, options.num_rounds))
-            measurements.append(ServedMeasurement(model, dtype, workload.name, rounds))
+        for workload in workloads if running else ():
+            found, reasons = measure(workload, running, SIZES[model]["vocab_size"], options.rounds)
+            rows += [{"model": model, "dtype": dtype, "workload": workload.name, **row} for row in found]
             failures += [
                 f"{side} cannot run {workload.name} of {model}: {why}" for side, why in reasons.items()
             ]
-        return measurements, failures
+        return Comparison(rows, failures, {})
 
 
-async def run_rounds(
+def measure(
     workload: Workload, running: Mapping[str, Server], vocab_size: int, num_rounds: int
-) -> tuple[dict[str, list[Figures]], dict[str, str]]:
-    """Run a workload on all sides, once to warm up and then in ``num_rounds`` rounds, in rotating order.
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return a row for each side that ran a workload, and the reasons of the others."""
 
-    Returns:
-        The figures of each round, by side, and the reasons of sides that failed, which have no figures.
-    """
-    rounds: dict[str, list[Figures]] = {side: [] for side in running}
-    failures: dict[str, str] = {}
-    for round_index in range(num_rounds + 1):
-        for turn, side in enumerate(rotated(list(running), round_index)):
-            if side in failures:
-                continue
-            # Two sides may share a server: the same prompts would be in its prefix cache the second time.
-            requests = workload.requests(vocab_size, seed=round_index * len(SIDES) + turn)
-            try:
-                figures = await run_turn(side, running[side], requests)
-            except SideFailedError as error:
-                failures[side] = str(error)
-                del rounds[side]
-                continue
-            name = f"round {round_index}" if round_index else "warm-up"
-            show_progress(
-                f"{workload.name}, {name}: {side} {figures.tokens_per_second:.0f} tokens/s,"
-                f" TTFT {figures.ttft_p50_ms:.1f} ms, TPOT {figures.tpot_p50_ms:.2f} ms"
-            )
-            if round_index:
-                rounds[side].append(figures)
-    return rounds, failures
+    def run(side: str, index: int) -> Figures:
+        # Two sides may share a server: the same prompts would be in its prefix cache the second time.
+        requests = workload.requests(vocab_size, seed=(index + 1) * len(SIDES) + list(SIDES).index(side))
+        figures = asyncio.run(run_turn(side, running[side], requests))
+        show_progress(f"{workload.name}, round {index + 1}: {side} {figures}")
+        return figures
+
+    rounds, failures = run_rounds(running, num_rounds, run)
+    baseline = rounds.get(BASELINE)
+    rows = []
+    for side, measured in rounds.items():
+        compared: dict[str, Any] = dict.fromkeys(Figures._fields)
+        if baseline is not None and side != BASELINE:
+            compared = ratios(measured, baseline)._asdict()
+        rows.append({"side": side, **medians(measured)._asdict(), "ratios": compared, "rounds": measured})
+    return rows, failures
 
 
 async def run_turn(side: str, server: Server, requests: Requests) -> Figures:
@@ -178,48 +195,6 @@ async def run_turn(side: str, server: Server, requests: Requests) -> Figures:
     if summary.output_tokens != sum(requests.max_tokens):
         raise SideFailedError(f"{side} sent {summary.output_tokens} tokens, not {sum(requests.max_tokens)}")
     return figures_of(summary)
-
-
-def parse(arguments: Sequence[str] | None) -> Options:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m quire.benchmarks.peers.served",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_names(parser, {"sides": SIDES, "models": SIZES, "dtypes": DTYPES, "workloads": SERVED_WORKLOADS})
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    values = parser.parse_args(arguments)
-    return Options(
-        values.sides,
-        values.models,
-        values.dtypes,
-        [WORKLOADS[name] for name in values.workloads],
-        values.rounds,
-        values.folder.expanduser().absolute(),
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare the servers with each model in each type; print the tables and the line of JSON."""
-    interrupt_on_signals()
-    options = parse(arguments)
-    console = Console(width=160)
-    results, all_failures = [], []
-    try:
-        for model, dtype in product(options.models, options.dtypes):
-            measurements, failures = compare(options, model, dtype)
-            console.print(served_table(f"{model}, {dtype}, over the network", measurements))
-            for failure in failures:
-                console.print(failure, markup=False, highlight=False)
-            results += [measurement.as_json() for measurement in measurements]
-            all_failures += failures
-    except KeyboardInterrupt:
-        sys.exit(130)
-    processors = len(os.sched_getaffinity(0))
-    result = {"bench": "peers.served", "processors": processors, "rounds": options.num_rounds}
-    print(json.dumps({**result, "failures": all_failures, "results": results}))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple
+
+from quire.benchmarks.peers.sides.protocol import Dtype, Setup
 
 
 class Requests(NamedTuple):
@@ -67,3 +71,14 @@ WORKLOADS = {
         Workload("prefill", 1, (512, 512), (1, 1), counts="prompt"),
     )
 }
+
+
+def setup_for(workloads: Sequence[Workload], model: Path, dtype: Dtype, threads: int) -> Setup:
+    """Return what a side must load to run all of the workloads."""
+    return Setup(
+        str(model),
+        dtype,
+        threads,
+        max_num_seqs=max(workload.num_requests for workload in workloads),
+        max_model_len=max(workload.max_model_len for workload in workloads),
+    )

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from quire.benchmarks import decode_steps, gpu
+from quire.benchmarks import decode_steps, gpu, kernels_gpu, tune_kernels
+from quire.benchmarks.harness.random_llamas import random_llama
 
 # Threads that spin beside those of others would slow both down many times over.
 torch.set_num_threads(1)
 
-TINY = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-
 
 def decode_row(name: str, microseconds: float, share: float, batch: int = 64) -> dict[str, Any]:
-    row = {"kind": "decode", "batch": batch, "tokens": 4096, "name": name}
+    row = {"kind": "decode", "batch": batch, "tokens": 4096, "cached": 0, "name": name}
     return {**row, "microseconds": microseconds, "share": share}
 
 
@@ -63,51 +54,57 @@ def test_graphs_must_not_be_slower() -> None:
     assert not among.is_met, "it was not measured"
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [gpu, decode_steps, kernels_gpu, tune_kernels])
+def test_without_a_gpu_it_says_so(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="needs a CUDA device"):
-        gpu.main(["kernels", "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit) as raised:
+        module.main([])
+    assert raised.value.code == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
 
 
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         gpu.main(["kernel"])
     assert raised.value.code == 2
-    assert "there are tests, kernels, steps, stack" in capsys.readouterr().err
+    assert "kernel is none of tests, kernels, steps, stack" in capsys.readouterr().err
 
 
-def test_a_part_leaves_its_numbers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_part_returns_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"name": name, "batch": 1, "step_ms": 2.0} for name in ("eager", "graphs")]
     monkeypatch.setitem(gpu.PARTS, "steps", lambda _: {"rows": rows})
-    assert gpu.run_part("steps", tmp_path)["is_met"]
-    assert json.loads((tmp_path / "steps.json").read_text()) == {"rows": rows}
+    result = gpu.run_part("steps")
+    assert result["is_met"]
+    assert result["rows"] == rows
     assert "met" in capsys.readouterr().out
 
 
-def test_a_part_that_raises_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_raises_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Path) -> dict[str, Any]:
         raise RuntimeError("decode-0 did not start")
 
     monkeypatch.setitem(gpu.PARTS, "stack", fail)
-    assert gpu.run_part("stack", tmp_path) == {"error": "decode-0 did not start"}
+    assert gpu.run_part("stack") == {"error": "decode-0 did not start", "is_met": False}
 
 
-def test_a_part_that_fails_is_not_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu.PARTS, "steps", lambda _: gpu.run_module("quire.benchmarks.there_is_none"))
-    assert "failed" in gpu.run_part("steps", tmp_path)["error"]
-    assert not list(tmp_path.iterdir())
+    result = gpu.run_part("steps")
+    assert "failed" in result["error"]
+    assert not result["is_met"]
 
 
 def test_decode_steps_of_a_tiny_model(tmp_path: Path) -> None:
-    folder = decode_steps.save_model(tmp_path, torch.float32, **TINY)
-    engine = decode_steps.make_engine(folder, torch.device("cpu"), max_num_seqs=3, context=40)
+    folder = random_llama("tiny", tmp_path)
+    engine = decode_steps.open_engine(folder, torch.device("cpu"), max_num_seqs=3, context=40)
     rows = list(decode_steps.measure(engine, [1, 3], 40, 1e9, lambda: lambda function: function))
     names = [(row["name"], row["batch"]) for row in rows]
     assert names == [("eager", 1), ("eager", 3), ("graphs", 1), ("graphs", 3)]
     assert all({"forward_ms", "step_ms"} <= row.keys() for row in rows)
-    kv_bytes = 2 * 2 * 2 * 32 * torch.float32.itemsize * (40 + decode_steps.NUM_STEPS // 2)
+    kv_bytes = 2 * 2 * 2 * 16 * torch.float32.itemsize * (40 + decode_steps.NUM_STEPS // 2)
     assert rows[1]["floor_ms"] - rows[0]["floor_ms"] == pytest.approx(2 * kv_bytes / 1e6, abs=2e-4)
     engine.check_conservation()

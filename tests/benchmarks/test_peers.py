@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from rich.console import Console
 
 from quire.benchmarks.peers import __main__ as peers
-from quire.benchmarks.peers.command_line import names_out_of
 from quire.benchmarks.peers.processes import Answer, SideFailedError
-from quire.benchmarks.peers.random_llamas import SIZES
-from quire.benchmarks.peers.report import Measurement, table
-from quire.benchmarks.peers.rounds import rotated, run_rounds, shares_of_first_tokens
+from quire.benchmarks.peers.rounds import ratios
 from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload
 
-TINY = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-MEASUREMENT = Measurement(
-    "7m",
-    "float32",
-    "mixed",
-    {"quire": [100.0, 300.0, 200.0], "vllm": [50.0, 100.0, 400.0]},
-    {"vllm": 0.5},
-)
+
+class Figures(NamedTuple):
+    rate: float
+    milliseconds: float
 
 
 class Double:
@@ -69,66 +54,70 @@ def test_which_tokens_a_workload_counts() -> None:
     assert WORKLOADS["prefill"].num_tokens(requests) == 4
 
 
-def test_sides_take_turns() -> None:
-    orders = [rotated(["a", "b", "c"], index) for index in range(4)]
-    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
-
-
-def test_rounds() -> None:
+def test_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     sides = {"quire": Double(), "vllm": Double(fails_at=2)}
-    progress: list[str] = []
-    rounds = run_rounds(Workload("short", 2, (3, 5), (2, 4)), sides, 320, 3, progress.append)
-    assert rounds.rates == {"quire": [pytest.approx(10.0)] * 3}
-    assert rounds.failures == {"vllm": "out of memory"}
-    assert rounds.first_tokens == {}
+    rows, failures = peers.measure(Workload("short", 2, (3, 5), (2, 4)), sides, 320, 3)
+    assert rows == [
+        {
+            "side": "quire",
+            "tokens_per_second": pytest.approx(10.0),
+            "ratio": None,
+            "first_tokens": None,
+            "rounds": [pytest.approx(10.0)] * 3,
+        }
+    ]
+    assert failures == {"vllm": "out of memory"}
     assert sides["quire"].received[1] == sides["vllm"].received[1] != sides["quire"].received[2]
-    assert progress[0] == "short, warm-up: quire 10 tokens/s"
+    assert "short, round 0: quire 10 tokens/s" in capsys.readouterr().err
 
 
-def test_shares_of_first_tokens() -> None:
-    answers = {"quire": [[1, 2], [3, 4]], "vllm": [[1, 9], [5, 4]]}
-    assert shares_of_first_tokens(answers) == {"vllm": 0.5}
-    assert shares_of_first_tokens({"vllm": [[1]]}) == {}
+def test_sides_are_compared_with_quire() -> None:
+    rows, _ = peers.measure(WORKLOADS["decode"], {"quire": Double(), "vllm": Double()}, 320, 1)
+    assert [row["ratio"] for row in rows] == [None, pytest.approx(1.0)]
+    assert [row["first_tokens"] for row in rows] == [None, 1.0]
+    rows, _ = peers.measure(WORKLOADS["decode"], {"vllm": Double()}, 320, 1)
+    assert [row["ratio"] for row in rows] == [None]
+
+
+def test_share_of_first_tokens() -> None:
+    assert peers.share_of_first_tokens([[1, 9], [5, 4]], own=[[1, 2], [3, 4]]) == 0.5
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    assert MEASUREMENT.medians() == {"quire": 200.0, "vllm": 100.0}
-    assert MEASUREMENT.ratios() == {"vllm": 2.0}
-    assert MEASUREMENT._replace(rates={"vllm": [1.0]}).ratios() == {}
+    own = [Figures(100.0, 4.0), Figures(300.0, 4.0), Figures(200.0, 4.0)]
+    other = [Figures(50.0, 2.0), Figures(100.0, 0.0), Figures(400.0, 1.0)]
+    assert ratios(own, other) == Figures(2.0, 2.0)
 
 
-def test_table_has_empty_cells_for_a_side_that_did_not_run() -> None:
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(table("7m, float32", [MEASUREMENT], ["quire", "vllm", "llama.cpp"]))
-    cells = [cell.strip() for cell in capture.get().splitlines()[-2].strip("│ ").split("│")]
-    assert cells == ["mixed", "200", "100", "", "2.00", "", "vllm 50%"]
-
-
-def test_options() -> None:
-    values = peers.parse(["--workloads", "prefill,mixed", "--sides", "quire"])
-    assert (values.workloads, values.sides, values.models) == (
-        ["prefill", "mixed"],
-        ["quire"],
-        ["7m", "100m"],
-    )
-    with pytest.raises(argparse.ArgumentTypeError, match="tiny is none of 7m, 100m"):
-        names_out_of(["7m", "100m"])("7m,tiny")
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    options = peers.main.parse(["--workloads", "prefill,mixed", "--sides", "quire"])
+    assert (options.workloads, options.sides) == (("prefill", "mixed"), ("quire",))
+    with pytest.raises(SystemExit):
+        peers.main.parse(["--models", "7m,huge"])
+    assert "huge is none of tiny, 7m, 100m, 1b" in capsys.readouterr().err
 
 
 def test_quire_beside_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(SIZES, "tiny", TINY)
-    workloads = [Workload("batch", 4, (5, 20), (2, 6)), Workload("prefill", 1, (32, 32), (1, 1), 0, "prompt")]
-    sides = ["quire", "vllm", "transformers"]
-    peers.compare_all(peers.Options(sides, ["tiny"], ["float32"], workloads, 1, 1, tmp_path))
+    monkeypatch.setitem(WORKLOADS, "mixed", Workload("mixed", 4, (5, 20), (2, 6)))
+    monkeypatch.setitem(WORKLOADS, "prefill", Workload("prefill", 1, (32, 32), (1, 1), 0, "prompt"))
+    words = "--sides quire,vllm,transformers --models tiny --dtypes float32 --workloads mixed,prefill"
+    peers.main([*words.split(), "--rounds", "1", "--threads", "1", "--folder", str(tmp_path)])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result["versions"]) == {"quire", "transformers"}
     assert result["failures"] == [
         "vllm cannot run tiny in float32 here: it is not installed: run with --install first"
     ]
-    assert [row["workload"] for row in result["results"]] == ["batch", "prefill"]
-    for row in result["results"]:
-        assert row["first_tokens"] == {"transformers": 1.0}
-        assert row["ratios"].keys() == {"transformers"}
+    assert [(row["workload"], row["side"]) for row in result["rows"]] == [
+        (workload, side) for workload in ("mixed", "prefill") for side in ("quire", "transformers")
+    ]
+    assert [row["first_tokens"] for row in result["rows"]] == [None, 1.0, None, 1.0]
+    assert all(row["ratio"] for row in result["rows"] if row["side"] == "transformers")
+
+
+def test_without_any_side_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        peers.main(["--sides", "vllm", "--models", "tiny", "--dtypes", "float32", "--folder", str(tmp_path)])
+    assert raised.value.code == 2
+    assert "run with --install first" in capsys.readouterr().err

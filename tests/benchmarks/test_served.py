@@ -6,18 +6,19 @@ import asyncio
 import math
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-from rich.console import Console
 
 from quire.benchmarks.peers import served
 from quire.benchmarks.peers.clients import completion_body, http_record, http_sender, run_together, usage_of
 from quire.benchmarks.peers.processes import SideFailedError
-from quire.benchmarks.peers.served_report import Figures, ServedMeasurement, figures_of, ratio, served_table
+from quire.benchmarks.peers.rounds import ratios
+from quire.benchmarks.peers.served import Figures, figures_of
 from quire.benchmarks.peers.servers import Server, free_ports
-from quire.benchmarks.peers.workloads import Requests
+from quire.benchmarks.peers.workloads import WORKLOADS, Requests
 from quire.cli.bench.summary import OK
 
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\ndata: [DONE]\n\n'
@@ -91,28 +92,22 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    assert ratio(FAST, SLOW) == Figures(2.0, 0.25, 0.25, 0.0)
-    assert ratio(SLOW, FAST).tpot_p50_ms == 0.0
-    measurement = ServedMeasurement("7m", "float32", "mixed", {"quire": [FAST, SLOW], "vllm": [SLOW, SLOW]})
-    assert measurement.medians()["quire"].tokens_per_second == 150.0
-    assert measurement.ratios()["quire"].tokens_per_second == 1.5
-    assert measurement._replace(rounds={"quire": [FAST]}).ratios() == {}
-    assert measurement.as_json()["ratios"]["quire"]["ttft_p50_ms"] == 0.625
+    assert ratios([FAST], [SLOW]) == Figures(2.0, 0.25, 0.25, 0.0)
+    assert ratios([SLOW], [FAST]).tpot_p50_ms == 0.0
 
 
-def test_table_leaves_ratios_empty_without_the_baseline() -> None:
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(served_table("7m", [ServedMeasurement("7m", "float32", "mixed", {"quire": [FAST]})]))
-    cells = [cell.strip() for cell in capture.get().splitlines()[-2].strip("│ ").split("│")]
-    assert cells[:6] == ["mixed", "quire", "200", "10.0", "20.0", "0.00"]
-    assert not any(cells[6:])
+def test_sides_are_compared_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run_turn(side: str, server: object, requests: Requests) -> Figures:
+        return SLOW if side == "vllm" else FAST
+
+    monkeypatch.setattr(served, "run_turn", run_turn)
+    server: Any = None
+    rows, failures = served.measure(WORKLOADS["mixed"], {"quire": server, "vllm": server}, 320, 2)
+    assert not failures
+    assert [row["tokens_per_second"] for row in rows] == [200.0, 100.0]
+    assert [row["ratios"]["ttft_p50_ms"] for row in rows] == [0.25, None]
 
 
 def test_options() -> None:
-    options = served.parse(["--sides", "vllm,quire", "--workloads", "mixed", "--rounds", "2"])
-    assert (options.sides, [workload.name for workload in options.workloads], options.num_rounds) == (
-        ["vllm", "quire"],
-        ["mixed"],
-        2,
-    )
+    options = served.main.parse(["--sides", "vllm,quire", "--workloads", "mixed", "--rounds", "2"])
+    assert (options.sides, options.workloads, options.rounds) == (("vllm", "quire"), ("mixed",), 2)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 
-from quire.benchmarks.model_survey import make_tiny_model
-from quire.benchmarks.rank_survey import RANK_SIZES
+from quire.benchmarks.model_survey import RANK_SIZES, make_tiny_model
 from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.sliced_weights import load_slices

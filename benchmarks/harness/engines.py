@@ -1,0 +1,83 @@
+"""Engines on the CPU, with a model or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from quire.engine.engine import Engine, EngineParts
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.check import AttentionCall, KvHeads
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import LoadedModel, load_model
+from quire.kvindex.block_hash import block_hash
+from quire.models.source import demo_model_path
+from quire.sampling.params import SamplingParams
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+
+
+def load_demo() -> LoadedModel:
+    """Load the bundled model in float32."""
+    return load_model(str(demo_model_path()), "float32", CPU)
+
+
+def model_without_layers(
+    max_position_embeddings: int, *, eos_token_id: int = 1, vocab_size: int = 8, window: int | None = None
+) -> LoadedModel:
+    """Return a model of one layer with one KV head of one dimension, for a runner that computes nothing."""
+    return LoadedModel(
+        module=cast("Any", torch.nn.Module()),
+        folder=Path(),
+        digest="",
+        dtype=torch.float32,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        max_position_embeddings=max_position_embeddings,
+        vocab_size=vocab_size,
+        eos_token_ids=frozenset({eos_token_id}),
+        heads=KvHeads(1, 1, 1, (AttentionCall(window, 1.0, None, None),)),
+        recipe=None,
+    )
+
+
+def make_engine(
+    model: LoadedModel,
+    num_blocks: int,
+    *,
+    block_size: int = BLOCK_SIZE,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
+    max_model_len: int | None = None,
+    device: torch.device = CPU,
+    num_swap_blocks: int = 0,
+    **parts: Any,
+) -> Engine:
+    """Return an engine with a pool of blocks, and with ``EngineParts`` by their names."""
+    shape = model.kv_shape(block_size)
+    limits = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
+    if num_swap_blocks:
+        parts["swap_memory"] = KvMemory(shape, num_swap_blocks, CPU)
+    memory = KvMemory(shape, num_blocks, device)
+    return Engine(model, memory, limits, block_hash, max_model_len, EngineParts(**parts))
+
+
+def as_sequence(index: int, prompt: list[int], params: SamplingParams, root: bytes | None = None) -> Sequence:
+    """Return a request; without a ``root`` of hashes that others have too, it shares no block with them."""
+    own = index.to_bytes(16, "little")
+    return Sequence(str(index), list(prompt), len(prompt), params, own if root is None else root)
+
+
+def run_to_end(engine: Engine, sequences: Iterable[Sequence]) -> None:
+    """Compute requests that all wait from the start."""
+    for sequence in sequences:
+        engine.add_request(sequence)
+    while not engine.is_idle:
+        engine.step()
+    engine.check_conservation()

@@ -1,0 +1,57 @@
+"""Rounds in which the contenders take turns, and times."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Figures = TypeVar("Figures", bound=tuple[Any, ...])
+
+
+def turns(contenders: Iterable[T], num_rounds: int, *, warm_up: int = 1) -> Iterator[tuple[int, T]]:
+    """Yield (round, contender) for each turn; another contender begins each time.
+
+    So what slows the machine for a while slows all contenders. Rounds below 0 only warm up.
+    """
+    order = list(contenders)
+    for index in range(-warm_up, num_rounds):
+        first = index % len(order)
+        yield from ((index, each) for each in order[first:] + order[:first])
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """Return the median of each figure over the rounds."""
+    return type(rounds[0])(*map(median, zip(*rounds, strict=True)))
+
+
+def best_seconds(
+    call: Callable[[], object], *, prepare: Callable[[], object] = lambda: None, seconds: float = 0.5
+) -> float:
+    """Return the shortest of the calls that fit into a time, since other work on the machine only adds.
+
+    ``prepare`` runs before each call and does not count.
+    """
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end or best == float("inf"):
+        prepare()
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def cpu_seconds(stat: Path) -> float:
+    """Return the CPU time of a process or a thread, from its ``stat`` file in ``/proc``."""
+    values = stat.read_text().rpartition(") ")[2].split()
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def show_progress(line: str) -> None:
+    """Print a line to stderr."""
+    print(line, file=sys.stderr, flush=True)
