@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from quire.benchmarks.harness.engines import model_without_layers
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.step_tensors import StepTensors
@@ -17,7 +17,7 @@ from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 
-TOKEN, EOS, VOCAB_SIZE = 5, 1, 8
+TOKEN, VOCAB_SIZE = 5, 8
 CPU = torch.device("cpu")
 
 
@@ -48,13 +48,7 @@ def make_constant_engine(
     **parts: Any,
 ) -> Engine:
     """Return an engine with the given optional parts; groups are preempted to host memory if it has any."""
-    model: Any = SimpleNamespace(
-        max_position_embeddings=max_model_len,
-        eos_token_ids=frozenset({EOS}),
-        window=None,
-        has_windows=False,
-        recipe=None,
-    )
+    model = model_without_layers(max_model_len)
     shape = KvShape(1, 1, block_size, 1, "float32")
     memory = KvMemory(shape, num_blocks, CPU)
     swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None

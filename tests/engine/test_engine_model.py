@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from quire.benchmarks.harness.engines import model_without_layers
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_cache.disk_cache import DiskCache
 from quire.engine.kv_cache.host_cache import HostCache
@@ -161,14 +161,7 @@ def make_engine(
     *,
     has_drafts: bool = False,
 ) -> Engine:
-    model: Any = SimpleNamespace(
-        max_position_embeddings=128,
-        eos_token_ids=frozenset({EOS}),
-        window=window,
-        has_windows=False,
-        recipe=None,
-        collectives=None,
-    )
+    model = model_without_layers(128, window=window)
     memory = KvMemory(SHAPE, num_blocks, CPU)
     swap_memory = KvMemory(SHAPE, num_swap_blocks, CPU) if num_swap_blocks else None
     runner = FakeRunner(model, memory, swap_memory)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from quire.benchmarks.harness.engines import model_without_layers
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_cache.memory import KvMemory
@@ -33,13 +34,7 @@ class Receiver:
     """A decode worker's side of one push whose blocks are granted; the engine's thread can be held up."""
 
     def __init__(self) -> None:
-        model: Any = SimpleNamespace(
-            max_position_embeddings=64,
-            eos_token_ids=frozenset({1}),
-            window=None,
-            has_windows=False,
-            recipe=None,
-        )
+        model = model_without_layers(64)
         self.memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), 8, torch.device("cpu"))
         limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64)
         self.thread = EngineThread(
