@@ -22,12 +22,12 @@ import torch
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.rounds import show_progress
 from quire.benchmarks.harness.tables import table
-from quire.benchmarks.kernel_resources import attention_resources, describe
 from quire.benchmarks.kernels_gpu import Model, Step, gpu_name, make_step, seconds
 from quire.engine.model.decode_graphs import CudaCapture
 from quire.kernels.triton import configs
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.blocks import write_kv
+from quire.kernels.triton.compiled_kernels import attention_resources, describe
 from quire.kernels.triton.configs import AttentionConfig, Kernel
 
 TABLE = Path(configs.__file__).with_name("configs.json")

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: there are wheels only for Linux")
 
-from quire.benchmarks import kernel_resources as resources
-from quire.benchmarks.kernel_resources import Resources, Variant
+from quire.kernels.triton import compiled_kernels as resources
 from quire.kernels.triton import configs
 from quire.kernels.triton.block_kernels import copy_rows_kernel
+from quire.kernels.triton.compiled_kernels import Resources, Variant
 
 
 @pytest.fixture(autouse=True)
